@@ -1,0 +1,82 @@
+"""A drop-in key-value cache library for Hugging Face transformers.
+
+Importing it changes nothing in transformers; `install()` does, and `uninstall()` takes it back.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .cache import Cache, CacheState
+from .dynamic_cache import DynamicCache
+from .encoder_decoder import EncoderDecoderCache
+from .errors import (
+    BatchIndexError,
+    CapacityError,
+    ConfigError,
+    KVLayersError,
+    LayerIndexError,
+    LegacyFormatError,
+    OptionError,
+    RegistryError,
+    RollbackError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
+from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+from .layers import CacheLayer, DynamicLayer, LayerState, SlidingLayer, StaticLayer, StaticSlidingLayer
+from .static_cache import HybridCache, SlidingWindowCache, StaticCache
+from .stores import DenseStore, FixedStore, TokenStore
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .generation.install import install, installed, is_installed, uninstall
+
+_FROM_INSTALL = ("install", "installed", "is_installed", "uninstall")
+
+__all__ = [
+    "BatchIndexError",
+    "Cache",
+    "CacheLayer",
+    "CacheRequest",
+    "CacheState",
+    "CapacityError",
+    "ConfigError",
+    "DenseStore",
+    "DynamicCache",
+    "DynamicLayer",
+    "EncoderDecoderCache",
+    "FixedStore",
+    "HybridCache",
+    "KVLayersError",
+    "LayerIndexError",
+    "LayerState",
+    "LegacyFormatError",
+    "OptionError",
+    "RegistryError",
+    "RollbackError",
+    "SlidingLayer",
+    "SlidingWindowCache",
+    "StateMismatchError",
+    "StaticCache",
+    "StaticLayer",
+    "StaticSlidingLayer",
+    "TokenStore",
+    "UnsupportedLayerError",
+    "__version__",
+    "cache_names",
+    "install",
+    "installed",
+    "is_installed",
+    "make_cache",
+    "register",
+    "uninstall",
+    "unregister",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # generate() takes longer to import than all of kvlayers, and a decode loop of one's own does without it.
+    if name in _FROM_INSTALL:
+        from .generation import install as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")

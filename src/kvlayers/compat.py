@@ -1,0 +1,95 @@
+"""All that depends on a version of transformers. Nothing else in kvlayers asks which one is installed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+import transformers.cache_utils as upstream
+from packaging.version import Version
+from transformers import PreTrainedConfig
+
+from .errors import ConfigError
+
+TRANSFORMERS = Version(Version(transformers.__version__).base_version)
+
+OPTIONS_ARE_PER_LAYER = Version("5.19")
+"""From here on `get_layer_types_and_kwargs` returns options for each layer, for configs whose layers differ; before,
+it returned one dict for all."""
+
+LINEAR_LAYER = upstream.LinearAttentionCacheLayerMixin
+ATTENTION_LAYER = upstream.CacheLayerMixin
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a model config says of one layer: the type in transformers' own terms, and what its cache must know."""
+
+    layer_type: str
+    options: dict[str, Any]
+
+
+def decoder_config(config: object) -> PreTrainedConfig:
+    """The config of the decoder's text model, which is `config` itself for a plain language model.
+
+    Raises:
+        ConfigError: `config` is not a model config.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"expected a model config (a PreTrainedConfig), but saw a {type(config).__name__}: pass model.config."
+        )
+    return config.get_text_config(decoder=True)
+
+
+def layer_specs(config: object) -> list[LayerSpec]:
+    """One spec for each layer that has a cache, in order.
+
+    Raises:
+        ConfigError: `config` is no model config, or lacks a field that says how its layers attend.
+    """
+    decoder = decoder_config(config)
+    try:
+        layer_types, options = upstream.get_layer_types_and_kwargs(decoder)
+    except AttributeError as missing:
+        raise ConfigError(
+            f"expected a config that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
+            f"attention_chunk_size where layers differ), but in {type(decoder).__name__} {missing}: pass the config of "
+            "the model itself, or make the cache without a config."
+        ) from missing
+    per_layer = options if TRANSFORMERS >= OPTIONS_ARE_PER_LAYER else [options] * len(layer_types)
+    return [LayerSpec(layer_type, dict(own)) for layer_type, own in zip(layer_types, per_layer, strict=True)]
+
+
+def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
+    """transformers' own layer for a type that kvlayers has no kind for; static where `max_cache_len` is given.
+
+    Raises:
+        ConfigError: transformers does not know the type either.
+    """
+    static = max_cache_len is not None
+    mapping = upstream.STATIC_LAYER_TYPE_MAPPING if static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
+    if spec.layer_type not in mapping:
+        raise ConfigError(
+            f"expected a layer type that transformers {TRANSFORMERS} has a cache for ({', '.join(sorted(mapping))}), "
+            f"but saw '{spec.layer_type}': import the module of the model that defines it first."
+        )
+    size = {"max_cache_len": max_cache_len} if static else {}
+    return mapping[spec.layer_type](**size, **spec.options)
+
+
+def cache_argument(model: Any) -> str:
+    """Name under which `model` takes its cache. transformers goes by the name of the class, and so must we."""
+    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def makes_its_own_cache(model: Any, name: str) -> bool:
+    """Whether `model` has code of its own that sizes the caches of a static name (mllama's vision layers, in 5.20 on).
+
+    Such a model knows more of its layers than its config says, and goes on making them itself.
+    """
+    # Late, as generate() takes long to import and not every use of a cache needs it.
+    from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+    from transformers.generation.utils import GenerationMixin
+
+    overridden = type(model)._prepare_static_cache is not GenerationMixin._prepare_static_cache
+    return name in ALL_STATIC_CACHE_IMPLEMENTATIONS and overridden

@@ -1,0 +1,92 @@
+"""The cache that grows with the sequence."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import transformers
+from torch import Tensor
+from typing_extensions import Self
+
+from . import legacy
+from .cache import Cache
+from .errors import LayerIndexError, OptionError
+from .layers import DynamicLayer, SlidingLayer
+from .layers.dispatch import dynamic_layers
+
+
+class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
+    """Grows in place as tokens come: full attention keeps all of them, sliding and chunked attention a window.
+
+    Args:
+        ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
+            and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
+        config: config of the model. Without it, every layer is taken for full attention.
+        length_hint: the most tokens that are expected, where known: memory then grows no further than that.
+
+    Raises:
+        ConfigError: the config does not describe the model's layers.
+        OptionError: an option that does not exist, or a config in the place of states.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> cache = kvlayers.DynamicCache()
+        >>> keys, values = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), layer_idx=0)
+        >>> keys.shape, cache.get_seq_length()
+        (torch.Size([1, 2, 5, 8]), 5)
+        >>> cache.crop(-2)
+        >>> cache.get_seq_length()
+        3
+    """
+
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: object | None = None,
+        length_hint: int | None = None,
+    ) -> None:
+        if isinstance(ddp_cache_data, transformers.PreTrainedConfig):
+            raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
+        given = list(ddp_cache_data or ())
+        layers: list[Any] = []
+        if config is not None:
+            layers = dynamic_layers(config, length_hint)
+            if len(given) > len(layers):
+                raise LayerIndexError(
+                    f"expected states for at most {len(layers)} layers, as the config has, but saw {len(given)}."
+                )
+        else:
+            layers = [_layer_for(states, length_hint) for states in given]
+        if layers:
+            super().__init__(layers=layers)
+        else:
+            super().__init__(layer_class_to_replicate=functools.partial(DynamicLayer, length_hint=length_hint))
+        for layer, (keys, values, *_) in zip(self.layers, given, strict=False):
+            if keys is not None and values is not None:
+                layer.update(keys, values)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
+        return False
+
+    @classmethod
+    def from_legacy_cache(
+        cls, past_key_values: object | None = None, config: object | None = None
+    ) -> Self:
+        """A cache that holds copies of `((keys, values), ...)`; an empty one for `None`.
+
+        Args:
+            past_key_values: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`.
+            config: as for the cache itself.
+
+        Raises:
+            LegacyFormatError: the tuples are nested in another way.
+        """
+        pairs = legacy.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
+        return cls(ddp_cache_data=pairs, config=config)
+
+
+def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
+    sliding_window = states[2] if len(states) == 3 else None
+    return DynamicLayer(length_hint) if sliding_window is None else SlidingLayer(int(sliding_window))

@@ -1,0 +1,184 @@
+"""The cache of models with an encoder: one part for self-attention, one for cross-attention."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from typing_extensions import Self
+
+from . import legacy
+from .cache import Cache, CacheState, StatePair
+from .dynamic_cache import DynamicCache
+from .errors import LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
+
+
+class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ignore[misc]
+    """A pair of caches. Lengths, masks, crop and rollback speak of self-attention; batches and bytes of both.
+
+    Args:
+        caches: the self-attention cache and the cross-attention cache; or one iterable with, for each layer, keys and
+            values of both, each `[batch, kv_heads, tokens, head_dim]` (4 tensors, or 6 with sliding windows).
+
+    Raises:
+        OptionError: other than two caches, or one iterable.
+        LegacyFormatError: an iterable that is nested in another way.
+    """
+
+    def __init__(self, *caches: Any) -> None:
+        if len(caches) == 1:
+            caches = _caches_of(caches[0])
+        if len(caches) != 2 or not all(isinstance(cache, transformers.Cache) for cache in caches):
+            raise OptionError(
+                "expected a self-attention cache and a cross-attention cache, but saw "
+                f"{', '.join(type(cache).__name__ for cache in caches) or 'nothing'}: pass two caches."
+            )
+        self.self_attention_cache, self.cross_attention_cache = caches
+        cross = self.cross_attention_cache
+        self.is_updated = {index: bool(cross.get_seq_length(index) > 0) for index in range(len(cross.layers))}
+
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """The layers of self-attention."""
+        layers: list[Any] = self.self_attention_cache.layers
+        return layers
+
+    def _parts(self) -> tuple[Any, Any]:
+        return self.self_attention_cache, self.cross_attention_cache
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        cache_kwargs: Mapping[str, object] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Take in states of self-attention; cross-attention is updated through `cross_attention_cache`."""
+        attended: tuple[Tensor, Tensor] = self.self_attention_cache.update(key_states, value_states, layer_idx)
+        return attended
+
+    def early_initialization(
+        self, batch_size: int, num_heads: Any, head_dim: Any, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Reserve what can be reserved in both parts before the first forward pass."""
+        for part in self._parts():
+            part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
+    def _select(self, rows: Tensor) -> None:
+        for part in self._parts():
+            part.batch_select_indices(rows)
+
+    def reset(self) -> None:
+        """Forget all tokens of both parts."""
+        for part in self._parts():
+            part.reset()
+        self.is_updated = dict.fromkeys(self.is_updated, False)
+
+    def fork(self) -> Self:
+        """An independent continuation of both parts."""
+        twin = copy.copy(self)
+        twin.self_attention_cache, twin.cross_attention_cache = (copy.deepcopy(part) for part in self._parts())
+        twin.is_updated = dict(self.is_updated)
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held by both parts, spare room included."""
+        return sum(part.nbytes for part in self._parts())
+
+    def state(self) -> CacheState:
+        """Copies of the live tensors of both parts: the layers of self-attention, then those of cross-attention."""
+        own, cross = (part.state().layers for part in self._parts())
+        return CacheState(type(self).__name__, own + cross)
+
+    def load_state(self, state: CacheState) -> None:
+        """Become what the cache was when `state` was taken.
+
+        Raises:
+            StateMismatchError: the state is of a cache with other layers; nothing is changed.
+        """
+        if state.kind != type(self).__name__ or len(state.layers) % 2:
+            raise StateMismatchError(
+                f"expected the state of an {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                "of the kind that it was taken from."
+            )
+        half = len(state.layers) // 2
+        twin = self.fork()
+        for part, layers in zip(twin._parts(), (state.layers[:half], state.layers[half:]), strict=True):
+            part.load_state(CacheState(type(part).__name__, layers))
+        self.self_attention_cache, self.cross_attention_cache = twin._parts()
+        cross = self.cross_attention_cache
+        self.is_updated = {index: cross.get_seq_length(index) > 0 for index in range(len(cross.layers))}
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether both parts know what their states look like."""
+        return all(part.is_initialized for part in self._parts())
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may compile the forward pass around self-attention's cache."""
+        return bool(self.self_attention_cache.is_compileable)
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
+        if not 0 <= layer_idx < len(self.layers):
+            raise self._no_layer(layer_idx)
+        return self._four(layer_idx)
+
+    def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
+        cross = self.cross_attention_cache
+        crossed: StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
+        return (*self.self_attention_cache[layer_idx], *crossed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
+        """For each layer, the four tensors of `cache[layer]`."""
+        return (self._four(layer_idx) for layer_idx in range(len(self.layers)))
+
+    def to_legacy_cache(self) -> legacy.LegacyStates:
+        """The states as `((keys, values, cross_keys, cross_values), ...)`; the pairs alone before there is an encoder.
+
+        Raises:
+            LegacyFormatError: a layer has dropped tokens, which tuples cannot say.
+        """
+        own, cross = (part.to_legacy_cache() for part in self._parts())
+        if not cross:
+            return own  # type: ignore[no-any-return]
+        if len(own) != len(cross):
+            raise LegacyFormatError(
+                f"expected as many layers of self-attention as of cross-attention, but saw {len(own)} and {len(cross)}."
+            )
+        return tuple((*mine, *theirs) for mine, theirs in zip(own, cross, strict=True))
+
+    @classmethod
+    def from_legacy_cache(cls, past_key_values: object | None = None) -> Self:
+        """A cache that holds copies of `((keys, values, cross_keys, cross_values), ...)`; an empty one for `None`.
+
+        Raises:
+            LegacyFormatError: the tuples are nested in another way.
+        """
+        return cls(() if past_key_values is None else legacy.check_tuples(past_key_values, width=(2, 4)))
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing to refuse: every operation is defined for every kind. Kept for code that asks first."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(self={self.self_attention_cache}, cross={self.cross_attention_cache})"
+
+
+def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
+    own: list[Any] = []
+    cross: list[Any] = []
+    for index, layer in enumerate(states):
+        if len(layer) not in (2, 4, 6):
+            raise LegacyFormatError(
+                f"expected 2, 4 or 6 entries at layer {index}, keys and values of self- and cross-attention, but saw "
+                f"{len(layer)}."
+            )
+        half = 2 if len(layer) == 2 else len(layer) // 2
+        own.append(tuple(layer[:half]))
+        if layer[half:]:
+            cross.append(tuple(layer[half:]))
+    return DynamicCache(own), DynamicCache(cross)

@@ -1,0 +1,50 @@
+"""The errors of kvlayers: one base class, a few named ones.
+
+Each is raised before anything is changed, and its message says what was expected, what was seen and what to do.
+Each also inherits the built-in exception that transformers or Python would have raised, so that existing handlers
+go on working.
+"""
+
+
+class KVLayersError(Exception):
+    """Base class of every error that kvlayers raises on purpose."""
+
+
+class StateMismatchError(KVLayersError, ValueError):
+    """States do not fit those that are held: another batch size, kv_heads, head_dim, dtype, device or rank."""
+
+
+class LayerIndexError(KVLayersError, IndexError):
+    """The cache has no layer at that index."""
+
+
+class BatchIndexError(KVLayersError, IndexError):
+    """Batch indices are empty, out of range, or not whole numbers."""
+
+
+class CapacityError(KVLayersError, ValueError):
+    """More tokens than a fixed reservation can hold."""
+
+
+class RollbackError(KVLayersError, ValueError):
+    """The cache cannot be put back to the length that was asked for."""
+
+
+class OptionError(KVLayersError, TypeError):
+    """An option that does not exist, is missing, or has a value of the wrong kind."""
+
+
+class ConfigError(KVLayersError, ValueError):
+    """A model config lacks what the cache needs to know."""
+
+
+class RegistryError(KVLayersError, ValueError):
+    """A cache name is unknown, empty or taken."""
+
+
+class LegacyFormatError(KVLayersError, ValueError):
+    """Legacy tuples are nested in a way that no cache can take, or a cache has no faithful tuple form."""
+
+
+class UnsupportedLayerError(KVLayersError, TypeError):
+    """A layer class of transformers cannot do what was asked of it."""

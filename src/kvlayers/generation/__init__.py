@@ -1,0 +1,1 @@
+"""Names for caches, and generate() made to know them."""

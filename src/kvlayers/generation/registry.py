@@ -1,0 +1,209 @@
+"""Caches by name: who makes the cache that `cache_implementation="..."` asks for."""
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from ..dynamic_cache import DynamicCache
+from ..encoder_decoder import EncoderDecoderCache
+from ..errors import ConfigError, OptionError, RegistryError
+from ..static_cache import HybridCache, SlidingWindowCache, StaticCache
+
+ENTRY_POINT_GROUP = "kvlayers.caches"
+"""Entry points in this group are factories that other packages offer, under the entry point's name."""
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What a factory is told of the cache that is wanted.
+
+    Attributes:
+        config: config of the model.
+        options: what the user passed as `cache_config`, or to `make_cache`.
+        batch_size: sequences side by side, beams included, where known.
+        length_hint: the most tokens that are expected, where known.
+        device: device of the model, where known.
+        dtype: dtype of the model, where known.
+    """
+
+    config: PreTrainedConfig
+    options: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    length_hint: int | None = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+
+
+CacheFactory = Callable[[CacheRequest], transformers.Cache]
+Factory = TypeVar("Factory", bound=CacheFactory)
+
+_factories: dict[str, CacheFactory] = {}
+_listeners: list[Callable[[], None]] = []
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorator that makes a factory, `(request) -> Cache`, the maker of the caches called `name`.
+
+    Raises:
+        RegistryError: the name is empty or taken.
+
+    Example:
+        >>> import kvlayers
+        >>> @kvlayers.register("roomy")
+        ... def roomy(request):
+        ...     return kvlayers.StaticCache(request.config, max_cache_len=4096, **request.options)
+        >>> "roomy" in kvlayers.cache_names()
+        True
+        >>> kvlayers.unregister("roomy")
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise RegistryError(f"expected a name for the cache, but saw {name!r}: pass a string that is not empty.")
+    if name in _factories:
+        raise RegistryError(
+            f"expected a name that is free, but '{name}' is taken by {_factories[name].__module__}."
+            f"{_factories[name].__qualname__}: choose another, or unregister('{name}') first."
+        )
+
+    def keep(factory: Factory) -> Factory:
+        _factories[name] = factory
+        _tell_listeners()
+        return factory
+
+    return keep
+
+
+def unregister(name: str) -> None:
+    """Forget a name.
+
+    Raises:
+        RegistryError: there is no such name.
+    """
+    if name not in _factories:
+        raise _unknown(name)
+    del _factories[name]
+    _tell_listeners()
+
+
+def cache_names() -> list[str]:
+    """Every name that `make_cache` knows, those of other packages' entry points included."""
+    return sorted({*_factories, *(point.name for point in _entry_points())})
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call `listener` whenever a name comes or goes."""
+    _listeners.append(listener)
+
+
+def make_cache(
+    name: str,
+    model_or_config: object,
+    *,
+    batch_size: int | None = None,
+    length_hint: int | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> transformers.Cache:
+    """The cache called `name`, for a model.
+
+    Args:
+        name: one of `cache_names()`.
+        model_or_config: the model that will use the cache, or its config.
+        batch_size: sequences side by side, where known.
+        length_hint: the most tokens that are expected, where known. A static cache reserves so many.
+        device: device of the model, where known.
+        dtype: dtype of the states, where known.
+        options: options of that cache, such as `max_cache_len`.
+
+    Raises:
+        RegistryError: there is no such name.
+        OptionError: the cache has no such option, or needs one that is not given.
+        ConfigError: the model's config does not describe its layers.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=4096)
+        >>> kvlayers.make_cache("dynamic", config)
+        DynamicCache(layers=[SlidingLayer(length=0), SlidingLayer(length=0)])
+    """
+    model_config = getattr(model_or_config, "config", None) if _is_model(model_or_config) else model_or_config
+    if not isinstance(model_config, PreTrainedConfig):
+        raise ConfigError(
+            f"expected a model or its config, but saw a {type(model_or_config).__name__}: pass the model itself, or "
+            "model.config."
+        )
+    request = CacheRequest(model_config, options, batch_size, length_hint, device, dtype)
+    cache = _factory(name)(request)
+    if not isinstance(cache, transformers.Cache):
+        raise RegistryError(
+            f"expected the factory of '{name}' to return a cache, but saw a {type(cache).__name__}: correct the "
+            "factory."
+        )
+    if model_config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
+        return EncoderDecoderCache(cache, DynamicCache())
+    return cache
+
+
+def _is_model(candidate: object) -> bool:
+    return isinstance(candidate, torch.nn.Module)
+
+
+def _factory(name: str) -> CacheFactory:
+    if name not in _factories:
+        for point in _entry_points():
+            if point.name == name:
+                factory: CacheFactory = point.load()
+                return factory
+        raise _unknown(name)
+    return _factories[name]
+
+
+def _entry_points() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _unknown(name: object) -> RegistryError:
+    return RegistryError(f"expected the name of a cache ({', '.join(cache_names())}), but saw {name!r}.")
+
+
+def _tell_listeners() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def _sized(request: CacheRequest) -> dict[str, Any]:
+    """Options for a static cache, whose size is the length hint unless it is given."""
+    options = dict(request.options)
+    options.setdefault("max_cache_len", request.length_hint)
+    if options["max_cache_len"] is None:
+        raise OptionError(
+            "expected the size of a static cache, but saw none: pass max_cache_len (tokens of the prompt and the "
+            "continuation together)."
+        )
+    return options
+
+
+@register("dynamic")
+def _dynamic(request: CacheRequest) -> DynamicCache:
+    return DynamicCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
+
+
+@register("static")
+def _static(request: CacheRequest) -> StaticCache:
+    return StaticCache(request.config, **_sized(request))
+
+
+@register("sliding_window")
+def _sliding_window(request: CacheRequest) -> SlidingWindowCache:
+    return SlidingWindowCache(request.config, **_sized(request))
+
+
+@register("hybrid")
+@register("hybrid_chunked")
+def _hybrid(request: CacheRequest) -> HybridCache:
+    return HybridCache(request.config, **_sized(request))

@@ -1,0 +1,46 @@
+"""From what a model config says to the layers of a cache: the one table."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import compat
+from ..compat import LayerSpec
+from .dynamic import DynamicLayer
+from .sliding import SlidingLayer
+from .static import StaticLayer
+from .static_sliding import StaticSlidingLayer
+
+WINDOWED = ("sliding_attention", "chunked_attention")
+"""Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
+
+DynamicFactory = Callable[[LayerSpec, int | None], Any]
+StaticFactory = Callable[[LayerSpec, int], Any]
+
+DYNAMIC: dict[str, DynamicFactory] = {
+    "full_attention": lambda spec, length_hint: DynamicLayer(length_hint=length_hint),
+    **dict.fromkeys(WINDOWED, lambda spec, length_hint: SlidingLayer(spec.options["sliding_window"])),
+}
+STATIC: dict[str, StaticFactory] = {
+    "full_attention": lambda spec, max_cache_len: StaticLayer(max_cache_len),
+    **dict.fromkeys(
+        WINDOWED, lambda spec, max_cache_len: StaticSlidingLayer(max_cache_len, spec.options["sliding_window"])
+    ),
+}
+
+
+def dynamic_layers(config: object, length_hint: int | None = None) -> list[Any]:
+    """Layers that grow, for each layer of a model; transformers' own where kvlayers has no kind for the type."""
+    return [
+        DYNAMIC[spec.layer_type](spec, length_hint) if spec.layer_type in DYNAMIC else compat.upstream_layer(spec)
+        for spec in compat.layer_specs(config)
+    ]
+
+
+def static_layers(config: object, max_cache_len: int) -> list[Any]:
+    """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
+    return [
+        STATIC[spec.layer_type](spec, max_cache_len)
+        if spec.layer_type in STATIC
+        else compat.upstream_layer(spec, max_cache_len)
+        for spec in compat.layer_specs(config)
+    ]

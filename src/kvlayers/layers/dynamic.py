@@ -1,0 +1,55 @@
+"""A layer that keeps every token."""
+
+from torch import Tensor
+
+from ..errors import RollbackError
+from ..stores import DenseStore, TokenStore
+from .token_layer import TokenLayer
+
+
+class DynamicLayer(TokenLayer):
+    """Full attention: keeps every token, for as long as memory lasts.
+
+    Args:
+        length_hint: the most tokens that are expected, where known; see `DenseStore`.
+        store: how the tokens are held, a `DenseStore` where not given.
+    """
+
+    def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
+        super().__init__(DenseStore(length_hint) if store is None else store)
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        store = self._store
+        store.admit(key_states, value_states)
+        store.append(key_states, value_states)
+        return store.newest(self.attended(store.length))
+
+    def attended(self, tokens: int) -> int:
+        """States that attention reads when `tokens` tokens are there."""
+        return tokens
+
+    @property
+    def length(self) -> int:
+        return self._store.length
+
+    @property
+    def capacity(self) -> int | None:
+        return None
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.attended(self._store.length + query_length), 0
+
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self.length)
+
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+        self._store.truncate(length)
+
+
+def check_rollback(length: int, held: int) -> None:
+    """Raise `RollbackError` where `length` is no length that a layer of `held` tokens once had."""
+    if not 0 <= length <= held:
+        raise RollbackError(
+            f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
+        )

@@ -1,0 +1,143 @@
+"""A layer that keeps a window of the newest tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, RollbackError, StateMismatchError
+from ..stores import DenseStore, TokenStore
+from .base import LayerState, Fact
+from .dynamic import check_rollback
+from .token_layer import TokenLayer
+
+SLACK_DIVISOR = 4
+"""A window has spare room for one part in so many of its tokens, and moves to the front when that is used up."""
+
+MINIMUM_SLACK = 16
+"""Tokens of spare room that a window has at least."""
+
+
+def window_room(sliding_window: int) -> int:
+    """Tokens of memory that a window needs to slide at a constant cost."""
+    return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
+
+
+class SlidingLayer(TokenLayer):
+    """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
+
+    A query attends to itself and the `sliding_window - 1` tokens before it, so no more than those are kept between
+    updates. Chunked attention attends to less (the chunk that the query is in), by its mask.
+
+    While the past is recorded, nothing is dropped between one `truncate` or `crop` and the next, so that the tokens of
+    a rejected draft can be taken back although the window is full.
+
+    Args:
+        sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
+        store: how the tokens are held, a `DenseStore` where not given.
+    """
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int, store: TokenStore | None = None) -> None:
+        check_window(sliding_window)
+        self.room = window_room(sliding_window)
+        super().__init__(DenseStore(length_hint=self.room) if store is None else store)
+        self.sliding_window = sliding_window
+        self.record_past = False
+        self._seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        store = self._store
+        tokens = store.admit(key_states, value_states)
+        kept = self.sliding_window - 1
+        past = min(self._seen, kept)
+        if self.record_past:
+            store.reserve(store.length + tokens)
+        elif past + tokens > self.room:
+            return self._pass_through(key_states, value_states, past, tokens)
+        store.append(key_states, value_states)
+        self._seen += tokens
+        attended = store.newest(past + tokens)
+        if not self.record_past and store.length > kept:
+            store.drop_oldest(store.length - kept)
+        return attended
+
+    def _pass_through(
+        self, key_states: Tensor, value_states: Tensor, past: int, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to more tokens than the window has room for, and hold only the end of them."""
+        store = self._store
+        if past:
+            past_keys, past_values = store.newest(past)
+            key_states = torch.cat([past_keys, key_states], dim=2)
+            value_states = torch.cat([past_values, value_states], dim=2)
+        kept = min(self.sliding_window - 1, past + tokens)
+        start = past + tokens - kept
+        store.replace(key_states.narrow(2, start, kept), value_states.narrow(2, start, kept))
+        self._seen += tokens
+        return key_states, value_states
+
+    def activate_past_recording(self) -> None:
+        """Hold every token from now on until the next `truncate` or `crop`, which may then go back to any of them."""
+        self.record_past = True
+
+    @property
+    def length(self) -> int:
+        return self._seen
+
+    @property
+    def capacity(self) -> int | None:
+        return self.sliding_window
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = min(self._seen, self.sliding_window - 1)
+        return past + query_length, self._seen - past
+
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        dropped = self._seen - self._store.length
+        needed = max(length - self.sliding_window + 1, 0)
+        if needed < dropped:
+            raise RollbackError(
+                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} tokens "
+                f"needs token {needed} again, and those before {dropped} have left the window of {self.sliding_window}: "
+                "call activate_past_recording() before the tokens that may be taken back, or fork() the cache."
+            )
+
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+        store = self._store
+        store.truncate(store.length - (self._seen - length))
+        self._seen = length
+        if store.length >= self.sliding_window:
+            store.drop_oldest(store.length - self.sliding_window + 1)
+        store.shrink(self.room)
+
+    def reset(self) -> None:
+        super().reset()
+        self._seen = 0
+
+    def settings(self) -> dict[str, Fact]:
+        return {"sliding_window": self.sliding_window}
+
+    def load_state(self, state: LayerState) -> None:
+        super().load_state(state)
+        self._seen = seen_tokens(state)
+
+
+def check_window(sliding_window: object) -> None:
+    """Raise `ConfigError` where `sliding_window` is no number of tokens."""
+    if not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1:
+        raise ConfigError(
+            f"expected a sliding window (or chunk size) of at least 1 token, but saw {sliding_window!r}: set it in the "
+            "model config, or use a layer for full attention."
+        )
+
+
+def seen_tokens(state: LayerState) -> int:
+    """The count of tokens that a state says its layer has seen."""
+    length: Any = state.facts.get("length")
+    if not isinstance(length, int):
+        raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
+    return length

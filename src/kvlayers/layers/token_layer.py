@@ -1,0 +1,120 @@
+"""A layer over a store of tokens: what full, sliding and static attention share."""
+
+import copy
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ..errors import StateMismatchError
+from ..stores import TokenStore
+from ..stores.buffer import StateForm
+from .base import CacheLayer, Fact, LayerState
+
+
+class TokenLayer(CacheLayer):
+    """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides."""
+
+    def __init__(self, store: TokenStore) -> None:
+        super().__init__()
+        self._store = store
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
+        return None if self._store.key_form is None else self._store.newest(self._store.length)[0]
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        self._replace(states, self.values)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
+        return None if self._store.key_form is None else self._store.newest(self._store.length)[1]
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        self._replace(self.keys, states)
+
+    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+        if keys is None or values is None or keys.shape[2] != self._store.length:
+            raise StateMismatchError(
+                f"expected states of the {self._store.length} tokens that are held in place of these: use update for "
+                "new tokens, and from_legacy_cache to fill a new cache."
+            )
+        fresh = self._store.fork()
+        fresh.clear()
+        fresh.admit(keys, values)
+        fresh.append(keys, values)
+        self._store = fresh
+
+    @property
+    def batch_size(self) -> int | None:
+        form = self._store.key_form
+        return None if form is None else form[0]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """dtype of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form[3]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form[4]
+
+    def select(self, indices: Tensor) -> None:
+        self._store.select(indices)
+
+    def reset(self) -> None:
+        self._store.clear()
+
+    def fork(self) -> Self:
+        twin = copy.copy(self)
+        twin._store = self._store.fork()
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.nbytes
+
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        if self._store.length:
+            raise StateMismatchError(
+                f"expected an empty layer, but {self._store.length} tokens are held: reset the cache first."
+            )
+        self._store.reserve_form(key_form, value_form)
+
+    def settings(self) -> dict[str, Fact]:
+        """What the layer was made with and a state of it depends on."""
+        return {}
+
+    def state(self) -> LayerState:
+        tensors: dict[str, Tensor] = {}
+        if self._store.key_form is not None:
+            keys, values = self._store.newest(self._store.length)
+            tensors = {"keys": keys.clone(), "values": values.clone()}
+        return LayerState(type(self).__name__, tensors, {**self.settings(), "length": self.length})
+
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        self._store.clear()
+        if state.tensors:
+            self._store.admit(state.tensors["keys"], state.tensors["values"])
+            self._store.append(state.tensors["keys"], state.tensors["values"])
+
+    def check_state(self, state: LayerState) -> None:
+        if state.kind != type(self).__name__:
+            raise StateMismatchError(
+                f"expected the state of a {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                "of the kind that it was taken from."
+            )
+        for name, value in self.settings().items():
+            if state.facts.get(name) != value:
+                raise StateMismatchError(
+                    f"expected a state with {name}={value}, but saw {name}={state.facts.get(name)}: load it into a "
+                    "cache that was made with the same settings."
+                )

@@ -1,0 +1,210 @@
+"""The operations of our layers, on a layer of transformers' own."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from .base import Fact, LayerState
+
+
+@runtime_checkable
+class _Croppable(Protocol):
+    def crop(self, tokens_to_remove: int) -> None: ...
+
+
+@runtime_checkable
+class _Reorderable(Protocol):
+    def reorder_cache(self, beam_idx: Tensor) -> None: ...
+
+
+@runtime_checkable
+class _Recording(Protocol):
+    def activate_past_recording(self) -> None: ...
+
+
+class TransformersLayer:
+    """Adapter over a layer that kvlayers has no kind for: linear attention, hybrids, indexers, a model's own.
+
+    The layer itself stays in the cache, since models look at its class; an adapter lives for one operation only.
+
+    Args:
+        layer: the layer, which is changed in place.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
+        self.attends = isinstance(layer, compat.ATTENTION_LAYER)
+
+    @property
+    def length(self) -> int | None:
+        """Tokens seen, `None` for a layer that does not count them."""
+        return int(self.layer.get_seq_length()) if self.attends else None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the layer attends within a window. Not every class of transformers says so."""
+        return bool(getattr(self.layer, "is_sliding", False))
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys held, `[batch, kv_heads, tokens, head_dim]`, where the layer has any."""
+        return self.layer.keys if self.attends else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values held, `[batch, kv_heads, tokens, head_dim]`, where the layer has any."""
+        return self.layer.values if self.attends else None
+
+    @property
+    def capacity(self) -> int | None:
+        """The most tokens that the layer can hold, `None` where there is no such number."""
+        most = int(self.layer.get_max_length())
+        return None if most < 0 else most
+
+    @property
+    def batch_size(self) -> int | None:
+        """Sequences side by side, `None` before the first states."""
+        if self.keys is not None and self.keys.dim() == 4:
+            return int(self.keys.shape[0])
+        if self.is_recurrent:
+            for states in (*self.layer.conv_states.values(), *self.layer.recurrent_states.values()):
+                if states is not None:
+                    return int(states.shape[0])
+        return None
+
+    def _is_empty(self) -> bool:
+        return next(self._tensors(), None) is None
+
+    def check_removal(self, tokens: int) -> None:
+        """Raise `RollbackError` where `remove_newest(tokens)` would."""
+        if self._is_empty() or tokens == 0:
+            return
+        name = type(self.layer).__name__
+        if not isinstance(self.layer, _Croppable):
+            raise RollbackError(f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before.")
+        if self.is_recurrent:
+            if not self.layer.is_croppable:
+                raise RollbackError(
+                    f"expected layers that can be rolled back by {tokens} tokens, but the recurrent state of {name} "
+                    "has no past to go back to: fork() the cache before the tokens that may be taken back."
+                )
+            if not self.layer.record_past:
+                raise RollbackError(
+                    f"expected a past to roll back {tokens} tokens to, but {name} did not record it: call "
+                    "activate_past_recording() before the tokens that may be taken back."
+                )
+            for index, states in self.layer.conv_states.items():
+                room = states.shape[-1] - self.layer.conv_kernel_size[index]
+                if tokens > room:
+                    raise RollbackError(
+                        f"expected to roll back at most the {room} tokens that {name} recorded, but was asked for "
+                        f"{tokens}."
+                    )
+        if self.attends and self.length is not None and tokens > self.length:
+            raise RollbackError(f"expected to remove at most {self.length} tokens from {name}, but was asked {tokens}.")
+
+    def remove_newest(self, tokens: int) -> None:
+        """Roll back the newest `tokens` tokens, and forget a past that was recorded for that."""
+        self.check_removal(tokens)
+        if self._is_empty() or not isinstance(self.layer, _Croppable):
+            return
+        if tokens or (self.is_recurrent and self.layer.record_past):
+            self.layer.crop(-tokens)
+
+    def check_select(self) -> None:
+        """Raise `UnsupportedLayerError` where `select` would."""
+        if not isinstance(self.layer, _Reorderable):
+            raise UnsupportedLayerError(
+                f"expected layers whose sequences can be selected, but transformers' {type(self.layer).__name__} has "
+                "no reorder_cache: run one sequence at a time."
+            )
+
+    def select(self, indices: Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was; `indices` is int64 `[new_batch]`."""
+        self.check_select()
+        if self._is_empty():
+            return
+        self.layer.reorder_cache(indices)
+        if "batch_size" in vars(self.layer):
+            self.layer.batch_size = indices.shape[0]
+
+    def activate_past_recording(self) -> None:
+        """Hold what a later removal needs, where the layer can."""
+        if isinstance(self.layer, _Recording):
+            self.layer.activate_past_recording()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.layer.reset()
+
+    def fork(self) -> Any:
+        """An independent layer with the same states."""
+        twin = copy.copy(self.layer)
+        for name, value in vars(self.layer).items():
+            setattr(twin, name, _copied(value))
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self._tensors()}
+        return sum(storages.values())
+
+    def state(self) -> LayerState:
+        """Copies of every tensor that the layer holds, and its plain facts."""
+        facts = {name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)}
+        tensors = {name: states.clone() for name, states in self._tensors(skip_empty=False)}
+        return LayerState(type(self.layer).__name__, tensors, facts)
+
+    def check_state(self, state: LayerState) -> None:
+        """Raise what `load_state(state)` would raise."""
+        if state.kind != type(self.layer).__name__:
+            raise StateMismatchError(
+                f"expected the state of a {type(self.layer).__name__}, but saw that of a {state.kind}: load it into a "
+                "cache that was made for the same model config."
+            )
+
+    def load_state(self, state: LayerState) -> None:
+        """Become what the layer was when `state` was taken."""
+        self.check_state(state)
+        entries: dict[str, Fact | Tensor] = {**state.facts, **{k: v.clone() for k, v in state.tensors.items()}}
+        for name, value in entries.items():
+            attribute, _, key = name.partition(".")
+            if key:
+                held = getattr(self.layer, attribute)
+                held[next((known for known in held if str(known) == key), key)] = value
+            else:
+                setattr(self.layer, attribute, value)
+        for states in state.tensors.values():
+            self.layer.dtype, self.layer.device = states.dtype, states.device
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self.layer).items():
+            if isinstance(value, dict):
+                yield from ((f"{name}.{key}", item) for key, item in value.items())
+            else:
+                yield name, value
+
+    def _tensors(self, skip_empty: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that hold states. Scalars count tokens, and are there before any came."""
+        for name, value in self._entries():
+            if isinstance(value, Tensor) and not (skip_empty and value.dim() == 0):
+                yield name, value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, int | str | bool | None | torch.dtype | torch.device):
+        return value
+    return copy.deepcopy(value)

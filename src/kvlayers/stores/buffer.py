@@ -1,0 +1,107 @@
+"""One tensor with room for tokens: the memory behind keys, or behind values."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+StateForm = tuple[int, int, int, torch.dtype, torch.device]
+"""Batch size, kv_heads, head_dim, dtype and device: what states must share to be held in one buffer."""
+
+
+def form_of(states: Tensor) -> StateForm:
+    """Form of `states`, `[batch, kv_heads, tokens, head_dim]`."""
+    batch, kv_heads, _, head_dim = states.shape
+    return batch, kv_heads, head_dim, states.dtype, states.device
+
+
+SLOTS_AT_ONCE = 32
+"""Views of single tokens that are cut together, which takes half the time of cutting each when it is needed."""
+
+
+class TokenBuffer:
+    """A tensor `[batch, kv_heads, capacity, head_dim]` that is read and written by runs of tokens.
+
+    Reads are views, writes are in place. A buffer that autograd tracks is never written to: see `tracks_gradients`.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_first_slot",
+        "_head_dim",
+        "_kv_heads",
+        "_offset",
+        "_slots",
+        "_strides",
+        "capacity",
+        "tensor",
+        "tracks_gradients",
+    )
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        # Read once: asking a tensor for these costs as much as the view itself.
+        self._batch, self._kv_heads, self.capacity, self._head_dim = tensor.shape
+        self._strides = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self.tracks_gradients = tensor.requires_grad
+        self._slots: Sequence[Tensor] = ()
+        self._first_slot = 0
+
+    def __reduce__(self) -> tuple[type["TokenBuffer"], tuple[Tensor]]:
+        return TokenBuffer, (self.tensor,)
+
+    @classmethod
+    def allocate(cls, form: StateForm, capacity: int) -> "TokenBuffer":
+        """An unfilled buffer for `capacity` tokens of the given form."""
+        batch, kv_heads, head_dim, dtype, device = form
+        # A tensor born in inference mode could never be written to outside of it.
+        with torch.inference_mode(False):
+            return cls(torch.empty((batch, kv_heads, capacity, head_dim), dtype=dtype, device=device))
+
+    def read(self, start: int, count: int) -> Tensor:
+        """View of `count` tokens from `start`: `[batch, kv_heads, count, head_dim]`."""
+        if self.tracks_gradients:
+            return self.tensor.narrow(2, start, count)
+        # The same view as `narrow` gives, at half its dispatch time; and quicker yet where the offset stays the same.
+        size = (self._batch, self._kv_heads, count, self._head_dim)
+        if start == 0:
+            return self.tensor.as_strided(size, self._strides)
+        return self.tensor.as_strided(size, self._strides, self._offset + start * self._strides[2])
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the tokens from `start` on."""
+        tokens = states.shape[2]
+        if tokens == 1:
+            slot = start - self._first_slot
+            if not 0 <= slot < len(self._slots):
+                self._cut_slots(start)
+                slot = 0
+            self._slots[slot].copy_(states)
+        else:
+            self.read(start, tokens).copy_(states)
+
+    def _cut_slots(self, start: int) -> None:
+        count = min(SLOTS_AT_ONCE, self.capacity - start)
+        self._slots = self.tensor.narrow(2, start, count).split(1, dim=2)
+        self._first_slot = start
+
+    def shift_to_front(self, start: int, count: int) -> None:
+        """Move `count` tokens from `start` to the front, in pieces that never overlap their own destination."""
+        for done in range(0, count, start):
+            piece = min(start, count - done)
+            self.write(done, self.read(start + done, piece))
+
+    def moved(self, start: int, count: int, capacity: int) -> "TokenBuffer":
+        """A new buffer for `capacity` tokens that begins with `count` tokens from `start`."""
+        tensor = self.tensor
+        form = (self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
+        buffer = TokenBuffer.allocate(form, capacity)
+        with torch.no_grad():
+            buffer.write(0, self.read(start, count))
+        return buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the buffer keeps alive, spare room included."""
+        return self.tensor.untyped_storage().nbytes()

@@ -1,0 +1,224 @@
+"""Tokens side by side in a pair of buffers: what dense and fixed stores share."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ..errors import CapacityError, StateMismatchError
+from .base import TokenStore
+from .buffer import StateForm, TokenBuffer, form_of
+
+_FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
+
+
+class ContiguousStore(TokenStore):
+    """Tokens from `_start` to `_end` of two buffers, one for keys and one for values.
+
+    New tokens are written behind `_end` and dropped ones are stepped over by moving `_start`, so both cost nothing but
+    the new tokens. When the end of the buffers is reached, `_make_room` decides what to do: that is the one question
+    in which the stores differ.
+
+    `limit` is the most tokens that the store may hold, `None` for no limit.
+
+    Where autograd follows the states, they are concatenated instead, and the buffers that result have no spare room,
+    so that no write ever changes a tensor that a backward pass still needs.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._keys: TokenBuffer | None = None
+        self._values: TokenBuffer | None = None
+        self._key_form: StateForm | None = None
+        self._value_form: StateForm | None = None
+        self._start = 0
+        self._end = 0
+        self._capacity = 0
+        self._tracks_gradients = False
+
+    @abstractmethod
+    def _make_room(self, tokens: int) -> None:
+        """Change the buffers so that `tokens` more, which are within the limit, fit behind `_end`."""
+
+    @property
+    def length(self) -> int:
+        return self._end - self._start
+
+    @property
+    def key_form(self) -> StateForm | None:
+        return self._key_form
+
+    @property
+    def value_form(self) -> StateForm | None:
+        return self._value_form
+
+    def admit(self, keys: Tensor, values: Tensor) -> int:
+        if keys.dim() != 4 or values.dim() != 4:
+            raise StateMismatchError(
+                "expected keys and values [batch, kv_heads, tokens, head_dim], but saw shapes "
+                f"{tuple(keys.shape)} and {tuple(values.shape)}: reshape them before the update."
+            )
+        tokens = keys.shape[2]
+        if tokens != values.shape[2]:
+            raise StateMismatchError(
+                f"expected keys and values of as many tokens, but saw {tokens} and {values.shape[2]}: pass the states "
+                "of one forward pass together."
+            )
+        key_form, value_form = form_of(keys), form_of(values)
+        if key_form != self._key_form or value_form != self._value_form:
+            if self._start != self._end:
+                raise self._mismatch(key_form, value_form)
+            if key_form[0] != value_form[0]:
+                raise StateMismatchError(
+                    f"expected keys and values of one batch size, but saw {key_form[0]} and {value_form[0]}: pass the "
+                    "states of one forward pass together."
+                )
+            self._release()
+            self._key_form, self._value_form = key_form, value_form
+        return tokens
+
+    def _mismatch(self, key_form: StateForm, value_form: StateForm) -> StateMismatchError:
+        for side, seen, held in (("keys", key_form, self._key_form), ("values", value_form, self._value_form)):
+            for part, new, old in zip(_FORM_PARTS, seen, held or (), strict=False):
+                if new != old:
+                    return StateMismatchError(
+                        f"expected {side} of {part} {old}, as the {self.length} tokens that are held, but saw {part} "
+                        f"{new}: convert the states, select or repeat the cache's batch, or reset the cache first."
+                    )
+        return StateMismatchError("the states do not match those that are held: reset the cache first.")
+
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        self._release()
+        self._key_form, self._value_form = key_form, value_form
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        tokens = keys.shape[2]
+        tracked = self._tracks_gradients or keys.requires_grad or values.requires_grad
+        if tracked and torch.is_grad_enabled():
+            self._check_limit(tokens)
+            self._concatenate(keys, values)
+            return
+        if self._end + tokens > self._capacity:
+            self._check_limit(tokens)
+            self._make_room(tokens)
+        elif not tokens:
+            return
+        end = self._end
+        self._keys.write(end, keys)  # type: ignore[union-attr]
+        self._values.write(end, values)  # type: ignore[union-attr]
+        self._end = end + tokens
+
+    def _check_limit(self, tokens: int) -> None:
+        needed = self.length + tokens
+        if self.limit is not None and needed > self.limit:
+            raise CapacityError(
+                f"expected at most {self.limit} tokens, the size of the reservation, but saw {self.length} held and "
+                f"{tokens} new: reserve {needed} or more, or crop the cache first."
+            )
+
+    def _concatenate(self, keys: Tensor, values: Tensor) -> None:
+        if self._start != self._end:
+            held_keys, held_values = self.newest(self.length)
+            keys = torch.cat([held_keys, keys], dim=2)
+            values = torch.cat([held_values, values], dim=2)
+        self._adopt(keys, values)
+
+    def _adopt(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = TokenBuffer(keys), TokenBuffer(values)
+        self._start, self._end = 0, keys.shape[2]
+        self._capacity = self._end
+        self._tracks_gradients = keys.requires_grad or values.requires_grad
+
+    def replace(self, keys: Tensor, values: Tensor) -> None:
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            self._adopt(keys, values)
+            return
+        self.clear()
+        self.append(keys, values)
+
+    def newest(self, count: int) -> tuple[Tensor, Tensor]:
+        if self._keys is None or self._values is None:
+            self._allocate(0)
+        start = self._end - count
+        return self._keys.read(start, count), self._values.read(start, count)  # type: ignore[union-attr]
+
+    def drop_oldest(self, count: int) -> None:
+        self._start += count
+
+    def truncate(self, length: int) -> None:
+        self._end = self._start + length
+        if self._tracks_gradients:
+            # No spare room, so that the next tokens are concatenated or moved rather than written over these.
+            self._adopt(*self.newest(length))
+
+    def clear(self) -> None:
+        self._start = self._end = 0
+        if self._tracks_gradients:
+            self._release()
+
+    def select(self, indices: Tensor) -> None:
+        if self._key_form is None or self._value_form is None:
+            return
+        batch = indices.shape[0]
+        keys, values = self.newest(self.length)
+        indices = indices.to(keys.device)
+        keys, values = keys.index_select(0, indices), values.index_select(0, indices.to(values.device))
+        if batch != self._key_form[0]:
+            self._release()
+            self._key_form = (batch, *self._key_form[1:])
+            self._value_form = (batch, *self._value_form[1:])
+        self.replace(keys, values)
+
+    def fork(self) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__getstate__())
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.
+        live = dict(self.__dict__)
+        if self._keys is not None:
+            keys, values = (states.clone() for states in self.newest(self.length))
+            live["_keys"], live["_values"] = TokenBuffer(keys), TokenBuffer(values)
+            live["_tracks_gradients"] = keys.requires_grad or values.requires_grad
+        live["_start"], live["_end"] = 0, self.length
+        live["_capacity"] = self.length
+        return live
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (self._keys, self._values) if buffer is not None)
+
+    def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
+        if self._keys is None or self._values is None:
+            self._allocate(0)
+        return self._keys, self._values  # type: ignore[return-value]
+
+    def _allocate(self, capacity: int) -> None:
+        """Take new buffers for `capacity` tokens, and bring what is held to their front."""
+        if self._key_form is None or self._value_form is None:
+            raise StateMismatchError("expected admitted states before any are read: update the layer first.")
+        length = self.length
+        if length and self._keys is not None and self._values is not None:
+            # One after the other, so that no more than one old buffer is alive beside the new ones.
+            self._keys = self._keys.moved(self._start, length, capacity)
+            self._values = self._values.moved(self._start, length, capacity)
+        else:
+            self._keys = TokenBuffer.allocate(self._key_form, capacity)
+            self._values = TokenBuffer.allocate(self._value_form, capacity)
+        self._start, self._end, self._capacity = 0, length, capacity
+        self._tracks_gradients = False
+
+    def _shift_to_front(self) -> None:
+        key_buffer, value_buffer = self._buffers()
+        length = self.length
+        key_buffer.shift_to_front(self._start, length)
+        value_buffer.shift_to_front(self._start, length)
+        self._start, self._end = 0, length
+
+    def _release(self) -> None:
+        self._keys = self._values = None
+        self._start = self._end = self._capacity = 0
+        self._tracks_gradients = False

@@ -1,0 +1,51 @@
+"""Tokens in full precision, in buffers that grow in place."""
+
+from typing_extensions import override
+
+from .contiguous import ContiguousStore
+
+GROWTH_DIVISOR = 8
+"""A full buffer grows by one part in so many: at most 12.5 % of it is spare, and a token is moved 8 times on average."""
+
+MINIMUM_GROWTH = 64
+"""Tokens by which a buffer grows at least, so that short sequences are not moved every few tokens."""
+
+
+class DenseStore(ContiguousStore):
+    """Full-precision states in buffers that grow geometrically.
+
+    Args:
+        length_hint: the most tokens that are expected, where that is known. Growth stops there as long as the hint
+            holds, so that the last growth is not too large. It is no limit: more tokens than that still fit.
+    """
+
+    def __init__(self, length_hint: int | None = None) -> None:
+        super().__init__()
+        self.length_hint = length_hint
+
+    def grown_capacity(self, needed: int) -> int:
+        """Tokens to allocate when `needed` tokens must fit."""
+        capacity = needed + max(needed // GROWTH_DIVISOR, MINIMUM_GROWTH)
+        if self.length_hint is not None and needed <= self.length_hint:
+            return min(capacity, self.length_hint)
+        return capacity
+
+    @override
+    def _make_room(self, tokens: int) -> None:
+        length = self.length
+        needed = length + tokens
+        # Moving to the front must be paid for by the room that it wins, or a window would be copied at every token.
+        if needed <= self._capacity and self._start * GROWTH_DIVISOR >= length and not self._tracks_gradients:
+            self._shift_to_front()
+        else:
+            self._allocate(self.grown_capacity(needed))
+
+    @override
+    def reserve(self, tokens: int) -> None:
+        if self._start + tokens > self._capacity:
+            self._make_room(tokens - self.length)
+
+    @override
+    def shrink(self, tokens: int) -> None:
+        if self._capacity > self.grown_capacity(tokens) and not self._tracks_gradients:
+            self._allocate(self.grown_capacity(tokens))

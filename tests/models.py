@@ -1,0 +1,72 @@
+"""Tiny random models of the families that the tests generate with."""
+
+import functools
+from typing import Any
+
+import torch
+import transformers as tf
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+WINDOW = 8
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: tf.LlamaConfig(**COMMON),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON),
+    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=WINDOW),
+    "gemma2": lambda: tf.Gemma2Config(**COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8),
+    "gemma3": lambda: tf.Gemma3TextConfig(**{**COMMON, "num_hidden_layers": 4}, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=8),
+    "llama4": lambda: tf.Llama4TextConfig(**{**COMMON, "num_hidden_layers": 4}, attention_chunk_size=WINDOW,
+        intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1, no_rope_layers=[1, 1, 1, 0]),
+    "gpt2": lambda: tf.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1,
+        eos_token_id=None, pad_token_id=0),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(**{k: v for k, v in COMMON.items() if k != "head_dim"} | {
+        "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=12, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+        first_k_dense_replace=1),
+    "mamba": lambda: tf.MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None),
+    "jamba": lambda: tf.JambaConfig(**{k: v for k, v in COMMON.items() if k != "head_dim"} | {
+        "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+        expert_layer_offset=1, num_experts=2, mamba_d_state=4, use_mamba_kernels=False),
+    "t5": lambda: tf.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0,
+        eos_token_id=None, decoder_start_token_id=0),
+    "bart": lambda: tf.BartConfig(vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None, decoder_start_token_id=1, forced_eos_token_id=None),
+}
+ENCODER_DECODERS = ("t5", "bart")
+RECURRENT = ("mamba", "jamba")
+ATTENDING = tuple(name for name in CONFIGS if name not in (*ENCODER_DECODERS, *RECURRENT))
+
+
+@functools.lru_cache(maxsize=None)
+def tiny_model(family: str, seed: int = 0) -> Any:
+    """A random model of a family, the same in every test."""
+    torch.manual_seed(seed)
+    auto = tf.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else tf.AutoModelForCausalLM
+    model = auto.from_config(CONFIGS[family]()).eval()
+    # Random weights of the usual size give logits so close together that a token says nothing: spread them.
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "norm" not in name:
+                weight.mul_(3)
+    return model
+
+
+def prompt(batch: int = 1, tokens: int = 12, seed: int = 0) -> torch.Tensor:
+    """Random token ids, int64 `[batch, tokens]`, without special ones."""
+    return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))

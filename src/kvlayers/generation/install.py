@@ -157,23 +157,30 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return
+        drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
         cache = registry.make_cache(
             name,
             self,
             batch_size=batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1),
-            length_hint=max(max_cache_length, generation_config.max_cache_len or 0),
+            length_hint=max(max_cache_length, generation_config.max_cache_len or 0)
+            + (_draft_length(generation_config) if drafting else 0),
             device=self.device,
             dtype=self.dtype,
             **(generation_config.cache_config or {}),
         )
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        if drafting:
             # transformers refuses to verify drafts with a cache of a static name, since its own cannot be rolled back.
             generation_config.cache_implementation = None
         model_kwargs[cache_name] = cache
 
     return prepare_cache_for_generation
+
+
+def _draft_length(generation_config: Any) -> int:
+    """Tokens that a draft may reach beyond the end of the sequence, until they are rolled back."""
+    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
 
 
 _WRAPPERS = {

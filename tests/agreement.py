@@ -1,0 +1,77 @@
+"""How the tests compare a layer with the oracle, and what memory they find in it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers import CacheLayer
+from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle, states
+
+
+def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
+    """Every tensor that an object of kvlayers reaches, by walking all of its attributes."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    elif type(thing).__module__.startswith("kvlayers"):
+        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+        parts += [getattr(thing, name) for name in getattr(type(thing), "__slots__", ())]
+    else:
+        parts = []
+    return [tensor for part in parts for tensor in tensors_in(part, seen)]
+
+
+def bytes_reached(thing: Any) -> int:
+    """Bytes of the distinct storages that an object keeps alive."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(thing)}
+    return sum(storages.values())
+
+
+def live_bytes(tokens: int, batch: int) -> int:
+    """Bytes of the states of so many tokens, in float32."""
+    return tokens * batch * KV_HEADS * (KEY_DIM + VALUE_DIM) * 4
+
+
+def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
+    """Length, contents and bytes agree between two updates."""
+    assert layer.get_seq_length() == layer.length == oracle.length
+    assert type(layer.get_seq_length()) is int
+    assert layer.nbytes == bytes_reached(layer)
+    if oracle.length:
+        kept = oracle.length - oracle.first_attended(oracle.length)
+        assert layer.keys.shape[2] >= kept
+        start = oracle.length - layer.keys.shape[2]
+        assert torch.equal(layer.keys, oracle.keys[:, :, start:])
+        assert torch.equal(layer.values, oracle.values[:, :, start:])
+        assert layer.batch_size == oracle.keys.shape[0]
+        assert layer.nbytes >= live_bytes(kept, layer.batch_size)
+
+
+def step(layer: CacheLayer, oracle: Oracle, tokens: int, generator: torch.Generator, batch: int = 2) -> None:
+    """One update of both: what is returned is what the mask was told, and what the oracle says."""
+    if oracle.length:
+        batch = oracle.keys.shape[0]
+    keys, values = states(batch, tokens, generator)
+    kv_length, kv_offset = layer.get_mask_sizes(tokens)
+    assert kv_offset == oracle.first_attended(oracle.length)
+    seen_keys, seen_values = layer.update(keys, values)
+    expected_keys, expected_values = oracle.update(keys, values)
+    assert seen_keys.shape[2] == seen_values.shape[2] == kv_length == expected_keys.shape[2]
+    assert torch.equal(seen_keys, expected_keys)
+    assert torch.equal(seen_values, expected_values)
+    check_at_rest(layer, oracle)
+
+
+def continue_decoding(layer: CacheLayer, oracle: Oracle, generator: torch.Generator) -> None:
+    """Single tokens and a chunk more, as far as they fit."""
+    for tokens in (1, 1, 1, 3, 1):
+        if oracle.fits(tokens):
+            step(layer, oracle, tokens, generator)

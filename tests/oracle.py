@@ -1,0 +1,70 @@
+"""The slow reference: every token ever seen in one tensor, and the window cut out of it when it is asked for."""
+
+import torch
+from torch import Tensor
+
+KV_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
+
+
+def states(batch: int, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random keys `[batch, 2, tokens, 4]` and values `[batch, 2, tokens, 6]`: head_dims differ, as in MLA."""
+    keys = torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator)
+    values = torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator)
+    return keys, values
+
+
+class Oracle:
+    """What a layer must be equal to.
+
+    Args:
+        window: tokens that a query attends to, itself included; `None` for all.
+        capacity: the most tokens that fit; `None` for any number.
+    """
+
+    def __init__(self, window: int | None = None, capacity: int | None = None) -> None:
+        self.window = window
+        self.capacity = capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.recording = False
+        self.held_from = 0
+
+    @property
+    def length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def first_attended(self, length: int) -> int:
+        """Position of the first token that a query at position `length` attends to."""
+        return 0 if self.window is None else max(length - self.window + 1, 0)
+
+    def fits(self, tokens: int) -> bool:
+        return self.capacity is None or self.length + tokens <= self.capacity
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first_attended(self.length)
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
+        self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
+        if not self.recording:
+            self.held_from = max(self.held_from, self.first_attended(self.length))
+        return self.keys[:, :, first:], self.values[:, :, first:]
+
+    def can_truncate(self, length: int) -> bool:
+        return 0 <= length <= self.length and self.first_attended(length) >= self.held_from
+
+    def truncate(self, length: int) -> None:
+        if self.keys is not None:
+            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+        self.held_from = max(self.held_from, self.first_attended(length))
+
+    def select(self, rows: list[int]) -> None:
+        if self.keys is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.held_from = 0
+
+    def copy(self) -> "Oracle":
+        twin = Oracle(self.window, self.capacity)
+        twin.__dict__.update(self.__dict__)
+        return twin

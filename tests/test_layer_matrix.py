@@ -1,0 +1,176 @@
+"""Every kind of layer, in every state, through every operation, against the concatenating oracle."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from agreement import check_at_rest, continue_decoding, step
+from kvlayers import CacheLayer, DynamicLayer, RollbackError, SlidingLayer, StaticLayer, StaticSlidingLayer
+from oracle import Oracle
+
+pytestmark = pytest.mark.fast
+
+WINDOW = 8
+KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
+    "dynamic": lambda: (DynamicLayer(), Oracle()),
+    "dynamic with a hint": lambda: (DynamicLayer(length_hint=20), Oracle()),
+    "sliding": lambda: (SlidingLayer(WINDOW), Oracle(WINDOW)),
+    "sliding over one token": lambda: (SlidingLayer(1), Oracle(1)),
+    "sliding over more than is seen": lambda: (SlidingLayer(500), Oracle(500)),
+    "static": lambda: (StaticLayer(90), Oracle(capacity=90)),
+    "static sliding": lambda: (StaticSlidingLayer(90, WINDOW), Oracle(WINDOW)),
+    "static sliding over less than the window": lambda: (StaticSlidingLayer(90, 500), Oracle(500, capacity=90)),
+}
+STATES: dict[str, list[int]] = {
+    "empty": [],
+    "after prefill": [5],
+    "decoding": [5, 1, 1],
+    "past the window": [5, *[1] * 40],
+    "prefilled past the window": [70],
+    "after several chunks": [3, 4, 1, 9, 2, 30, 1],
+}
+Operation = Callable[[CacheLayer, Oracle], CacheLayer]
+
+
+def _reset(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.reset()
+    oracle.reset()
+    return layer
+
+
+def _crop_to(length_of: Callable[[int], int]) -> Operation:
+    def crop(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        length = length_of(oracle.length)
+        argument = length if length > 0 else -oracle.length
+        if oracle.can_truncate(length):
+            layer.crop(argument)
+            oracle.truncate(length)
+        else:
+            with pytest.raises(RollbackError):
+                layer.crop(argument)
+        return layer
+
+    return crop
+
+
+def _remove(count_of: Callable[[int], int]) -> Operation:
+    def remove(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        count = count_of(oracle.length)
+        if oracle.can_truncate(oracle.length - count):
+            layer.crop(-count)
+            oracle.truncate(oracle.length - count)
+        else:
+            with pytest.raises(RollbackError):
+                layer.crop(-count)
+        return layer
+
+    return remove
+
+
+def _record_and_roll_back(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.activate_past_recording()
+    oracle.recording = True
+    generator = torch.Generator().manual_seed(7)
+    for tokens in (1, 4, 1):
+        if oracle.fits(tokens):
+            step(layer, oracle, tokens, generator)
+    taken_back = min(4, oracle.length)
+    layer.crop(-taken_back)
+    oracle.truncate(oracle.length - taken_back)
+    check_at_rest(layer, oracle)
+    layer.crop(0)
+    return layer
+
+
+def _select(rows: list[int]) -> Operation:
+    def select(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        layer.batch_select_indices(torch.tensor(rows))
+        oracle.select(rows)
+        return layer
+
+    return select
+
+
+def _reorder(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.reorder_cache(torch.tensor([1, 1]))
+    oracle.select([1, 1])
+    return layer
+
+
+def _mask(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.batch_select_indices(torch.tensor([False, True]))
+    oracle.select([1])
+    return layer
+
+
+def _repeat(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.batch_repeat_interleave(3)
+    oracle.select([0, 0, 0, 1, 1, 1])
+    return layer
+
+
+def _twin(make: Callable[[CacheLayer], CacheLayer]) -> Operation:
+    def twin(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        other, other_oracle = make(layer), oracle.copy()
+        check_at_rest(other, other_oracle)
+        # The original goes another way: neither may notice the other.
+        continue_decoding(layer, oracle.copy(), torch.Generator().manual_seed(5))
+        return other
+
+    return twin
+
+
+def _state_round_trip(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    state = layer.state()
+    fresh = layer.fork()
+    fresh.reset()
+    continue_decoding(fresh, Oracle(oracle.window, oracle.capacity), torch.Generator().manual_seed(6))
+    fresh.load_state(state)
+    return fresh
+
+
+OPERATIONS: dict[str, Operation] = {
+    "nothing": lambda layer, oracle: layer,
+    "reset": _reset,
+    "crop to nothing": _crop_to(lambda length: 0),
+    "crop to half": _crop_to(lambda length: length // 2),
+    "crop to all": _crop_to(lambda length: length),
+    "remove none": _remove(lambda length: 0),
+    "remove one": _remove(lambda length: min(1, length)),
+    "remove three": _remove(lambda length: min(3, length)),
+    "record and roll back": _record_and_roll_back,
+    "reorder": _reorder,
+    "select one": _select([1]),
+    "select by a mask": _mask,
+    "select more": _select([1, 0, 1, 1, 0]),
+    "repeat": _repeat,
+    "fork": _twin(lambda layer: layer.fork()),
+    "deepcopy": _twin(copy.deepcopy),
+    "pickle": _twin(lambda layer: pickle.loads(pickle.dumps(layer))),
+    "state": _state_round_trip,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("past", STATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_decodes_as_the_oracle_does_after_an_operation(kind: str, past: str, operation: str) -> None:
+    layer, oracle = KINDS[kind]()
+    generator = torch.Generator().manual_seed(1)
+    for tokens in STATES[past]:
+        step(layer, oracle, tokens, generator)
+    layer = OPERATIONS[operation](layer, oracle)
+    check_at_rest(layer, oracle)
+    continue_decoding(layer, oracle, generator)
+
+
+@pytest.mark.parametrize("grow", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_agrees_with_the_oracle_at_every_length(kind: str, grow: int) -> None:
+    layer, oracle = KINDS[kind]()
+    generator = torch.Generator().manual_seed(2)
+    while oracle.fits(grow) and oracle.length < 300:
+        step(layer, oracle, grow, generator)

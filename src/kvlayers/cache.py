@@ -15,7 +15,7 @@ from .errors import ConfigError, LayerIndexError, StateMismatchError, Unsupporte
 from .layers import CacheLayer, LayerState, TransformersLayer
 from .layers.base import crop_target, unbounded_as_minus_one
 from .layers.batch import BatchIndices, as_batch_indices, repeated_rows
-from .options import check_options
+from .options import checks_options
 
 StatePair = tuple[Tensor | None, Tensor | None]
 
@@ -42,10 +42,7 @@ class Cache(transformers.Cache):  # type: ignore[misc]
 
     layers: list[Any]
 
-    def __new__(cls, *args: object, **options: object) -> Self:
-        check_options(cls, options)
-        return super().__new__(cls)
-
+    @checks_options
     def __init__(
         self,
         layers: list[Any] | None = None,
@@ -397,7 +394,7 @@ class Cache(transformers.Cache):  # type: ignore[misc]
         """The states as nested tuples, `((keys, values), ...)`: views of the cache's memory, not copies.
 
         Raises:
-            LegacyFormatError: a layer has dropped tokens or has states besides keys and values, which tuples cannot say.
+            LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
         """
         return legacy.to_pairs(self.operable())
 

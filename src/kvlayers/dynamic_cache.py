@@ -13,6 +13,7 @@ from .cache import Cache
 from .errors import LayerIndexError, OptionError
 from .layers import DynamicLayer, SlidingLayer
 from .layers.dispatch import dynamic_layers
+from .options import checks_options
 
 
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
@@ -39,6 +40,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         3
     """
 
+    @checks_options
     def __init__(
         self,
         ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
@@ -71,9 +73,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         return False
 
     @classmethod
-    def from_legacy_cache(
-        cls, past_key_values: object | None = None, config: object | None = None
-    ) -> Self:
+    def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:
         """A cache that holds copies of `((keys, values), ...)`; an empty one for `None`.
 
         Args:

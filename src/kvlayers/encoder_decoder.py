@@ -12,7 +12,8 @@ from typing_extensions import Self
 from . import legacy
 from .cache import Cache, CacheState, StatePair
 from .dynamic_cache import DynamicCache
-from .errors import LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
+from .errors import LegacyFormatError, OptionError, StateMismatchError
+from .options import checks_options
 
 
 class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ignore[misc]
@@ -27,6 +28,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         LegacyFormatError: an iterable that is nested in another way.
     """
 
+    @checks_options
     def __init__(self, *caches: Any) -> None:
         if len(caches) == 1:
             caches = _caches_of(caches[0])

@@ -30,10 +30,11 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
             )
         if keys is None or values is None:
             continue
-        if layer.is_sliding and layer.length != keys.shape[2]:
+        seen = layer.length or 0
+        if seen > keys.shape[2]:
             raise LegacyFormatError(
-                f"expected layers that hold every token, but layer {index} has dropped {layer.length - keys.shape[2]} "
-                f"of {layer.length} and tuples cannot say so: use state() and load_state()."
+                f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
+                f"{seen} and tuples cannot say so: use state() and load_state()."
             )
         pairs.append((keys, values))
     return tuple(pairs)
@@ -83,7 +84,7 @@ class StateList(Sequence[Tensor | None]):
     def __getitem__(self, index: int) -> Tensor | None: ...
     @overload
     def __getitem__(self, index: slice) -> list[Tensor | None]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | None | list[Tensor | None]:
+    def __getitem__(self, index: int | slice) -> list[Tensor | None] | Tensor | None:
         if isinstance(index, slice):
             return [getattr(layer, self._side) for layer in self._layers[index]]
         self._check(index)

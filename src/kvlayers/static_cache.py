@@ -6,6 +6,7 @@ from . import compat
 from .cache import Cache
 from .errors import ConfigError
 from .layers.dispatch import WINDOWED, static_layers
+from .options import checks_options
 
 
 class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
@@ -28,11 +29,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         >>> _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), layer_idx=0)
         >>> cache.get_seq_length(), cache.get_max_length()
         (3, 4)
-        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)
+        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        kvlayers.errors.CapacityError: expected at most 4 tokens, the size of the reservation, but saw 3 held and 2 new: reserve 5 or more, or crop the cache first.
+        kvlayers.errors.CapacityError: expected at most 4 tokens, ... but saw 3 held and 2 new: reserve 5 or more, ...
     """
 
+    @checks_options
     def __init__(self, config: object, max_cache_len: int) -> None:
         super().__init__(layers=static_layers(config, max_cache_len))
 
@@ -57,6 +59,7 @@ class SlidingWindowCache(StaticCache):
         ConfigError: no layer of the model attends within a window.
     """
 
+    @checks_options
     def __init__(self, config: object, max_cache_len: int) -> None:
         if not any(spec.layer_type in WINDOWED for spec in compat.layer_specs(config)):
             raise ConfigError(

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
-from ..errors import ConfigError, OptionError, RegistryError
+from ..errors import ConfigError, RegistryError
 from ..static_cache import HybridCache, SlidingWindowCache, StaticCache
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
@@ -178,14 +178,7 @@ def _tell_listeners() -> None:
 
 def _sized(request: CacheRequest) -> dict[str, Any]:
     """Options for a static cache, whose size is the length hint unless it is given."""
-    options = dict(request.options)
-    options.setdefault("max_cache_len", request.length_hint)
-    if options["max_cache_len"] is None:
-        raise OptionError(
-            "expected the size of a static cache, but saw none: pass max_cache_len (tokens of the prompt and the "
-            "continuation together)."
-        )
-    return options
+    return {"max_cache_len": request.length_hint, **request.options}
 
 
 @register("dynamic")

@@ -8,7 +8,6 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import Self
 
 from ..errors import RollbackError, UnsupportedLayerError
-from ..options import check_options
 from ..stores.buffer import StateForm, form_of
 from .batch import BatchIndices, as_batch_indices, repeated_rows
 
@@ -42,10 +41,6 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = True
     attends = True
     is_recurrent = False
-
-    def __new__(cls, *args: object, **options: object) -> Self:
-        check_options(cls, options)
-        return super().__new__(cls)
 
     def __init__(self) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
@@ -158,6 +153,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
+        """Whether the form of the states is known."""
         return self.batch_size is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -165,6 +161,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.reserve_form(form_of(key_states), form_of(value_states))
 
     def get_seq_length(self) -> int:
+        """As `length`."""
         return self.length
 
     def get_max_length(self) -> int:
@@ -176,6 +173,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As `mask_sizes`."""
         return self.mask_sizes(query_length)
 
     def crop(self, tokens: int) -> None:
@@ -187,6 +185,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.truncate(crop_target(tokens, self.length))
 
     def reorder_cache(self, beam_idx: BatchIndices) -> None:
+        """As `batch_select_indices`, under the name that beam search uses."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: BatchIndices) -> None:

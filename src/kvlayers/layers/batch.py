@@ -39,8 +39,8 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
         lowest, highest = int(rows.min()), int(rows.max())
         if lowest < -batch_size or highest >= batch_size:
             raise BatchIndexError(
-                f"expected batch indices below the batch size {batch_size}, but saw {lowest} to {highest}: select among "
-                "the sequences that the cache holds."
+                f"expected batch indices below the batch size {batch_size}, but saw {lowest} to {highest}: select "
+                "among the sequences that the cache holds."
             )
         if lowest < 0:
             rows = rows % batch_size

@@ -1,8 +1,10 @@
 """A layer that keeps every token."""
 
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import RollbackError
+from ..options import checks_options
 from ..stores import DenseStore, TokenStore
 from .token_layer import TokenLayer
 
@@ -15,9 +17,11 @@ class DynamicLayer(TokenLayer):
         store: how the tokens are held, a `DenseStore` where not given.
     """
 
+    @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
         super().__init__(DenseStore(length_hint) if store is None else store)
 
+    @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         store.admit(key_states, value_states)
@@ -29,19 +33,24 @@ class DynamicLayer(TokenLayer):
         return tokens
 
     @property
+    @override
     def length(self) -> int:
         return self._store.length
 
     @property
+    @override
     def capacity(self) -> int | None:
         return None
 
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.attended(self._store.length + query_length), 0
 
+    @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self.length)
 
+    @override
     def truncate(self, length: int) -> None:
         self.check_truncate(length)
         self._store.truncate(length)

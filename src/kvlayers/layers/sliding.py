@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import ConfigError, RollbackError, StateMismatchError
+from ..options import checks_options
 from ..stores import DenseStore, TokenStore
-from .base import LayerState, Fact
+from .base import Fact, LayerState
 from .dynamic import check_rollback
 from .token_layer import TokenLayer
 
@@ -39,6 +41,7 @@ class SlidingLayer(TokenLayer):
 
     is_sliding = True
 
+    @checks_options
     def __init__(self, sliding_window: int, store: TokenStore | None = None) -> None:
         check_window(sliding_window)
         self.room = window_room(sliding_window)
@@ -47,6 +50,7 @@ class SlidingLayer(TokenLayer):
         self.record_past = False
         self._seen = 0
 
+    @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         tokens = store.admit(key_states, value_states)
@@ -63,9 +67,7 @@ class SlidingLayer(TokenLayer):
             store.drop_oldest(store.length - kept)
         return attended
 
-    def _pass_through(
-        self, key_states: Tensor, value_states: Tensor, past: int, tokens: int
-    ) -> tuple[Tensor, Tensor]:
+    def _pass_through(self, key_states: Tensor, value_states: Tensor, past: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Attend to more tokens than the window has room for, and hold only the end of them."""
         store = self._store
         if past:
@@ -83,28 +85,34 @@ class SlidingLayer(TokenLayer):
         self.record_past = True
 
     @property
+    @override
     def length(self) -> int:
         return self._seen
 
     @property
+    @override
     def capacity(self) -> int | None:
         return self.sliding_window
 
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         past = min(self._seen, self.sliding_window - 1)
         return past + query_length, self._seen - past
 
+    @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
         dropped = self._seen - self._store.length
         needed = max(length - self.sliding_window + 1, 0)
         if needed < dropped:
             raise RollbackError(
-                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} tokens "
-                f"needs token {needed} again, and those before {dropped} have left the window of {self.sliding_window}: "
-                "call activate_past_recording() before the tokens that may be taken back, or fork() the cache."
+                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
+                f"tokens needs token {needed} again, and those before {dropped} have left the window of "
+                f"{self.sliding_window}: call activate_past_recording() before the tokens that may be taken back, or "
+                "fork() the cache."
             )
 
+    @override
     def truncate(self, length: int) -> None:
         self.check_truncate(length)
         store = self._store
@@ -114,13 +122,16 @@ class SlidingLayer(TokenLayer):
             store.drop_oldest(store.length - self.sliding_window + 1)
         store.shrink(self.room)
 
+    @override
     def reset(self) -> None:
         super().reset()
         self._seen = 0
 
+    @override
     def settings(self) -> dict[str, Fact]:
         return {"sliding_window": self.sliding_window}
 
+    @override
     def load_state(self, state: LayerState) -> None:
         super().load_state(state)
         self._seen = seen_tokens(state)

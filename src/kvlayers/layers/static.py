@@ -1,6 +1,9 @@
 """A layer that keeps every token, up to a fixed number."""
 
+from typing_extensions import override
+
 from ..errors import OptionError
+from ..options import checks_options
 from ..stores import FixedStore
 from .base import Fact
 from .dynamic import DynamicLayer
@@ -24,14 +27,17 @@ class StaticLayer(DynamicLayer):
         max_cache_len: tokens to reserve. One more raises `CapacityError`.
     """
 
+    @checks_options
     def __init__(self, max_cache_len: int) -> None:
         check_max_cache_len(max_cache_len)
         super().__init__(store=FixedStore(max_cache_len))
         self.max_cache_len = max_cache_len
 
     @property
+    @override
     def capacity(self) -> int | None:
         return self.max_cache_len
 
+    @override
     def settings(self) -> dict[str, Fact]:
         return {"max_cache_len": self.max_cache_len}

@@ -1,8 +1,10 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import CapacityError
+from ..options import checks_options
 from ..stores import FixedStore
 from .base import Fact
 from .sliding import SlidingLayer, check_window, window_room
@@ -18,6 +20,7 @@ class StaticSlidingLayer(SlidingLayer):
         sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
     """
 
+    @checks_options
     def __init__(self, max_cache_len: int, sliding_window: int) -> None:
         check_max_cache_len(max_cache_len)
         check_window(sliding_window)
@@ -26,6 +29,7 @@ class StaticSlidingLayer(SlidingLayer):
         self.room = room
         self.max_cache_len = max_cache_len
 
+    @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self._seen + key_states.shape[-2]
         if self.max_cache_len < self.sliding_window and tokens > self.max_cache_len:
@@ -36,8 +40,10 @@ class StaticSlidingLayer(SlidingLayer):
         return super().update(key_states, value_states)
 
     @property
+    @override
     def capacity(self) -> int | None:
         return min(self.max_cache_len, self.sliding_window)
 
+    @override
     def settings(self) -> dict[str, Fact]:
         return {**super().settings(), "max_cache_len": self.max_cache_len}

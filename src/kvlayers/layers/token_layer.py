@@ -4,7 +4,7 @@ import copy
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from ..errors import StateMismatchError
 from ..stores import TokenStore
@@ -50,6 +50,7 @@ class TokenLayer(CacheLayer):
         self._store = fresh
 
     @property
+    @override
     def batch_size(self) -> int | None:
         form = self._store.key_form
         return None if form is None else form[0]
@@ -66,21 +67,26 @@ class TokenLayer(CacheLayer):
         form = self._store.key_form
         return None if form is None else form[4]
 
+    @override
     def select(self, indices: Tensor) -> None:
         self._store.select(indices)
 
+    @override
     def reset(self) -> None:
         self._store.clear()
 
+    @override
     def fork(self) -> Self:
         twin = copy.copy(self)
         twin._store = self._store.fork()
         return twin
 
     @property
+    @override
     def nbytes(self) -> int:
         return self._store.nbytes
 
+    @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         if self._store.length:
             raise StateMismatchError(
@@ -92,6 +98,7 @@ class TokenLayer(CacheLayer):
         """What the layer was made with and a state of it depends on."""
         return {}
 
+    @override
     def state(self) -> LayerState:
         tensors: dict[str, Tensor] = {}
         if self._store.key_form is not None:
@@ -99,6 +106,7 @@ class TokenLayer(CacheLayer):
             tensors = {"keys": keys.clone(), "values": values.clone()}
         return LayerState(type(self).__name__, tensors, {**self.settings(), "length": self.length})
 
+    @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
         self._store.clear()
@@ -106,6 +114,7 @@ class TokenLayer(CacheLayer):
             self._store.admit(state.tensors["keys"], state.tensors["values"])
             self._store.append(state.tensors["keys"], state.tensors["values"])
 
+    @override
     def check_state(self, state: LayerState) -> None:
         if state.kind != type(self).__name__:
             raise StateMismatchError(

@@ -78,6 +78,9 @@ class TransformersLayer:
                     return int(states.shape[0])
         return None
 
+    def _can_crop(self) -> bool:
+        return isinstance(self.layer, _Croppable)
+
     def _is_empty(self) -> bool:
         return next(self._tensors(), None) is None
 
@@ -86,8 +89,10 @@ class TransformersLayer:
         if self._is_empty() or tokens == 0:
             return
         name = type(self.layer).__name__
-        if not isinstance(self.layer, _Croppable):
-            raise RollbackError(f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before.")
+        if not self._can_crop():
+            raise RollbackError(
+                f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before."
+            )
         if self.is_recurrent:
             if not self.layer.is_croppable:
                 raise RollbackError(
@@ -112,7 +117,7 @@ class TransformersLayer:
     def remove_newest(self, tokens: int) -> None:
         """Roll back the newest `tokens` tokens, and forget a past that was recorded for that."""
         self.check_removal(tokens)
-        if self._is_empty() or not isinstance(self.layer, _Croppable):
+        if self._is_empty() or not self._can_crop():
             return
         if tokens or (self.is_recurrent and self.layer.record_past):
             self.layer.crop(-tokens)

@@ -83,7 +83,7 @@ class TokenBuffer:
 
     def _cut_slots(self, start: int) -> None:
         count = min(SLOTS_AT_ONCE, self.capacity - start)
-        self._slots = self.tensor.narrow(2, start, count).split(1, dim=2)
+        self._slots = self.tensor.narrow(2, start, count).split(1, dim=2)  # type: ignore[no-untyped-call]
         self._first_slot = start
 
     def shift_to_front(self, start: int, count: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from ..errors import CapacityError, StateMismatchError
 from .base import TokenStore
@@ -43,17 +43,21 @@ class ContiguousStore(TokenStore):
         """Change the buffers so that `tokens` more, which are within the limit, fit behind `_end`."""
 
     @property
+    @override
     def length(self) -> int:
         return self._end - self._start
 
     @property
+    @override
     def key_form(self) -> StateForm | None:
         return self._key_form
 
     @property
+    @override
     def value_form(self) -> StateForm | None:
         return self._value_form
 
+    @override
     def admit(self, keys: Tensor, values: Tensor) -> int:
         if keys.dim() != 4 or values.dim() != 4:
             raise StateMismatchError(
@@ -89,10 +93,12 @@ class ContiguousStore(TokenStore):
                     )
         return StateMismatchError("the states do not match those that are held: reset the cache first.")
 
+    @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         self._release()
         self._key_form, self._value_form = key_form, value_form
 
+    @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
         tracked = self._tracks_gradients or keys.requires_grad or values.requires_grad
@@ -131,6 +137,7 @@ class ContiguousStore(TokenStore):
         self._capacity = self._end
         self._tracks_gradients = keys.requires_grad or values.requires_grad
 
+    @override
     def replace(self, keys: Tensor, values: Tensor) -> None:
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             self._adopt(keys, values)
@@ -138,26 +145,31 @@ class ContiguousStore(TokenStore):
         self.clear()
         self.append(keys, values)
 
+    @override
     def newest(self, count: int) -> tuple[Tensor, Tensor]:
         if self._keys is None or self._values is None:
             self._allocate(0)
         start = self._end - count
         return self._keys.read(start, count), self._values.read(start, count)  # type: ignore[union-attr]
 
+    @override
     def drop_oldest(self, count: int) -> None:
         self._start += count
 
+    @override
     def truncate(self, length: int) -> None:
         self._end = self._start + length
         if self._tracks_gradients:
             # No spare room, so that the next tokens are concatenated or moved rather than written over these.
             self._adopt(*self.newest(length))
 
+    @override
     def clear(self) -> None:
         self._start = self._end = 0
         if self._tracks_gradients:
             self._release()
 
+    @override
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
@@ -171,6 +183,7 @@ class ContiguousStore(TokenStore):
             self._value_form = (batch, *self._value_form[1:])
         self.replace(keys, values)
 
+    @override
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
@@ -188,6 +201,7 @@ class ContiguousStore(TokenStore):
         return live
 
     @property
+    @override
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in (self._keys, self._values) if buffer is not None)
 

@@ -5,7 +5,7 @@ from typing_extensions import override
 from .contiguous import ContiguousStore
 
 GROWTH_DIVISOR = 8
-"""A full buffer grows by one part in so many: at most 12.5 % of it is spare, and a token is moved 8 times on average."""
+"""A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
 
 MINIMUM_GROWTH = 64
 """Tokens by which a buffer grows at least, so that short sequences are not moved every few tokens."""

@@ -1,0 +1,212 @@
+"""Bad input is a named error, raised before anything is changed: the cache still decodes correctly after it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from models import COMMON, WINDOW, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "sliding": lambda: kvlayers.SlidingLayer(WINDOW),
+    "static": lambda: kvlayers.StaticLayer(64),
+    "static sliding": lambda: kvlayers.StaticSlidingLayer(64, WINDOW),
+}
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
+GOOD = (2, 3, 1, 8)
+BAD_STATES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "another batch": (states(1, 3, 1, 8), states(1, 3, 1, 8)),
+    "another head count": (states(2, 4, 1, 8), states(2, 4, 1, 8)),
+    "another head_dim": (states(2, 3, 1, 4), states(2, 3, 1, 4)),
+    "another head_dim of values alone": (states(*GOOD), states(2, 3, 1, 4)),
+    "another dtype": (states(*GOOD, dtype=torch.float64), states(*GOOD, dtype=torch.float64)),
+    "another device": (states(*GOOD).to("meta"), states(*GOOD).to("meta")),
+    "three dimensions": (states(2, 3, 8), states(2, 3, 8)),
+    "fewer values than keys": (states(2, 3, 2, 8), states(*GOOD)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_STATES)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("filled", [5, 30])
+def test_states_that_do_not_fit_change_nothing(kind: str, bad: str, filled: int) -> None:
+    layer, untouched = LAYERS[kind](), LAYERS[kind]()
+    for _ in range(filled):
+        pair = states(*GOOD), states(*GOOD)
+        layer.update(*pair)
+        untouched.update(*pair)
+    with pytest.raises(kvlayers.StateMismatchError, match="expected .* saw"):
+        layer.update(*BAD_STATES[bad])
+    pair = states(*GOOD), states(*GOOD)
+    for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
+        assert torch.equal(seen, expected)
+
+
+def half_way(cache: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A cache in the middle of a greedy decode, the next token, and the tokens that must follow it."""
+    model, ids = tiny_model("gemma3"), prompt(1, 10)
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+    with torch.no_grad():
+        model(whole[:, :13], past_key_values=cache)
+    return cache, whole[:, 13:14], whole[:, 14:]
+
+
+CACHES: dict[str, Callable[[], Any]] = {
+    "dynamic": lambda: kvlayers.DynamicCache(config=tiny_model("gemma3").config),
+    "static": lambda: kvlayers.StaticCache(tiny_model("gemma3").config, max_cache_len=24),
+}
+MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
+    "layer index beyond the last": (
+        kvlayers.LayerIndexError,
+        lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), 4),
+    ),
+    "layer index below the first": (
+        kvlayers.LayerIndexError,
+        lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), -1),
+    ),
+    "subscript beyond the last": (kvlayers.LayerIndexError, lambda cache: cache[4]),
+    "list index beyond the last": (kvlayers.LayerIndexError, lambda cache: cache.key_cache[4]),
+    "removing more than is held": (kvlayers.RollbackError, lambda cache: cache.crop(-14)),
+    "keeping more than is held": (kvlayers.RollbackError, lambda cache: cache.crop(14)),
+    "rolling back over a full window": (kvlayers.RollbackError, lambda cache: cache.crop(-1)),
+    "batch index beyond the last": (kvlayers.BatchIndexError, lambda cache: cache.reorder_cache(torch.tensor([1]))),
+    "batch index below the first": (
+        kvlayers.BatchIndexError,
+        lambda cache: cache.batch_select_indices(torch.tensor([-2])),
+    ),
+    "no batch index": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([])),
+    "batch index of floats": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([0.0])),
+    "a mask of another length": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([True, False])),
+    "no repeats": (kvlayers.BatchIndexError, lambda cache: cache.batch_repeat_interleave(0)),
+    "a forward pass of two sequences": (
+        kvlayers.StateMismatchError,
+        lambda cache: tiny_model("gemma3")(prompt(2, 1), past_key_values=cache),
+    ),
+    "the state of another kind": (
+        kvlayers.StateMismatchError,
+        lambda cache: cache.load_state(kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))]).state()),
+    ),
+    "putting fewer tokens in place": (
+        kvlayers.StateMismatchError,
+        lambda cache: cache.key_cache.__setitem__(2, states(1, 2, 3, 8)),
+    ),
+    "moving a layer that cannot": (kvlayers.UnsupportedLayerError, lambda cache: cache.offload(2)),
+    "asking for a recurrent state": (kvlayers.UnsupportedLayerError, lambda cache: cache.get_conv_state(0)),
+    "tuples of a window that has dropped tokens": (
+        kvlayers.LegacyFormatError,
+        lambda cache: cache.to_legacy_cache(),
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_decodes_correctly_after_misuse(kind: str, misuse: str) -> None:
+    cache, step, expected = half_way(CACHES[kind]())
+    error, use = MISUSES[misuse]
+    with torch.no_grad(), pytest.raises(error) as raised:
+        use(cache)
+    assert isinstance(raised.value, kvlayers.KVLayersError)
+    tokens = []
+    with torch.no_grad():
+        for _ in range(expected.shape[1]):
+            step = tiny_model("gemma3")(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(step)
+    assert torch.equal(torch.cat(tokens, dim=1), expected)
+
+
+def test_a_full_static_cache_names_both_numbers_and_decodes_on_after_a_crop() -> None:
+    model, ids = tiny_model("llama"), prompt(1, 10)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=12)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(kvlayers.CapacityError, match=r"at most 12 .* saw 10 held and 3 new: reserve 13"):
+            model(prompt(1, 3), past_key_values=cache)
+        assert cache.get_seq_length() == 10
+        expected = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -1]
+        seen = model(ids[:, :2], past_key_values=cache).logits[:, -1]
+    # A prefill and a chunk sum in another order: a few units in the last place of float32.
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cropping_more_than_is_held_names_both_numbers() -> None:
+    """Upstream, crop(-10) on 3 tokens leaves an empty cache and says nothing."""
+    cache = kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))])
+    with pytest.raises(kvlayers.RollbackError, match=r"within the 3 tokens .* to remove 10"):
+        cache.crop(-10)
+    assert cache.get_seq_length() == 3
+
+
+LLAMA = transformers.LlamaConfig(**COMMON)
+MISSPELT: dict[str, Callable[[], object]] = {
+    "static": lambda: kvlayers.StaticCache(LLAMA, 4, max_cash_len=9),
+    "dynamic": lambda: kvlayers.DynamicCache(confg=LLAMA),
+    "layer": lambda: kvlayers.StaticLayer(max_cache_length=3),
+    "by name": lambda: kvlayers.make_cache("static", LLAMA, max_cash_len=9),
+    "by name, dynamic": lambda: kvlayers.make_cache("dynamic", LLAMA, nbits=4),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+def test_a_misspelt_option_is_named_with_what_exists(case: str) -> None:
+    """Upstream, StaticCache(config, 4, max_cash_len=9) is accepted."""
+    with pytest.raises(kvlayers.OptionError, match="takes the options .* but was given"):
+        MISSPELT[case]()
+
+
+def test_the_nearest_option_is_suggested() -> None:
+    with pytest.raises(kvlayers.OptionError, match="did you mean 'max_cache_len'"):
+        kvlayers.StaticCache(LLAMA, max_cash_len=9)
+
+
+CONFIG_ERRORS: dict[str, Callable[[], object]] = {
+    "no layers": lambda: kvlayers.DynamicCache(config=transformers.PreTrainedConfig()),
+    "no config": lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4),
+    "a window that is none": lambda: kvlayers.SlidingLayer(0),
+    "no sliding layer": lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8),
+    "neither layers nor a class": lambda: kvlayers.Cache(),
+    "a path": lambda: kvlayers.make_cache("dynamic", "gpt2"),
+    "an unknown layer type": lambda: kvlayers.DynamicCache(config=_with_layer_type("telepathy")),
+}
+
+
+def _with_layer_type(layer_type: str) -> transformers.PreTrainedConfig:
+    config = transformers.LlamaConfig(**COMMON)
+    config.layer_types = [layer_type] * 2
+    return config
+
+
+@pytest.mark.parametrize("case", CONFIG_ERRORS)
+def test_a_config_that_does_not_say_enough_is_refused(case: str) -> None:
+    with pytest.raises(kvlayers.ConfigError, match="expected"):
+        CONFIG_ERRORS[case]()
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, "8", None, True])
+def test_a_size_that_is_no_number_of_tokens_is_refused(size: Any) -> None:
+    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
+        kvlayers.StaticCache(LLAMA, max_cache_len=size)
+
+
+def test_a_config_in_the_place_of_states_is_refused() -> None:
+    with pytest.raises(kvlayers.OptionError, match="config="):
+        kvlayers.DynamicCache(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "caches", [(), (kvlayers.DynamicCache(), 3), (kvlayers.DynamicCache(),) * 3], ids=["none", "a number", "three"]
+)
+def test_an_encoder_decoder_cache_takes_two_caches(caches: tuple[Any, ...]) -> None:
+    with pytest.raises(kvlayers.OptionError, match="a cross-attention cache"):
+        kvlayers.EncoderDecoderCache(*caches)

@@ -1,0 +1,148 @@
+"""Growing in place: what is copied, what is held, and what autograd sees."""
+
+import itertools
+
+import pytest
+import torch
+
+from agreement import bytes_reached
+from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
+from models import prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+
+def token(tokens: int = 1, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 8)
+
+
+def addresses_while_decoding(layer: object, tokens: int) -> list[int]:
+    return [layer.update(*token())[0].untyped_storage().data_ptr() for _ in range(tokens)]
+
+
+def test_memory_moves_a_few_times_in_thousands_of_tokens() -> None:
+    addresses = addresses_while_decoding(DynamicLayer(), 4096)
+    moves = sum(before != after for before, after in itertools.pairwise(addresses))
+    # Steps of 64 tokens up to 512, then of an eighth: log(4096 / 512) / log(9 / 8) is 18.
+    assert moves <= 8 + 18 + 1
+
+
+def test_a_length_hint_is_reached_without_spare_room_and_is_no_limit() -> None:
+    layer = DynamicLayer(length_hint=300)
+    for _ in range(300):
+        layer.update(*token())
+    assert layer.nbytes == 300 * 2 * 8 * 4 * 2
+    for _ in range(300):
+        layer.update(*token())
+    assert layer.length == 600
+
+
+def test_spare_room_is_at_most_an_eighth_once_a_sequence_is_long() -> None:
+    layer = DynamicLayer()
+    for _ in range(3000):
+        layer.update(*token())
+        if layer.length >= 512:
+            assert layer.nbytes <= 1.125 * layer.length * 2 * 8 * 4 * 2
+
+
+def test_static_memory_never_moves() -> None:
+    for layer in (StaticLayer(200), StaticSlidingLayer(200, 16)):
+        assert len(set(addresses_while_decoding(layer, 200))) == 1
+        layer.crop(-1) if layer.length < 16 or not layer.is_sliding else layer.reset()
+        before = layer.nbytes
+        layer.reset()
+        layer.update(*token(5))
+        assert layer.nbytes == before
+
+
+def test_static_batches_are_reordered_in_place() -> None:
+    layer = StaticLayer(32)
+    first, _ = layer.update(*token(5, batch=3))
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    second, _ = layer.update(*token(1, batch=3))
+    assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("window", [16, 512])
+def test_a_window_holds_little_more_than_itself_after_a_long_prefill(window: int) -> None:
+    layer = SlidingLayer(window)
+    layer.update(*token(4096))
+    of_one_token = 2 * 8 * 4 * 2
+    assert layer.nbytes <= max(64, 1.25 * window) * of_one_token
+    for _ in range(3 * window):
+        layer.update(*token())
+    assert layer.nbytes <= max(64, 1.25 * window) * of_one_token
+
+
+def test_a_window_is_moved_once_for_every_quarter_of_it() -> None:
+    layer = SlidingLayer(512)
+    layer.update(*token(600))
+    offsets = [layer.update(*token())[0].storage_offset() for _ in range(1280)]
+    moves = sum(after < before for before, after in itertools.pairwise(offsets))
+    assert moves <= 1280 // 128
+
+
+def test_recording_the_past_gives_its_memory_back() -> None:
+    layer = SlidingLayer(16)
+    layer.activate_past_recording()
+    layer.update(*token(4096))
+    assert layer.nbytes > 4000 * 128
+    layer.crop(-2)
+    assert layer.nbytes <= 64 * 128
+    assert bytes_reached(layer) == layer.nbytes
+
+
+def test_a_pickle_holds_live_tokens_only() -> None:
+    import pickle
+
+    layer = SlidingLayer(16)
+    layer.update(*token(4096))
+    assert len(pickle.dumps(layer)) < 15 * 128 + 4000
+
+
+@pytest.mark.parametrize("make", [DynamicLayer, lambda: SlidingLayer(4), lambda: StaticLayer(32)])
+def test_gradients_flow_through_states_and_are_never_written_over(make: object) -> None:
+    layer = make()
+    layer.activate_past_recording()
+    parts = [tuple(states.requires_grad_() for states in token(2)) for _ in range(4)]
+    total = torch.zeros(())
+    for keys, values in parts:
+        attended_keys, attended_values = layer.update(keys, values)
+        total = total + (attended_keys.square().sum() + attended_values.sum())
+    total.backward()
+    assert all(states.grad is not None and states.grad.abs().sum() > 0 for pair in parts for states in pair)
+    with torch.no_grad():
+        last = layer.keys.clone()
+        layer.update(*token())
+        layer.crop(-1)
+        assert torch.equal(layer.keys[:, :, -1], last[:, :, -1])
+
+
+def test_a_prefix_that_is_tuned_gets_the_gradient_of_concatenation() -> None:
+    model = tiny_model("llama")
+    prefix = [tuple(torch.randn(1, 2, 4, 8) for _ in range(2)) for _ in range(2)]
+    gradients = []
+    for growing in (True, False):
+        pairs = [tuple(states.clone().requires_grad_() for states in pair) for pair in prefix]
+        cache = DynamicCache(pairs)
+        ids = prompt(1, 6)
+        if growing:
+            logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(2, dim=1)]
+        else:
+            logits = [model(ids, past_key_values=cache).logits]
+        torch.cat(logits, dim=1).square().mean().backward()
+        gradients.append([states.grad for pair in pairs for states in pair])
+    for chunked, whole in zip(*gradients, strict=True):
+        # Sums in another order: a few units in the last place of float32.
+        torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_that_requires_grad_can_be_copied() -> None:
+    """Upstream, copy.deepcopy raises here."""
+    import copy
+
+    keys, values = (states.requires_grad_() for states in token(3))
+    cache = DynamicCache([(keys * 2, values * 2)])
+    twin = copy.deepcopy(cache)
+    twin.update(*token(), 0)
+    assert (cache.get_seq_length(), twin.get_seq_length()) == (3, 4)

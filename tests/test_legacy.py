@@ -1,0 +1,174 @@
+"""The surface of transformers 4: nested tuples, subscripts, lists of keys and values, and old method names."""
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from models import ENCODER_DECODERS, prompt, tiny_model
+
+FAMILIES = ("llama", "gpt2", "deepseek_v3", *ENCODER_DECODERS)
+
+
+def run(family: str, ids: torch.Tensor, **arguments: object) -> object:
+    return tiny_model(family).generate(
+        ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **arguments}
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tuples_come_out_of_generate_and_go_back_in(family: str, installed: None) -> None:
+    ids = prompt(2)
+    first = run(family, ids, return_dict_in_generate=True, return_legacy_cache=True)
+    pasts = first.past_key_values
+    assert isinstance(pasts, tuple)
+    assert {len(layer) for layer in pasts} == {4 if family in ENCODER_DECODERS else 2}
+    if family in ENCODER_DECODERS:
+        # generate() gives a decoder all tokens again beside a cache: the cache of transformers is the reference.
+        theirs = transformers.EncoderDecoderCache(pasts)
+        expected = run(family, ids, decoder_input_ids=first.sequences, past_key_values=theirs)
+        seen = run(family, ids, decoder_input_ids=first.sequences, past_key_values=pasts)
+    else:
+        longer = torch.cat([first.sequences, prompt(2, 3, seed=4)], dim=1)
+        expected, seen = run(family, longer), run(family, longer, past_key_values=pasts)
+    assert torch.equal(seen, expected)
+
+
+def test_without_being_asked_generate_returns_a_cache(installed: None) -> None:
+    output = run("llama", prompt(1), return_dict_in_generate=True)
+    assert type(output.past_key_values) is kvlayers.DynamicCache
+
+
+def filled(layers: int = 3, tokens: int = 5) -> tuple[kvlayers.DynamicCache, list[tuple[torch.Tensor, torch.Tensor]]]:
+    pairs = [(torch.randn(2, 2, tokens, 8), torch.randn(2, 2, tokens, 4)) for _ in range(layers)]
+    cache = kvlayers.DynamicCache()
+    for index, (keys, values) in enumerate(pairs):
+        cache.update(keys, values, index)
+    return cache, pairs
+
+
+@pytest.mark.fast
+def test_tuples_make_the_round_trip() -> None:
+    cache, pairs = filled()
+    legacy = cache.to_legacy_cache()
+    again = kvlayers.DynamicCache.from_legacy_cache(legacy)
+    for (keys, values), (seen_keys, seen_values) in zip(pairs, again.to_legacy_cache(), strict=True):
+        assert torch.equal(keys, seen_keys)
+        assert torch.equal(values, seen_values)
+    again.update(*(torch.randn(2, 2, 1, dim) for dim in (8, 4)), 0)
+    assert (cache.get_seq_length(), again.get_seq_length()) == (5, 6)
+    assert len(kvlayers.DynamicCache.from_legacy_cache(None)) == 0
+
+
+@pytest.mark.fast
+def test_a_cache_reads_as_a_sequence_of_pairs() -> None:
+    cache, pairs = filled()
+    assert len(cache) == 3
+    for index, (keys, values) in enumerate(cache):
+        assert torch.equal(keys, pairs[index][0])
+        assert torch.equal(values, pairs[index][1])
+        assert torch.equal(cache[index][0], keys)
+        assert torch.equal(cache[index][1], values)
+        assert torch.equal(cache.key_cache[index], keys)
+        assert torch.equal(cache.value_cache[index], values)
+    assert len(cache.key_cache) == len(list(cache.value_cache)) == 3
+    assert len(cache.key_cache[1:]) == 2
+    keys, values = zip(*cache, strict=True)
+    assert len(keys) == len(values) == 3
+
+
+@pytest.mark.fast
+def test_states_can_be_put_in_place_through_the_lists() -> None:
+    cache, _ = filled()
+    other = torch.randn(2, 2, 5, 8)
+    cache.key_cache[1] = other
+    assert torch.equal(cache[1][0], other)
+    keys, _ = cache.update(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 4), 1)
+    assert torch.equal(keys[:, :, :5], other)
+
+
+@pytest.mark.fast
+def test_old_names_answer() -> None:
+    cache, _ = filled()
+    assert cache.seen_tokens == 5
+    assert cache.get_usable_length(3) == 5
+    assert cache.get_max_cache_shape() == cache.get_max_length() == -1
+    static = kvlayers.StaticCache(tiny_model("llama").config, max_cache_len=8)
+    static.update(torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8), 0)
+    assert static.get_max_cache_shape() == static.max_cache_len == 8
+    assert static.get_usable_length(2) == 6
+    assert static.get_usable_length(4) == 4
+    assert static.max_batch_size == 2
+
+
+@pytest.mark.fast
+def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
+    cache, pairs = filled(tokens=7)
+    cache.crop(5)
+    assert cache.get_seq_length() == 5
+    cache.crop(-2)
+    assert cache.get_seq_length() == 3
+    cache.crop(0)
+    assert cache.get_seq_length() == 3
+    assert torch.equal(cache[2][1], pairs[2][1][:, :, :3])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "tuples",
+    [
+        (torch.randn(1, 2, 3, 4),) * 2,
+        ((torch.randn(1, 2, 3, 4),),),
+        ((torch.randn(1, 2, 3, 4),) * 3,),
+        (((torch.randn(1, 2, 3, 4),) * 2,) * 2,),
+        ((torch.randn(2, 3, 4),) * 2,),
+        3,
+        ((1, 2),),
+    ],
+    ids=["flat", "no values", "three", "too deep", "three dimensions", "a number", "numbers"],
+)
+def test_tuples_of_the_wrong_depth_are_refused(tuples: object) -> None:
+    with pytest.raises(kvlayers.LegacyFormatError, match="expected .* saw"):
+        kvlayers.DynamicCache.from_legacy_cache(tuples)
+
+
+@pytest.mark.fast
+def test_generate_refuses_tuples_of_the_wrong_depth(installed: None) -> None:
+    with pytest.raises(kvlayers.LegacyFormatError, match="layer 0"):
+        run("llama", prompt(1), past_key_values=((torch.randn(1, 2, 3, 8),) * 4,) * 2)
+
+
+@pytest.mark.fast
+def test_recurrent_states_have_no_tuple_form() -> None:
+    cache = kvlayers.DynamicCache(config=tiny_model("jamba").config)
+    with torch.no_grad():
+        tiny_model("jamba")(prompt(1), past_key_values=cache)
+    with pytest.raises(kvlayers.LegacyFormatError, match="recurrent state"):
+        cache.to_legacy_cache()
+
+
+@pytest.mark.fast
+def test_pairs_gathered_from_replicas_make_a_cache() -> None:
+    """What torch's DataParallel does with the caches that replicas return."""
+    halves = [filled()[0] for _ in range(2)]
+    gathered = [tuple(torch.cat(states) for states in zip(*layer, strict=True)) for layer in zip(*halves, strict=True)]
+    cache = kvlayers.DynamicCache(gathered)
+    assert cache.batch_size == 4
+    windows = kvlayers.DynamicCache([(*pair, torch.tensor(3)) for pair in gathered])
+    assert windows.is_sliding == [True] * 3
+    empty = kvlayers.DynamicCache([(None, None)] * 2, config=tiny_model("llama").config)
+    assert empty.get_seq_length() == 0
+
+
+@pytest.mark.fast
+def test_an_encoder_decoder_cache_reads_as_tuples_of_four() -> None:
+    own, cross = filled()[0], filled(tokens=9)[0]
+    cache = kvlayers.EncoderDecoderCache(own, cross)
+    assert cache.is_updated == {0: True, 1: True, 2: True}
+    assert [[states.shape[2] for states in layer] for layer in cache] == [[5, 5, 9, 9]] * 3
+    again = kvlayers.EncoderDecoderCache.from_legacy_cache(cache.to_legacy_cache())
+    assert again.get_seq_length() == 5
+    assert again.cross_attention_cache.get_seq_length() == 9
+    assert isinstance(again, transformers.EncoderDecoderCache)
+    six = [(k, v, None, ck, cv, None) for k, v, ck, cv in cache]
+    assert kvlayers.EncoderDecoderCache(six).get_seq_length() == 5

@@ -1,0 +1,96 @@
+"""SmolLM2-135M on real text: the same tokens as transformers, through every kind."""
+
+import os
+import pathlib
+import pydoc_data.topics
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+
+DIRECTORY = pathlib.Path(
+    os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[1] / ".models" / "SmolLM2-135M-Instruct")
+)
+CONTEXT, NEW_TOKENS, WINDOW = 512, 24, 256
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"no model at {DIRECTORY}: `make test` brings it"),
+]
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    """Real text, int64 `[1, 512]`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
+    words = "\n".join(pydoc_data.topics.topics.values())[:20_000]
+    return tokenizer(words, return_tensors="pt").input_ids[:, :CONTEXT]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=request.param).eval()
+
+
+@pytest.fixture(scope="module")
+def windowed(model: Any) -> Any:
+    """The same weights with sliding attention in every other layer: a mistral is a llama with a window."""
+    fields = model.config.to_dict()
+    kept = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+        "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")}  # fmt: skip
+    config = transformers.Qwen2Config(
+        **kept,
+        sliding_window=WINDOW,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"] * (kept["num_hidden_layers"] // 2),
+    )
+    twin = transformers.Qwen2ForCausalLM(config).to(model.dtype).eval()
+    missing, unexpected = twin.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.endswith("proj.bias") for name in missing)
+    with torch.no_grad():
+        for name in missing:
+            twin.get_parameter(name).zero_()
+    return twin
+
+
+def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS, **how
+    )  # fmt: skip
+
+
+def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor) -> None:
+    expected = generated(model, text)
+    with kvlayers.installed():
+        for name in ("dynamic", "static", "hybrid"):
+            assert torch.equal(generated(model, text, cache_implementation=name), expected), name
+        assert torch.equal(generated(model, text, prompt_lookup_num_tokens=3), expected) or (
+            model.dtype == torch.bfloat16
+        ), "drafts are verified several at once, which in bfloat16 may tip a tie"
+
+
+def test_greedy_tokens_within_a_window_are_those_of_transformers(windowed: Any, text: torch.Tensor) -> None:
+    expected = generated(windowed, text)
+    with kvlayers.installed():
+        for name in ("dynamic", "sliding_window", "hybrid"):
+            assert torch.equal(generated(windowed, text, cache_implementation=name), expected), name
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(model: Any, text: torch.Tensor) -> None:
+    expected = generated(model, text)
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text[:, :-1], past_key_values=cache)
+    state = cache.state()
+    cache.crop(100)
+    again = kvlayers.DynamicCache(config=model.config)
+    again.load_state(state)
+    assert torch.equal(generated(model, text, past_key_values=again), expected) or model.dtype == torch.bfloat16, (
+        "the last token alone rather than with the prompt, which in bfloat16 may tip a tie"
+    )

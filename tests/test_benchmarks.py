@@ -12,7 +12,7 @@ from torch import Tensor
 import kvlayers
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-TINY = ["--quick", "--lengths", "32", "--trials", "1", "--steps", "4", "--stations", "40,48"]
+TINY = ["--quick", "--lengths", "32", "--trials", "1", "--steps", "4", "--stations", "40,80"]
 
 
 @pytest.fixture

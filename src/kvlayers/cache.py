@@ -14,7 +14,7 @@ from . import compat, legacy
 from .errors import ConfigError, LayerIndexError, StateMismatchError, UnsupportedLayerError
 from .layers import CacheLayer, LayerState, TransformersLayer
 from .layers.base import crop_target, unbounded_as_minus_one
-from .layers.batch import BatchIndices, as_batch_indices, repeated_rows
+from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from .options import checks_options
 
 StatePair = tuple[Tensor | None, Tensor | None]
@@ -223,9 +223,10 @@ class Cache(transformers.Cache):  # type: ignore[misc]
             self._select(repeated_rows(repeats, batch_size))
 
     def _select(self, rows: Tensor) -> None:
+        if is_identity(rows, self.batch_size):
+            return
         for layer in self.operable():
-            if isinstance(layer, TransformersLayer):
-                layer.check_select()
+            layer.check_select()
         for layer in self.operable():
             layer.select(rows)
 

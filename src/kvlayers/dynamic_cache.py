@@ -28,6 +28,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     Raises:
         ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or a config in the place of states.
+        LegacyFormatError: states that are nested in another way.
 
     Example:
         >>> import torch, kvlayers
@@ -49,7 +50,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     ) -> None:
         if isinstance(ddp_cache_data, transformers.PreTrainedConfig):
             raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
-        given = list(ddp_cache_data or ())
+        given = legacy.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
             layers = dynamic_layers(config, length_hint)

@@ -32,10 +32,11 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     def __init__(self, *caches: Any) -> None:
         if len(caches) == 1:
             caches = _caches_of(caches[0])
-        if len(caches) != 2 or not all(isinstance(cache, transformers.Cache) for cache in caches):
+        if len(caches) != 2 or not all(isinstance(cache, Cache) for cache in caches):
             raise OptionError(
-                "expected a self-attention cache and a cross-attention cache, but saw "
-                f"{', '.join(type(cache).__name__ for cache in caches) or 'nothing'}: pass two caches."
+                "expected a self-attention cache and a cross-attention cache, both of kvlayers, but saw "
+                f"{', '.join(f'{type(cache).__module__}.{type(cache).__name__}' for cache in caches) or 'nothing'}: "
+                "pass two caches."
             )
         self.self_attention_cache, self.cross_attention_cache = caches
         cross = self.cross_attention_cache
@@ -173,14 +174,9 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
     own: list[Any] = []
     cross: list[Any] = []
-    for index, layer in enumerate(states):
-        if len(layer) not in (2, 4, 6):
-            raise LegacyFormatError(
-                f"expected 2, 4 or 6 entries at layer {index}, keys and values of self- and cross-attention, but saw "
-                f"{len(layer)}."
-            )
+    for layer in legacy.check_nesting(states, width=(2, 4, 6)):
         half = 2 if len(layer) == 2 else len(layer) // 2
-        own.append(tuple(layer[:half]))
+        own.append(layer[:half])
         if layer[half:]:
-            cross.append(tuple(layer[half:]))
+            cross.append(layer[half:])
     return DynamicCache(own), DynamicCache(cross)

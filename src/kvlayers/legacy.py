@@ -50,22 +50,34 @@ def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
     Raises:
         LegacyFormatError: it is nested in another way.
     """
-    expected = f"a tuple with a tuple of {' or '.join(map(str, width))} tensors for each layer"
-    if not isinstance(states, tuple | list):
-        raise LegacyFormatError(f"expected {expected}, but saw a {type(states).__name__}.")
-    for index, layer in enumerate(states):
-        if not isinstance(layer, tuple | list) or len(layer) not in width:
-            seen = f"{len(layer)} entries" if isinstance(layer, tuple | list) else f"a {type(layer).__name__}"
-            raise LegacyFormatError(
-                f"expected {expected}, but saw {seen} at layer {index}: nest the tensors one tuple per layer."
-            )
+    layers = check_nesting(states, width)
+    for index, layer in enumerate(layers):
         for tensor in layer:
             if not isinstance(tensor, Tensor) or tensor.dim() != 4:
                 raise LegacyFormatError(
                     f"expected tensors [batch, kv_heads, tokens, head_dim] at layer {index}, but saw "
                     f"{tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__}."
                 )
-    return tuple(tuple(layer) for layer in states)
+    return layers
+
+
+def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
+    """`states` as a tuple with a tuple of some width for each layer, whatever is in them.
+
+    Raises:
+        LegacyFormatError: it is nested in another way.
+    """
+    expected = f"a tuple with a tuple of {' or '.join(map(str, width))} tensors for each layer"
+    if isinstance(states, Tensor) or not isinstance(states, Iterable):
+        raise LegacyFormatError(f"expected {expected}, but saw a {type(states).__name__}.")
+    layers = tuple(states)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, tuple | list) or len(layer) not in width:
+            seen = f"{len(layer)} entries" if isinstance(layer, tuple | list) else f"a {type(layer).__name__}"
+            raise LegacyFormatError(
+                f"expected {expected}, but saw {seen} at layer {index}: nest the tensors one tuple per layer."
+            )
+    return tuple(tuple(layer) for layer in layers)
 
 
 class StateList(Sequence[Tensor | None]):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, RegistryError
@@ -145,7 +146,8 @@ def make_cache(
             "factory."
         )
     if model_config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
-        return EncoderDecoderCache(cache, DynamicCache())
+        pair = EncoderDecoderCache if isinstance(cache, Cache) else transformers.EncoderDecoderCache
+        return pair(cache, DynamicCache())
     return cache
 
 

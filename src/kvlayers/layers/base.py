@@ -99,6 +99,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             RollbackError: as `check_truncate`; nothing is changed.
         """
 
+    def check_select(self) -> None:
+        """Raise what `select` would raise whatever the indices: nothing, for a layer of ours."""
+
     @abstractmethod
     def select(self, indices: Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was. `indices` is int64 `[new_batch]` and in range."""

@@ -101,6 +101,15 @@ class TokenBuffer:
             buffer.write(0, self.read(start, count))
         return buffer
 
+    def selected(self, indices: Tensor) -> "TokenBuffer":
+        """A new buffer of the same capacity, whose sequence `i` is sequence `indices[i]` of this one."""
+        tensor = self.tensor
+        form = (indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
+        buffer = TokenBuffer.allocate(form, self.capacity)
+        with torch.no_grad():
+            torch.index_select(tensor, 0, indices.to(tensor.device), out=buffer.tensor)
+        return buffer
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffer keeps alive, spare room included."""

@@ -174,9 +174,7 @@ class ContiguousStore(TokenStore):
         if self._key_form is None or self._value_form is None:
             return
         batch = indices.shape[0]
-        keys, values = self.newest(self.length)
-        indices = indices.to(keys.device)
-        keys, values = keys.index_select(0, indices), values.index_select(0, indices.to(values.device))
+        keys, values = (states.index_select(0, indices.to(states.device)) for states in self.newest(self.length))
         if batch != self._key_form[0]:
             self._release()
             self._key_form = (batch, *self._key_form[1:])

@@ -1,7 +1,9 @@
 """Tokens in full precision, in buffers that grow in place."""
 
+from torch import Tensor
 from typing_extensions import override
 
+from .buffer import form_of
 from .contiguous import ContiguousStore
 
 GROWTH_DIVISOR = 8
@@ -39,6 +41,15 @@ class DenseStore(ContiguousStore):
             self._shift_to_front()
         else:
             self._allocate(self.grown_capacity(needed))
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        if self._keys is None or self._values is None or self._tracks_gradients or self.length * 2 < self._capacity:
+            super().select(indices)
+            return
+        # One pass over the buffers, where taking the live tokens out and writing them back would be two.
+        self._keys, self._values = self._keys.selected(indices), self._values.selected(indices)
+        self._key_form, self._value_form = form_of(self._keys.tensor), form_of(self._values.tensor)
 
     @override
     def reserve(self, tokens: int) -> None:

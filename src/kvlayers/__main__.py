@@ -1,0 +1,47 @@
+"""The command line: `kvlayers`, or `python -m kvlayers`."""
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    import typer
+
+
+def main() -> None:
+    """Run the command line, or say what it needs."""
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'kvlayers: its commands need {" and ".join(missing)}: pip install "kvlayers[cli]"', file=sys.stderr)
+        raise SystemExit(1)
+    make_app()()
+
+
+def make_app() -> "typer.Typer":
+    """The command line with all its commands."""
+    import typer
+
+    from .demo.app import demo
+    from .version import __version__
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            print(f"kvlayers {__version__}")
+            raise typer.Exit
+
+    app = typer.Typer(name="kvlayers", no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+    @app.callback()
+    def kvlayers(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+        ] = False,
+    ) -> None:
+        """A drop-in key-value cache library for Hugging Face transformers."""
+
+    app.command()(demo)
+    return app
+
+
+if __name__ == "__main__":
+    main()

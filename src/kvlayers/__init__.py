@@ -5,7 +5,7 @@ Importing it changes nothing in transformers; `install()` does, and `uninstall()
 
 from typing import TYPE_CHECKING, Any
 
-from .cache import Cache, CacheState
+from .cache import Cache
 from .dynamic_cache import DynamicCache
 from .encoder_decoder import EncoderDecoderCache
 from .errors import (
@@ -23,6 +23,7 @@ from .errors import (
 )
 from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
 from .layers import CacheLayer, DynamicLayer, LayerState, SlidingLayer, StaticLayer, StaticSlidingLayer
+from .operations import CacheState
 from .static_cache import HybridCache, SlidingWindowCache, StaticCache
 from .stores import DenseStore, FixedStore, TokenStore
 from .version import __version__

@@ -10,9 +10,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import legacy
-from .cache import Cache, CacheState, StatePair
+from .cache import Cache
 from .dynamic_cache import DynamicCache
 from .errors import LegacyFormatError, OptionError, StateMismatchError
+from .operations import CacheState
 from .options import checks_options
 
 
@@ -127,13 +128,12 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
-        if not 0 <= layer_idx < len(self.layers):
-            raise self._no_layer(layer_idx)
+        self.check_layer(layer_idx)
         return self._four(layer_idx)
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache
-        crossed: StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
+        crossed: legacy.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
         return (*self.self_attention_cache[layer_idx], *crossed)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]

@@ -1,5 +1,6 @@
-"""The nested tuples that models took and returned before there were caches."""
+"""The surface of transformers 4: nested tuples, subscripts, lists of keys and values, and names that have changed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -9,6 +10,9 @@ from .errors import LayerIndexError, LegacyFormatError
 
 if TYPE_CHECKING:
     from .layers import CacheLayer, TransformersLayer
+
+StatePair = tuple[Tensor | None, Tensor | None]
+"""Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`; `None` before the first states."""
 
 LegacyStates = tuple[tuple[Tensor, ...], ...]
 """`((keys, values), ...)`, or with cross-attention `((keys, values, cross_keys, cross_values), ...)`, one per layer."""
@@ -119,3 +123,81 @@ class StateList(Sequence[Tensor | None]):
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return (getattr(layer, self._side) for layer in self._layers)
+
+
+class LegacySurface(ABC):
+    """The part of a cache's interface that code written for transformers 4 calls."""
+
+    layers: list[Any]
+
+    @abstractmethod
+    def operable(self) -> "Iterator[CacheLayer | TransformersLayer]":
+        """The layers, with the operations of ours."""
+
+    @abstractmethod
+    def check_layer(self, layer_idx: int) -> None:
+        """Raise `LayerIndexError` where no layer has that index."""
+
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has seen."""
+
+    @abstractmethod
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The most tokens that a layer, or the whole cache, can hold; -1 where there is no such number."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Sequences side by side, -1 before the first states."""
+
+    def __getitem__(self, layer_idx: int) -> StatePair:
+        """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
+        self.check_layer(layer_idx)
+        return list(self)[layer_idx]
+
+    def __iter__(self) -> Iterator[StatePair]:
+        """A pair of keys and values for each layer."""
+        return ((layer.keys, layer.values) for layer in self.operable())
+
+    @property
+    def key_cache(self) -> StateList:
+        """The keys of each layer, as a list."""
+        return StateList(self.layers, "keys")
+
+    @property
+    def value_cache(self) -> StateList:
+        """The values of each layer, as a list."""
+        return StateList(self.layers, "values")
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens that the cache has seen."""
+        return self.get_seq_length()
+
+    @property
+    def max_batch_size(self) -> int:
+        """The name of `batch_size` for static caches before transformers 5.16."""
+        return self.batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """The name of `get_max_length()` for static caches before transformers 5.16."""
+        return self.get_max_length()
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """The name of `get_max_length` before transformers 5.13."""
+        return self.get_max_length(layer_idx)
+
+    def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
+        """Tokens of the past that remain when `new_seq_length` more come: fewer than held once a maximum is met."""
+        most, seen = self.get_max_length(layer_idx), self.get_seq_length(layer_idx)
+        return most - new_seq_length if most >= 0 and seen + new_seq_length > most else seen
+
+    def to_legacy_cache(self) -> LegacyStates:
+        """The states as nested tuples, `((keys, values), ...)`: views of the cache's memory, not copies.
+
+        Raises:
+            LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
+        """
+        return to_pairs(self.operable())

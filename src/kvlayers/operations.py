@@ -1,0 +1,155 @@
+"""What is done to every layer of a cache at once: all of them, or none."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self
+
+from .errors import StateMismatchError
+from .layers import CacheLayer, LayerState, TransformersLayer
+from .layers.base import crop_target
+from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """All that a cache must keep to go on decoding elsewhere: a state for each layer."""
+
+    kind: str
+    layers: tuple[LayerState, ...]
+
+
+class LayerwiseOperations(ABC):
+    """The part of a cache's interface that changes, copies or measures all of its layers.
+
+    Each operation asks every layer first whether it can, so that an error leaves none of them changed.
+    """
+
+    layers: list[Any]
+
+    @abstractmethod
+    def make_layers(self, count: int) -> None:
+        """Have `count` layers, where layers are made as they are needed."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Sequences side by side, -1 before the first states."""
+
+    def operable(self) -> Iterator[CacheLayer | TransformersLayer]:
+        """The layers, those of transformers behind an adapter that gives them the operations of ours."""
+        for layer in self.layers:
+            yield layer if isinstance(layer, CacheLayer) else TransformersLayer(layer)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Roll back: a positive number is the length to keep, zero or a negative one removes the newest tokens.
+
+        Zero removes no token, but lets go of what was recorded for a rollback.
+
+        Raises:
+            RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
+        """
+        length = self._token_count()
+        removed = length - crop_target(tokens_to_remove, length)
+        for layer in self.operable():
+            layer.check_removal(removed)
+        for layer in self.operable():
+            layer.remove_newest(removed)
+
+    def truncate(self, length: int) -> None:
+        """Roll back, exactly, to when the cache had seen `length` tokens; 0 is allowed here.
+
+        Raises:
+            RollbackError: as `crop`.
+        """
+        if length == 0:
+            self.crop(-self._token_count())
+        else:
+            self.crop(length)
+
+    def _token_count(self) -> int:
+        return max((layer.length or 0 for layer in self.operable()), default=0)
+
+    def reorder_cache(self, beam_idx: BatchIndices) -> None:
+        """As `batch_select_indices`, under the name that beam search uses."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: BatchIndices) -> None:
+        """Keep the sequences at `indices`, in that order; an index may come more than once.
+
+        Raises:
+            BatchIndexError: an index that no sequence has; nothing is changed.
+        """
+        batch_size = self.batch_size
+        if batch_size >= 0:
+            self._select(as_batch_indices(indices, batch_size))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times, copies side by side."""
+        batch_size = self.batch_size
+        if batch_size >= 0:
+            self._select(repeated_rows(repeats, batch_size))
+
+    def _select(self, rows: Tensor) -> None:
+        if is_identity(rows, self.batch_size):
+            return
+        for layer in self.operable():
+            layer.check_select()
+        for layer in self.operable():
+            layer.select(rows)
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory is kept for the next ones."""
+        for layer in self.layers:
+            layer.reset()
+
+    def activate_past_recording(self) -> None:
+        """From now on, let windows hold what a later crop may need, until that crop."""
+        for layer in self.operable():
+            layer.activate_past_recording()
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer holds more than it needs, for a later crop."""
+        return bool(vars(self.layers[layer_idx]).get("record_past", False))
+
+    def fork(self) -> Self:
+        """An independent continuation: what happens to the one never shows in the other. Copies live tokens only."""
+        twin = copy.copy(self)
+        twin.layers = [layer.fork() for layer in self.operable()]
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        twin = self.fork()
+        memo[id(self)] = twin
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(layer.nbytes for layer in self.operable())
+
+    def state(self) -> CacheState:
+        """Copies of the live tensors of all layers, and the facts beside them."""
+        return CacheState(type(self).__name__, tuple(layer.state() for layer in self.operable()))
+
+    def load_state(self, state: CacheState) -> None:
+        """Become what the cache was when `state` was taken.
+
+        Raises:
+            StateMismatchError: the state is of a cache with other layers; nothing is changed.
+        """
+        self.make_layers(len(state.layers))
+        if len(state.layers) != len(self.layers):
+            raise StateMismatchError(
+                f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
+                "cache that was made for the same model config."
+            )
+        pairs = list(zip(self.operable(), state.layers, strict=True))
+        for layer, layer_state in pairs:
+            layer.check_state(layer_state)
+        for layer, layer_state in pairs:
+            layer.load_state(layer_state)

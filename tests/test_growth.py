@@ -7,6 +7,7 @@ import torch
 
 from agreement import bytes_reached
 from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
+from kvlayers.stores.buffer import TokenBuffer
 from models import prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -80,6 +81,26 @@ def test_a_window_is_moved_once_for_every_quarter_of_it() -> None:
     offsets = [layer.update(*token())[0].storage_offset() for _ in range(1280)]
     moves = sum(after < before for before, after in itertools.pairwise(offsets))
     assert moves <= 1280 // 128
+
+
+def test_a_window_moves_to_the_front_in_pieces_that_do_not_overlap_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves = []
+    write = TokenBuffer.write
+
+    def spy(buffer: TokenBuffer, start: int, states: torch.Tensor) -> None:
+        if states.untyped_storage().data_ptr() == buffer.tensor.untyped_storage().data_ptr():
+            source = states.storage_offset() // states.shape[3]
+            moves.append((start, source, states.shape[2]))
+        write(buffer, start, states)
+
+    monkeypatch.setattr(TokenBuffer, "write", spy)
+    layer = SlidingLayer(100)
+    for _ in range(130):
+        layer.update(*token())
+    assert len(moves) == 2 * 4, "99 tokens by 25, of keys and of values"
+    assert all(target + count <= source for target, source, count in moves)
 
 
 def test_recording_the_past_gives_its_memory_back() -> None:

@@ -18,10 +18,13 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "dynamic": lambda: (DynamicLayer(), Oracle()),
     "dynamic with a hint": lambda: (DynamicLayer(length_hint=20), Oracle()),
     "sliding": lambda: (SlidingLayer(WINDOW), Oracle(WINDOW)),
+    # Longer than its spare room, so that it moves to the front in several pieces.
+    "sliding over a long window": lambda: (SlidingLayer(40), Oracle(40)),
     "sliding over one token": lambda: (SlidingLayer(1), Oracle(1)),
     "sliding over more than is seen": lambda: (SlidingLayer(500), Oracle(500)),
     "static": lambda: (StaticLayer(90), Oracle(capacity=90)),
     "static sliding": lambda: (StaticSlidingLayer(90, WINDOW), Oracle(WINDOW)),
+    "static sliding over a long window": lambda: (StaticSlidingLayer(90, 40), Oracle(40)),
     "static sliding over less than the window": lambda: (StaticSlidingLayer(90, 500), Oracle(500, capacity=90)),
 }
 STATES: dict[str, list[int]] = {

@@ -3,6 +3,7 @@
 from torch import Tensor
 from typing_extensions import override
 
+from ..attention import attended_by_one_query
 from ..errors import RollbackError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
@@ -24,9 +25,10 @@ class DynamicLayer(TokenLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
-        store.admit(key_states, value_states)
+        tokens = store.admit(key_states, value_states)
         store.append(key_states, value_states)
-        return store.newest(self.attended(store.length))
+        keys, values = store.newest(self.attended(store.length))
+        return (attended_by_one_query(keys) if tokens == 1 else keys), values
 
     def attended(self, tokens: int) -> int:
         """States that attention reads when `tokens` tokens are there."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..attention import attended_by_one_query
 from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
@@ -54,18 +55,22 @@ class SlidingLayer(TokenLayer):
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         tokens = store.admit(key_states, value_states)
-        kept = self.sliding_window - 1
-        past = min(self._seen, kept)
+        past = min(self._seen, self.sliding_window - 1)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
             return self._pass_through(key_states, value_states, past, tokens)
         store.append(key_states, value_states)
         self._seen += tokens
-        attended = store.newest(past + tokens)
-        if not self.record_past and store.length > kept:
-            store.drop_oldest(store.length - kept)
-        return attended
+        keys, values = store.newest(past + tokens)
+        if not self.record_past:
+            self._drop_beyond_window()
+        return (attended_by_one_query(keys) if tokens == 1 else keys), values
+
+    def _drop_beyond_window(self) -> None:
+        beyond = self._store.length - (self.sliding_window - 1)
+        if beyond > 0:
+            self._store.drop_oldest(beyond)
 
     def _pass_through(self, key_states: Tensor, value_states: Tensor, past: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Attend to more tokens than the window has room for, and hold only the end of them."""
@@ -118,8 +123,7 @@ class SlidingLayer(TokenLayer):
         store = self._store
         store.truncate(store.length - (self._seen - length))
         self._seen = length
-        if store.length >= self.sliding_window:
-            store.drop_oldest(store.length - self.sliding_window + 1)
+        self._drop_beyond_window()
         store.shrink(self.room)
 
     @override

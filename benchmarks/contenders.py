@@ -1,0 +1,119 @@
+"""The caches that are compared, how each is made, and how its bytes are counted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+import kvlayers
+
+Maker = Callable[[Any, int], Any]
+"""Makes an empty cache from a model config and the number of tokens that it will have held in the end."""
+
+REFERENCE = "transformers.DynamicCache"
+OURS = "kvlayers.DynamicCache"
+FLOOR = "preallocated to length"
+ROUNDS_OTHERWISE = ("transformers.StaticCache",)
+"""Caches that hand attention their whole reservation under a mask, which adds up the same numbers in another order."""
+
+
+class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The least that a layer can do: memory of the exact final length, a write in place, a view.
+
+    It checks nothing, grows nothing and rolls nothing back, so that a cache which does can be held against it.
+    """
+
+    is_sliding = False
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.seen = length, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Reserve memory for states like these."""
+        batch, kv_heads, _, head_dim = key_states.shape
+        self.keys = key_states.new_empty((batch, kv_heads, self.length, head_dim))
+        self.values = value_states.new_empty((batch, kv_heads, self.length, value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write states `[batch, kv_heads, new, head_dim]`, return views of all that are there."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.seen, self.seen + key_states.shape[2]
+        self.keys[:, :, start:end].copy_(key_states)
+        self.values[:, :, start:end].copy_(value_states)
+        self.seen = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and first position of what the next update returns."""
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Tokens reserved."""
+        return self.length
+
+
+def preallocated(config: Any, length: int) -> transformers.Cache:
+    layers = [PreallocatedLayer(length) for _ in range(config.get_text_config().num_hidden_layers)]
+    return transformers.Cache(layers=layers)
+
+
+CONTENDERS: dict[str, Maker] = {
+    REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
+    OURS: lambda config, length: kvlayers.DynamicCache(config=config),
+    "kvlayers.StaticCache": lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
+    "transformers.StaticCache": lambda config, length: transformers.StaticCache(config, max_cache_len=length),
+    FLOOR: preallocated,
+}
+"""The reference comes first: tokens and ratios are held against it."""
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes that a cache holds: `nbytes` where it says so, else the storages of its layers' tensors, each once."""
+    if isinstance(cache, kvlayers.Cache):
+        return int(cache.nbytes)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in vars(layer).values()
+        if isinstance(tensor, Tensor)
+    }
+    return sum(storages.values())
+
+
+def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:
+    """Put states into a cache as a prefill in chunks would, without a model.
+
+    Args:
+        cache: an empty cache.
+        states: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`.
+        chunk: tokens at once.
+    """
+    tokens = states[0][0].shape[2]
+    for start in range(0, tokens, chunk):
+        for layer_idx, (keys, values) in enumerate(states):
+            cache.update(keys[:, :, start : start + chunk], values[:, :, start : start + chunk], layer_idx)
+
+
+def random_states(
+    layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values `[1, kv_heads, tokens, head_dim]` for each layer, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, kv_heads, tokens, head_dim)
+
+    def normal() -> Tensor:
+        return torch.empty(shape, dtype=dtype).normal_(generator=generator)
+
+    # Keys with a spread of two make attention pick among tokens instead of averaging over all of them, so that a cache
+    # which loses some gives other logits.
+    return [(normal().mul_(2), normal()) for _ in range(layers)]

@@ -1,0 +1,204 @@
+"""Compares kvlayers' caches with those of transformers in one process: time, bytes, and the tokens that come out.
+
+    python benchmarks/decode.py                     # all of it, some ten minutes on two cores
+    python benchmarks/decode.py --quick             # a small model, to see that it runs
+    python benchmarks/decode.py --model DIR_OR_HUB  # another model beside the random one
+
+Contenders alternate in short turns within a trial, in an order that rotates; figures are medians over the trials. Every
+decode step's token is compared with that of transformers' DynamicCache; where one differs the exit code is 1. Timings
+never decide it. `--help` tells the rest.
+
+"amortised" is our median step and its share of growing, measured over a whole cycle from one growth to the next: the
+plain mean over some tens of steps contains either none of it or too much.
+
+Run it on an idle machine: where other processes want the cores, the threads of torch wait for one another, and every
+figure is one of the scheduler.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import report
+from contenders import CONTENDERS, OURS, Maker
+from peak import measure_peak
+from sliding import measure_sliding
+from timing import Disagreements, measure_decode, measure_growth, measure_update
+from workload import RandomModel, RealModel, Shape, Workload, default_model, default_text
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+SHOWN = 40
+QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--lengths", type=_numbers, help="tokens held, separated by commas (128,1024,4096,16384)")
+    parser.add_argument("--model", help="directory or hub name of the real model; 'none' for none")
+    parser.add_argument("--text", type=pathlib.Path, help="what the real model reads (the topics of Python's help)")
+    parser.add_argument("--trials", type=int, help="trials (5)")
+    parser.add_argument("--steps", type=int, help="decode steps in each trial (64)")
+    parser.add_argument("--block", type=int, default=8, help="steps before the next contender's turn (8)")
+    parser.add_argument("--window", type=int, help="sliding window (512)")
+    parser.add_argument("--stations", type=_numbers, help="tokens at which its steps are timed (600,...,6000)")
+    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="of decode,update,peak,sliding")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/decode-<date>.json)")
+    parser.add_argument("--quick", action="store_true", help="a small model and short lengths, under a minute")
+    given = parser.parse_args(arguments)
+    quick = given.quick
+    given.lengths = given.lengths or ([64, 128] if quick else [128, 1024, 4096, 16384])
+    given.trials = given.trials or (2 if quick else 5)
+    given.steps = given.steps or (8 if quick else 64)
+    given.window = given.window or (32 if quick else 512)
+    given.stations = given.stations or ([40, 120] if quick else [600, 1500, 3000, 4500, 6000])
+    if any(later - earlier <= given.steps for earlier, later in itertools.pairwise(given.stations)):
+        parser.error(f"stations must be more than the {given.steps} steps apart that are timed at each")
+    given.model = given.model or ("none" if quick else default_model())
+    given.output = given.output or RESULTS / f"decode-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
+    return given
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def real_workload(given: argparse.Namespace, console: Console) -> RealModel | None:
+    if given.model == "none":
+        return None
+    if given.model is None:
+        console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+        return None
+    return RealModel(given.model, given.text.read_text() if given.text else default_text())
+
+
+def fitting(lengths: list[int], workload: Workload, steps: int, console: Console) -> list[int]:
+    """The lengths, those beyond the model's context cut down to it."""
+    if workload.limit is None:
+        return lengths
+    most = workload.limit - steps
+    if max(lengths) > most:
+        console.print(f"{workload.name} has a context of {workload.limit}: lengths are capped at {most}")
+    return sorted({min(length, most) for length in lengths})
+
+
+def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | None = None) -> int:
+    """Run it.
+
+    Args:
+        arguments: of the command line.
+        contenders: the caches to compare, by name.
+
+    Returns:
+        The exit code: 1 where a contender's tokens or states are not those of the reference.
+    """
+    given = parse(arguments)
+    makers = contenders or CONTENDERS
+    # Without a terminal rich takes 80 columns, which cuts the tables to pieces.
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    surroundings = report.surroundings()
+    shape = QUICK_SHAPE if given.quick else Shape()
+    disagreements = Disagreements()
+    workloads: dict[str, Workload] = {"random": RandomModel(shape)}
+    real = real_workload(given, console)
+    if real is not None:
+        workloads["real"] = real
+    results: dict[str, Any] = {"decode": {}, "update": {}, "growth": {}, "peak": {}, "sliding": {}}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def ticking(what: str, total: int) -> Any:
+            task = progress.add_task(what, total=total)
+            return lambda: progress.advance(task)
+
+        random_model = workloads["random"].model
+        if "update" not in given.skip:
+            for length in sorted({64, *given.lengths}):
+                tick = ticking(f"update at {length}", given.trials)
+                measured = measure_update(
+                    random_model.config, shape, makers, length, given.steps, given.trials, disagreements, tick
+                )
+                report.summarise(measured)
+                results["update"][length] = measured
+                results["growth"][length] = measure_growth(random_model.config, shape, makers[OURS], length)
+        if "decode" not in given.skip:
+            for kind, workload in workloads.items():
+                results["decode"][kind] = {"model": workload.name}
+                for length in fitting(given.lengths, workload, given.steps, console):
+                    tick = ticking(f"{workload.name} at {length}", given.trials)
+                    measured = measure_decode(
+                        workload, makers, length, given.steps, given.trials, given.block, disagreements, tick
+                    )
+                    report.summarise(measured)
+                    if kind == "random":
+                        report.add_amortised(measured, results["growth"].get(length, {}), shape.layers)
+                    results["decode"][kind][length] = measured
+        if "sliding" not in given.skip:
+            tick = ticking(f"window {given.window}", given.trials)
+            workload = RandomModel(shape, sliding_window=given.window)
+            results["sliding"] = measure_sliding(
+                workload, makers, given.stations, given.steps, given.trials, disagreements, tick
+            )
+            report.summarise_sliding(results["sliding"])
+        if "peak" not in given.skip:
+            tick = ticking("bytes while growing", len(makers))
+            tokens = max(given.lengths)
+            results["peak"] = {"tokens": tokens, "caches": {}}
+            for name, make in makers.items():
+                results["peak"]["caches"][name] = measure_peak(make, random_model.config, tokens, min(1024, tokens))
+                tick()
+    report.show(console, results)
+    # A small model has other costs than the one that the promises are about.
+    promises = [] if given.quick else report.targets(results)
+    for promise in promises:
+        verdict = "[green]met[/]" if promise["met"] else "[red]missed[/]"
+        console.print(f"{verdict}: {promise['what']}: {promise['value']:.3f}, asked {promise['asked']}")
+    return finish(console, given, surroundings, results, promises, disagreements)
+
+
+def finish(
+    console: Console,
+    given: argparse.Namespace,
+    surroundings: dict[str, Any],
+    results: dict[str, Any],
+    promises: list[dict[str, Any]],
+    disagreements: Disagreements,
+) -> int:
+    """Write the JSON, say where caches disagreed, and return the exit code."""
+    plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
+    content = {
+        **surroundings,
+        "arguments": plain,
+        "results": results,
+        "targets": promises,
+        "disagreements": disagreements.found,
+    }
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(content, indent=1))
+    console.print(f"written to {given.output}")
+    for entry in sorted(disagreements.found, key=lambda entry: entry["tie"])[:SHOWN]:
+        gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
+        console.print(
+            f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
+            f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, saw {entry['seen']}{gap}"
+        )
+    ties = len(disagreements.found) - disagreements.failures
+    console.print(
+        f"{disagreements.failures} disagreements with transformers' DynamicCache, and {ties} ties in bfloat16"
+    )
+    return 1 if disagreements.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What the figures come to: summaries, the targets, the table, and where they were taken."""
+
+import datetime
+import os
+import pathlib
+import platform
+import statistics
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import kvlayers
+from contenders import FLOOR, OURS, REFERENCE
+
+MILLI, MICRO = 1e3, 1e6
+
+
+def summarise(measured: dict[str, Any]) -> None:
+    """Add to each contender's raw `seconds` their median and mean, and ratios to the reference and to the floor.
+
+    A median is that of the trials' medians. A ratio is the median of the trials' ratios, so that it compares only what
+    was measured side by side; `spread` is the least and the greatest of them.
+    """
+    for entry in measured.values():
+        medians = [statistics.median(trial) for trial in entry["seconds"]]
+        entry["median"] = statistics.median(medians)
+        entry["median_range"] = [min(medians), max(medians)]
+        entry["mean"] = statistics.median(statistics.fmean(trial) for trial in entry["seconds"])
+        entry["slowest"] = max(max(trial) for trial in entry["seconds"])
+    for entry in measured.values():
+        for key, other in (("speed", REFERENCE), ("speed_to_floor", FLOOR)):
+            pairs = zip(measured[other]["seconds"], entry["seconds"], strict=True)
+            ratios = [statistics.median(theirs) / statistics.median(ours) for theirs, ours in pairs]
+            entry[key], entry[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
+        pairs = zip(measured[REFERENCE]["seconds"], entry["seconds"], strict=True)
+        entry["speed_of_means"] = statistics.median(statistics.fmean(t) / statistics.fmean(o) for t, o in pairs)
+
+
+def summarise_sliding(measured: dict[str, Any]) -> None:
+    """Add each station's median, and how much the slowest station takes over the first."""
+    for entry in measured.values():
+        medians = {at: statistics.median(map(statistics.median, trials)) for at, trials in entry["stations"].items()}
+        first, *_, last = medians.values()
+        entry["medians"] = medians
+        entry["last_over_first"] = last / first
+        entry["slowest_over_first"] = max(medians.values()) / first
+        entry["update_median"] = statistics.median(map(statistics.median, entry["updates"]))
+        entry["update_mean"] = statistics.median(map(statistics.fmean, entry["updates"]))
+
+
+def add_amortised(decode: dict[str, Any], growth: dict[str, float], layers: int) -> None:
+    """Add to our decode step what growing costs it in the long run: see `measure_growth`."""
+    if growth:
+        extra = layers * (growth["mean"] - growth["median"])
+        decode[OURS]["amortised"] = decode[OURS]["median"] + extra
+        decode[OURS]["amortised_speed_to_floor"] = decode[FLOOR]["median"] / decode[OURS]["amortised"]
+        decode[OURS]["growth_step"] = decode[OURS]["median"] + layers * growth["growth_update"]
+
+
+def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The project's promises that these figures speak to: what was asked, what was seen, whether it holds."""
+    found: list[dict[str, Any]] = []
+
+    def promise(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> None:
+        met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+        asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
+        found.append({"what": what, "asked": asked, "value": value, "met": met})
+
+    decode, update = results["decode"].get("random", {}), results["update"]
+    if 16384 in decode:
+        ours = decode[16384][OURS]
+        promise("step at 16k, times as fast as transformers' DynamicCache", ours["speed"], at_least=3.5)
+        promise("step at 16k, speed against memory of the exact length", ours["speed_to_floor"], at_least=0.9)
+        if "amortised" in ours:
+            promise("the same with growth amortised", ours["amortised_speed_to_floor"], at_least=0.9)
+    if 128 in decode:
+        promise("step at 128, times as fast as transformers' DynamicCache", decode[128][OURS]["speed"], at_least=0.98)
+    if 64 in update:
+        promise("update at 64, median time over transformers'", 1 / update[64][OURS]["speed"], at_most=1)
+        promise("update at 64, mean time over transformers'", 1 / update[64][OURS]["speed_of_means"], at_most=1)
+    if results["peak"]:
+        entry = results["peak"]["caches"][OURS]
+        promise(f"peak growing to {results['peak']['tokens']}, times what is live", entry["peak"], at_most=1.3)
+    if results["sliding"]:
+        entry = results["sliding"][OURS]
+        promise("sliding window, last step time over first", entry["last_over_first"], at_most=1.1)
+    return found
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    """Print all tables."""
+    for kind in results["decode"].values():
+        console.print(_decode_table(kind))
+    console.print(_update_table(results["update"], results["growth"]))
+    if results["peak"]:
+        console.print(_peak_table(results["peak"]))
+    if results["sliding"]:
+        console.print(_sliding_table(results["sliding"]))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _span(entry: dict[str, Any], key: str) -> str:
+    low, high = entry[f"{key}_spread"]
+    return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _decode_table(kind: dict[Any, Any]) -> Table:
+    columns = ("ms a step", "mean", "amortised", "times as fast", "to exact length", "MB held", "logits apart")
+    table = _table(f"Decode step, {kind['model']}", "tokens, cache", *columns)
+    for length, measured in ((key, value) for key, value in kind.items() if key != "model"):
+        for name, entry in measured.items():
+            table.add_row(
+                f"{length:>6} {name}",
+                f"{entry['median'] * MILLI:.2f}",
+                f"{entry['mean'] * MILLI:.2f}",
+                f"{entry['amortised'] * MILLI:.2f}" if "amortised" in entry else "",
+                _span(entry, "speed"),
+                _span(entry, "speed_to_floor"),
+                f"{entry['held'] / 1e6:.1f}",
+                f"{entry['logit_distance']:.3f}",
+            )
+        table.add_section()
+    return table
+
+
+def _update_table(update: dict[int, Any], growth: dict[int, Any]) -> Table:
+    table = _table("Update of one layer", "tokens, cache", "us", "mean", "mean with growth", "growing", "times as fast")
+    for length, measured in update.items():
+        for name, entry in measured.items():
+            cycle = growth.get(length) if name == OURS else None
+            table.add_row(
+                f"{length:>6} {name}",
+                f"{entry['median'] * MICRO:.1f}",
+                f"{entry['mean'] * MICRO:.1f}",
+                f"{cycle['mean'] * MICRO:.1f}" if cycle else "",
+                f"{cycle['growth_update'] * MICRO:.0f}" if cycle else "",
+                _span(entry, "speed"),
+            )
+        table.add_section()
+    return table
+
+
+def _peak_table(peak: dict[str, Any]) -> Table:
+    title = f"Bytes while growing to {peak['tokens']} tokens, as multiples of those that are live"
+    table = _table(title, "cache", "peak", "worst moment", "held at the end", "reported / counted")
+    for name, entry in peak["caches"].items():
+        table.add_row(name, *(f"{entry[key]:.3f}" for key in ("peak", "worst_moment", "held", "reported")))
+    return table
+
+
+def _sliding_table(sliding: dict[str, Any]) -> Table:
+    stations = [f"at {at}" for at in next(iter(sliding.values()))["medians"]]
+    table = _table("Sliding window, ms a step", "cache", *stations, "last / first", "update us", "mean")
+    for name, entry in sliding.items():
+        steps = [f"{seconds * MILLI:.2f}" for seconds in entry["medians"].values()]
+        updates = [f"{entry[key] * MICRO:.1f}" for key in ("update_median", "update_mean")]
+        table.add_row(name, *steps, f"{entry['last_over_first']:.2f}", *updates)
+    return table
+
+
+def surroundings() -> dict[str, Any]:
+    """Hardware, versions and date."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+            "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "kvlayers": kvlayers.__version__,
+            "platform": platform.platform(),
+        },
+    }
+
+
+def _cpu_name() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,209 @@
+"""Measurements of time: decode steps of a model, and updates of one layer."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contenders import REFERENCE, ROUNDS_OTHERWISE, Maker, fill, held_bytes, random_states
+from workload import FILL_CHUNK, Shape, Workload
+
+Trials = dict[str, list[list[float]]]
+"""For each contender and trial the seconds of each step."""
+
+Tick = Callable[[], None]
+
+
+class Disagreements:
+    """What contenders did otherwise than the reference: other tokens, or other states from an update.
+
+    A token is a tie, and no failure, where its logit is within one step of bfloat16 of the best one and the contender
+    rounds otherwise by design. All others compute the very same sums, and must give the very same tokens.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    @property
+    def failures(self) -> int:
+        """Those that are no ties."""
+        return sum(not entry["tie"] for entry in self.found)
+
+    def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
+        """Compare the greedy token of `logits` `[vocab]` with that of `expected`; return how far they are apart."""
+        ours, theirs = int(logits.argmax()), int(expected.argmax())
+        if ours != theirs:
+            gap = float(expected[theirs] - expected[ours])
+            step = float(expected[theirs].abs()) * torch.finfo(torch.bfloat16).eps
+            tie = where["cache"] in ROUNDS_OTHERWISE and gap <= step
+            self.found.append({**where, "expected": theirs, "seen": ours, "logit_gap": gap, "tie": tie})
+        return float((logits - expected).abs().max())
+
+    def compare_states(self, where: dict[str, Any], expected: Tensor, states: Tensor) -> None:
+        """Compare the first tokens of `states` `[batch, kv_heads, tokens, head_dim]` with those of `expected`."""
+        if not torch.equal(states[:, :, : expected.shape[2]], expected):
+            self.found.append({**where, "expected": "the states that went in", "seen": "others", "tie": False})
+
+
+@contextmanager
+def quiet_clock() -> Iterator[None]:
+    """No garbage collection while the clock runs, and no gradients."""
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.enable()
+
+
+def in_turns(names: list[str], turn: int) -> list[str]:
+    """The contenders, each turn beginning with another."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
+
+
+def step(model: Any, cache: Any, token: int) -> tuple[float, Tensor]:
+    """One forward pass of one token: its seconds, and its logits `[vocab]` in float32."""
+    ids = torch.tensor([[token]])
+    begin = time.perf_counter()
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    seconds = time.perf_counter() - begin
+    return seconds, logits[0, -1].float()
+
+
+def greedy_reference(model: Any, cache: Any, token: int, steps: int) -> tuple[list[int], list[Tensor]]:
+    """The tokens that go into each of `steps` greedy steps, and the logits that come out."""
+    tokens, logits = [token], []
+    for _ in range(steps):
+        logits.append(step(model, cache, tokens[-1])[1])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[:-1], logits
+
+
+def measure_decode(
+    workload: Workload,
+    makers: dict[str, Maker],
+    length: int,
+    steps: int,
+    trials: int,
+    block: int,
+    disagreements: Disagreements,
+    tick: Tick,
+) -> dict[str, Any]:
+    """Time decode steps from `length` tokens on.
+
+    The reference decodes greedily once, which also warms up. In the trials every contender is fed those tokens, so
+    that all decode one sequence, each step is compared by itself, and where all agree it is what each would have
+    decoded alone. Contenders take turns of `block` steps, in an order that rotates.
+    """
+    model, config = workload.model, workload.model.config
+    first = workload.prepare(length)
+    names = list(makers)
+    seconds: Trials = {name: [] for name in names}
+    held = dict.fromkeys(names, 0)
+    distance = dict.fromkeys(names, 0.0)
+    reference = makers[REFERENCE](config, length + steps)
+    workload.fill(reference)
+    with quiet_clock():
+        tokens, expected = greedy_reference(model, reference, first, steps)
+    del reference
+    for trial in range(trials):
+        gc.collect()
+        caches = {name: make(config, length + steps) for name, make in makers.items()}
+        with quiet_clock():
+            for name in names:
+                workload.fill(caches[name])
+                seconds[name].append([])
+            for start in range(0, steps, block):
+                for name in in_turns(names, trial + start // block):
+                    for index in range(start, min(start + block, steps)):
+                        took, logits = step(model, caches[name], tokens[index])
+                        seconds[name][trial].append(took)
+                        where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
+                        apart = disagreements.compare_step(where, expected[index], logits)
+                        distance[name] = max(distance[name], apart)
+        held = {name: held_bytes(cache) for name, cache in caches.items()}
+        del caches
+        tick()
+    return {name: {"seconds": seconds[name], "held": held[name], "logit_distance": distance[name]} for name in names}
+
+
+def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[list[float], Tensor]:
+    """Seconds of each of `count` updates of the first layer, and the keys that the last one returned."""
+    clock = time.perf_counter
+    seconds = []
+    attended = keys
+    for _ in range(count):
+        begin = clock()
+        attended, _ = cache.update(keys, values, 0)
+        seconds.append(clock() - begin)
+    return seconds, attended
+
+
+def measure_update(
+    config: Any,
+    shape: Shape,
+    makers: dict[str, Maker],
+    length: int,
+    steps: int,
+    trials: int,
+    disagreements: Disagreements,
+    tick: Tick,
+) -> dict[str, Any]:
+    """Time one layer's update of one token, from `length` tokens on, Python included."""
+    names = list(makers)
+    seconds: Trials = {name: [] for name in names}
+    prompt = random_states(1, shape.kv_heads, shape.head_dim, length, torch.bfloat16)
+    keys, values = random_states(1, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)[0]
+    expected = torch.cat([prompt[0][0], keys.expand(-1, -1, steps, -1)], dim=2)
+    # Short updates are all Python, and one in a thousand is interrupted: many repeats steady the mean.
+    repeats = max(1, min(16, 4096 // length))
+    for trial in range(trials):
+        gc.collect()
+        for name in names:
+            seconds[name].append([])
+        for repeat in range(repeats):
+            for name in in_turns(names, trial + repeat):
+                cache = makers[name](config, length + steps)
+                with quiet_clock():
+                    fill(cache, prompt, FILL_CHUNK)
+                    took, attended = time_updates(cache, keys, values, steps)
+                seconds[name][trial] += took
+                where = {"model": "one layer", "cache": name, "tokens": length, "trial": trial}
+                disagreements.compare_states(where, expected, attended)
+                del cache, attended
+        tick()
+    return {name: {"seconds": seconds[name]} for name in names}
+
+
+def measure_growth(config: Any, shape: Shape, make: Maker, length: int) -> dict[str, float]:
+    """Time every update of one layer from one growth of its memory to the next, the second growth included.
+
+    That is what growing costs in the long run: a mean over fewer updates contains either none or too much of it.
+    """
+    keys, values = random_states(1, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)[0]
+    cache = make(config, 2 * length)
+    growths: list[int] = []
+    seconds: list[float] = []
+    with quiet_clock():
+        fill(cache, random_states(1, shape.kv_heads, shape.head_dim, length, torch.bfloat16), FILL_CHUNK)
+        before = cache.nbytes
+        while len(growths) < 2 and len(seconds) < length + 1024:
+            seconds += time_updates(cache, keys, values, 1)[0]
+            if cache.nbytes != before:
+                before = cache.nbytes
+                growths.append(len(seconds))
+    if len(growths) < 2:
+        return {}
+    cycle = seconds[growths[0] : growths[1]]
+    return {
+        "updates": len(cycle),
+        "growth_update": cycle[-1],
+        "mean": statistics.fmean(cycle),
+        "median": statistics.median(cycle),
+    }

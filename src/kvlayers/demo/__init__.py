@@ -1,0 +1,1 @@
+"""The demo: a real model continues real text through every cache, beside transformers' own."""

@@ -1,0 +1,240 @@
+"""The same greedy continuation through one cache after the other, timed."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from .. import compat
+from ..generation.registry import make_cache
+from ..layers.dispatch import WINDOWED
+
+OURS = "kvlayers"
+THEIRS = "transformers"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One kind of cache that is run.
+
+    Attributes:
+        library: who makes it.
+        cache: its name.
+        make: makes an empty one.
+        held: bytes that one of them holds.
+    """
+
+    library: str
+    cache: str
+    make: Callable[[], Any]
+    held: Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One continuation.
+
+    Attributes:
+        tokens: the tokens that were generated.
+        prefill_seconds: from the call to the first token.
+        decode_seconds: from the first token to the last.
+        nbytes: bytes that the cache held at the end.
+    """
+
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    nbytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of decode: the first token is the prefill's."""
+        return (len(self.tokens) - 1) / self.decode_seconds
+
+
+@dataclass
+class Row:
+    """What the runs of one cache came to.
+
+    Attributes:
+        library: who makes the cache.
+        cache: its name.
+        is_reference: whether the others' tokens are compared with this one's.
+        runs: its runs, one for each trial.
+        first_difference: index of the first token that differs from the reference in any run, `None` where none does.
+    """
+
+    library: str
+    cache: str
+    is_reference: bool
+    runs: list[Run] = field(default_factory=list)
+    first_difference: int | None = None
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether every run gave the tokens of the reference."""
+        return self.first_difference is None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median speed of decode."""
+        return statistics.median(run.tokens_per_second for run in self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that any run held at its end."""
+        return max(run.nbytes for run in self.runs)
+
+
+class TokenClock(BaseStreamer):  # type: ignore[misc]
+    """Takes the time at each token. generate() brings each to the host first, so that a GPU has finished it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Called with the prompt, and then with every new token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called after the last token."""
+
+
+def contenders(model: Any, length: int) -> list[Contender]:
+    """Every cache that suits a model, transformers' DynamicCache first.
+
+    Args:
+        model: the model.
+        length: the most tokens that a cache will hold.
+    """
+    names = ["dynamic", "static"]
+    if any(spec.layer_type in WINDOWED for spec in compat.layer_specs(model.config)):
+        names += ["sliding_window", "hybrid"]
+    config = model.config
+    return [
+        Contender(THEIRS, "dynamic", lambda: transformers.DynamicCache(config=config), storage_bytes),
+        *(Contender(OURS, name, _maker(name, model, length), _own_bytes) for name in names),
+        Contender(THEIRS, "static", lambda: transformers.StaticCache(config, max_cache_len=length), storage_bytes),
+    ]
+
+
+def _maker(name: str, model: Any, length: int) -> Callable[[], Any]:
+    # With the length that generate() would give as a hint after `kvlayers.install()`.
+    return lambda: make_cache(name, model, length_hint=length)
+
+
+def _own_bytes(cache: Any) -> int:
+    return int(cache.nbytes)
+
+
+def storage_bytes(cache: Any) -> int:
+    """Bytes that the tensors of transformers' layers keep alive: whole storages, however little a view shows of them.
+
+    Args:
+        cache: a cache of transformers.
+    """
+    storages = [
+        tensor.untyped_storage()
+        for layer in cache.layers
+        for value in vars(layer).values()
+        for tensor in _tensors(value)
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def continue_text(
+    model: Any, ids: Tensor, tokens: int, cache: Any, streamer: Any, to_the_end: bool = True
+) -> list[int]:
+    """Greedy continuation through `cache`.
+
+    Args:
+        model: the model.
+        ids: the prompt, int64 `[1, tokens]`.
+        tokens: tokens to generate.
+        cache: an empty cache, of either library.
+        streamer: told of each token as it comes.
+        to_the_end: go on when the model would stop, so that runs can be compared.
+
+    Returns:
+        The new tokens.
+    """
+    ids = ids.to(model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens if to_the_end else 0,
+        # Else generate() compiles around some caches and not around others.
+        disable_compile=True,
+        streamer=streamer,
+        **{compat.cache_argument(model): cache},
+    )
+    generated: list[int] = output[0, ids.shape[1] :].tolist()
+    return generated
+
+
+def run_once(model: Any, ids: Tensor, tokens: int, contender: Contender) -> Run:
+    """One timed continuation through a new cache. Arguments as of `continue_text`."""
+    cache = contender.make()
+    clock = TokenClock()
+    generated = continue_text(model, ids, tokens, cache, clock)
+    prompt_given, first_token, *_, last_token = clock.times
+    return Run(generated, first_token - prompt_given, last_token - first_token, contender.held(cache))
+
+
+def compare(
+    model: Any,
+    ids: Tensor,
+    tokens: int,
+    trials: int,
+    rivals: Sequence[Contender],
+    on_run: Callable[[Contender, int], None],
+) -> list[Row]:
+    """Run every cache `trials` times, in turns, and in the other direction every other time.
+
+    Args:
+        model: the model.
+        ids: the prompt, int64 `[1, tokens]`.
+        tokens: tokens to generate, 2 or more.
+        trials: runs of each cache.
+        rivals: the caches; the first is the one that the others are compared with.
+        on_run: called before each run, with the cache and the index of the trial.
+
+    Returns:
+        A row for each cache, in the order of `rivals`.
+    """
+    rows = [Row(rival.library, rival.cache, is_reference=rival is rivals[0]) for rival in rivals]
+    for trial in range(trials):
+        pairs = list(zip(rows, rivals, strict=True))
+        for row, rival in reversed(pairs) if trial % 2 else pairs:
+            on_run(rival, trial)
+            row.runs.append(run_once(model, ids, tokens, rival))
+    expected = rows[0].runs[0].tokens
+    for row in rows:
+        differences = [_first_difference(run.tokens, expected) for run in row.runs]
+        row.first_difference = min((index for index in differences if index is not None), default=None)
+    return rows
+
+
+def _first_difference(tokens: list[int], expected: list[int]) -> int | None:
+    pairs = zip(tokens, expected, strict=True)
+    return next((index for index, (token, wanted) in enumerate(pairs) if token != wanted), None)

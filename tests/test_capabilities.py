@@ -1,0 +1,148 @@
+"""The table of capabilities in the docs is what the kinds really do. KVLAYERS_WRITE_DOCS=1 writes it."""
+
+import copy
+import os
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvlayers import (
+    CacheLayer,
+    CapacityError,
+    DynamicLayer,
+    RollbackError,
+    SlidingLayer,
+    StaticLayer,
+    StaticSlidingLayer,
+)
+
+pytestmark = pytest.mark.fast
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "capabilities.md"
+WINDOW, RESERVED = 8, 240
+KINDS: dict[str, Callable[[], CacheLayer]] = {
+    "DynamicLayer": DynamicLayer,
+    "SlidingLayer": lambda: SlidingLayer(WINDOW),
+    "StaticLayer": lambda: StaticLayer(RESERVED),
+    "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW),
+}
+
+
+def tokens(count: int, batch: int = 2, **form: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, 2, count, 4, **form), torch.randn(batch, 2, count, 4, **form)
+
+
+def past(layer: CacheLayer, count: int = 20) -> CacheLayer:
+    for _ in range(count):
+        layer.update(*tokens(1))
+    return layer
+
+
+def roll_back(layer: CacheLayer) -> bool:
+    past(layer)
+    layer.crop(-3)
+    return layer.length == 17
+
+
+def record_and_roll_back(layer: CacheLayer) -> bool:
+    past(layer)
+    layer.activate_past_recording()
+    layer.update(*tokens(3))
+    layer.crop(-3)
+    return layer.length == 20
+
+
+def any_length(layer: CacheLayer) -> bool:
+    return past(layer, RESERVED * 3).length == RESERVED * 3
+
+
+def one_address(layer: CacheLayer) -> bool:
+    return len({layer.update(*tokens(1))[0].untyped_storage().data_ptr() for _ in range(200)}) == 1
+
+
+def bounded_memory(layer: CacheLayer) -> bool:
+    held = past(layer).nbytes
+    return past(layer, 200).nbytes == held
+
+
+def keeps_batch(change: Callable[[CacheLayer], object], batch: int) -> Callable[[CacheLayer], bool]:
+    def operation(layer: CacheLayer) -> bool:
+        change(past(layer))
+        layer.update(*tokens(1, batch))
+        return layer.batch_size == batch
+
+    return operation
+
+
+def twin(make: Callable[[CacheLayer], CacheLayer]) -> Callable[[CacheLayer], bool]:
+    def operation(layer: CacheLayer) -> bool:
+        other = make(past(layer))
+        other.update(*tokens(1))
+        return (layer.length, other.length) == (20, 21)
+
+    return operation
+
+
+def load_state(layer: CacheLayer) -> bool:
+    state = past(layer).state()
+    layer.reset()
+    layer.load_state(state)
+    return layer.length == 20
+
+
+def gradients(layer: CacheLayer) -> bool:
+    keys, values = tokens(4, requires_grad=True)
+    layer.update(keys, values)
+    layer.update(*tokens(1))[0].sum().backward()
+    return bool(keys.grad is not None and keys.grad.abs().sum() > 0)
+
+
+CAPABILITIES: dict[str, Callable[[CacheLayer], bool]] = {
+    "takes any number of tokens": any_length,
+    "memory does not grow with the tokens": bounded_memory,
+    "memory stays at one address": one_address,
+    "rolls back (`crop`, `truncate`)": roll_back,
+    "rolls back what was recorded (`activate_past_recording`)": record_and_roll_back,
+    "reorders (`reorder_cache`)": keeps_batch(lambda layer: layer.reorder_cache(torch.tensor([1, 0])), 2),
+    "selects (`batch_select_indices`)": keeps_batch(lambda layer: layer.batch_select_indices([1]), 1),
+    "repeats (`batch_repeat_interleave`)": keeps_batch(lambda layer: layer.batch_repeat_interleave(3), 6),
+    "forks (`fork`, `copy.deepcopy`)": twin(copy.deepcopy),
+    "saves and loads (`state`, `load_state`)": load_state,
+    "lets gradients through": gradients,
+}
+NOTES = {
+    ("rolls back (`crop`, `truncate`)", "SlidingLayer"): "until the window is full",
+    ("rolls back (`crop`, `truncate`)", "StaticSlidingLayer"): "until the window is full",
+}
+
+
+def table() -> str:
+    rows = [
+        "# Which kind does what",
+        "",
+        "Written by `tests/test_capabilities.py`, which tries each. What a kind does not do raises a named error and",
+        "changes nothing.",
+        "",
+        f"| | {' | '.join(f'`{kind}`' for kind in KINDS)} |",
+        f"|---|{'---|' * len(KINDS)}",
+    ]
+    for capability, operation in CAPABILITIES.items():
+        cells = []
+        for kind, make in KINDS.items():
+            torch.manual_seed(0)
+            try:
+                able = operation(make())
+            except (RollbackError, CapacityError):
+                able = False
+            cells.append("yes" if able else NOTES.get((capability, kind), "no"))
+        rows.append(f"| {capability} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_in_the_docs_is_what_the_kinds_do() -> None:
+    seen = table()
+    if os.environ.get("KVLAYERS_WRITE_DOCS"):
+        PAGE.write_text(seen)
+    assert PAGE.read_text() == seen

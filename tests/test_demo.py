@@ -1,0 +1,289 @@
+"""The demo, on a model of a few thousand weights, and the way it finds the model that it is for."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner, Result
+
+import kvlayers
+from kvlayers.__main__ import main, make_app
+from kvlayers.demo import model as demo_model
+from kvlayers.demo import runs, text
+from models import CONFIGS
+
+WORDS = ["<unk>", "<s>", "</s>", "the", "sea", "a", "of", "is", "to", "and", "."]
+
+
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate(WORDS + [f"w{index}" for index in range(97 - len(WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def _save_model(directory: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which nothing brings a demo model."""
+    monkeypatch.delenv(demo_model.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_model, "is_bundled", lambda: False)
+    return tmp_path
+
+
+def _demo(*arguments: object) -> Result:
+    return CliRunner().invoke(make_app(), ["demo", *map(str, arguments)])
+
+
+def _table_rows(output: str) -> list[list[str]]:
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_the_demo_prints_a_row_for_every_cache(llama: Path) -> None:
+    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 2, "--context", 20)
+    assert result.exit_code == 0, result.output
+    rows = _table_rows(result.output)
+    assert [row[:3] for row in rows] == [
+        ["transformers", "dynamic", "reference"],
+        ["kvlayers", "dynamic", "yes"],
+        ["kvlayers", "static", "yes"],
+        ["transformers", "static", "yes"],
+    ]
+    for *_, speed, held in rows:
+        assert float(speed) > 0
+        assert float(held.split()[0]) > 0
+
+
+def test_the_demo_shows_the_prompt_and_what_the_model_makes_of_it(llama: Path) -> None:
+    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 1)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    ids = tokenizer("the sea is", return_tensors="pt").input_ids
+    continuation = loaded.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert "the sea is" + tokenizer.decode(continuation, skip_special_tokens=True) in result.output
+
+
+def test_without_a_prompt_the_model_continues_real_text(llama: Path) -> None:
+    result = _demo("--model", llama, "--context", 32, "--tokens", 3, "--trials", 1)
+    assert result.exit_code == 0, result.output
+    assert "Prompt: 32 tokens, 32 of them of the Python documentation" in " ".join(result.output.split())
+
+
+def test_without_a_prompt_the_context_is_long_by_default(llama: Path) -> None:
+    result = _demo("--model", llama, "--tokens", 3)
+    # More than this model has positions for, which is how it shows without a long run.
+    assert "but saw 1027 of context, prompt and continuation together" in result.stderr
+
+
+def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -> None:
+    result = _demo("the sea", "--model", gemma3, "--tokens", 12, "--trials", 1, "--context", 20)
+    assert result.exit_code == 0, result.output
+    ours = [row[1:3] for row in _table_rows(result.output) if row[0] == "kvlayers"]
+    assert ours == [[name, "yes"] for name in ("dynamic", "static", "sliding_window", "hybrid")]
+
+
+def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = runs.run_once
+
+    def one_wrong_token(*arguments: object) -> runs.Run:
+        run = honest(*arguments)  # type: ignore[arg-type]
+        contender = arguments[-1]
+        if (contender.library, contender.cache) == ("kvlayers", "static"):  # type: ignore[attr-defined]
+            run.tokens[4] += 1
+        return run
+
+    monkeypatch.setattr(runs, "run_once", one_wrong_token)
+    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 1)
+    assert result.exit_code == 1
+    assert [row[2] for row in _table_rows(result.output)] == ["reference", "yes", "no, from token 5", "yes"]
+
+
+def test_speeds_are_of_decode_alone_and_every_run_is_of_full_length(llama: Path) -> None:
+    loaded = demo_model.load_model(str(llama), torch.float32, torch.device("cpu")).model
+    # Every token that this model would choose ends the text.
+    loaded.generation_config.eos_token_id = list(range(96))
+    ids = torch.full((1, 5), 4)
+    run = runs.run_once(loaded, ids, 7, runs.contenders(loaded, 12)[1])
+    assert len(run.tokens) == 7
+    assert run.tokens_per_second == pytest.approx(6 / run.decode_seconds)
+
+
+def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
+    cache = transformers.DynamicCache()
+    whole = torch.zeros(1, 2, 100, 8)
+    cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+    cache.layers[0].keys, cache.layers[0].values = whole[:, :, :3], whole[:, :, 50:]
+    assert runs.storage_bytes(cache) == 1 * 2 * 100 * 8 * 4
+
+
+def test_trials_alternate_the_order_of_the_caches(llama: Path) -> None:
+    loaded = demo_model.load_model(str(llama), torch.float32, torch.device("cpu")).model
+    rivals = runs.contenders(loaded, 6)
+    order: list[tuple[int, runs.Contender]] = []
+    rows = runs.compare(loaded, torch.full((1, 3), 4), 3, 3, rivals, lambda rival, trial: order.append((trial, rival)))
+    assert [rival for _, rival in order] == [*rivals, *reversed(rivals), *rivals]
+    assert [len(row.runs) for row in rows] == [3] * len(rivals)
+
+
+def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
+    tokenizer = _tokenizer()
+    assert len(text.real_text_ids(tokenizer, 500)) == 500
+    assert len(text.input_ids(tokenizer, "the sea", 500)[0]) == 502
+    assert text.input_ids(tokenizer, "the sea", 0).tolist() == [[3, 4]]
+
+
+def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
+    result = _demo("--model", llama, "--context", 0)
+    assert result.exit_code == 1
+    assert "expected a prompt or --context" in result.stderr
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(llama: Path) -> None:
+    result = _demo("the sea", "--model", llama, "--context", 250)
+    assert result.exit_code == 1
+    assert "expected at most 256 tokens" in result.stderr
+
+
+def test_the_model_that_is_given_comes_first(nowhere: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(demo_model.VARIABLE, str(nowhere))
+    assert demo_model.find_model(str(llama)) == str(llama)
+    assert demo_model.find_model("owner/name") == "owner/name"
+
+
+def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert demo_model.find_model() == demo_model.HUB_NAME
+
+    def export(target: Path, report: demo_model.Report) -> Path:
+        return target
+
+    monkeypatch.setattr(demo_model, "is_bundled", lambda: True)
+    monkeypatch.setattr(demo_model, "export_bundled_model", export)
+    assert demo_model.find_model() == str(nowhere / "cache" / "kvlayers" / demo_model.NAME)
+
+    (nowhere / ".models" / demo_model.NAME).mkdir(parents=True)
+    assert demo_model.find_model() == str(Path(".models") / demo_model.NAME)
+
+    (nowhere / "elsewhere").mkdir()
+    monkeypatch.setenv(demo_model.VARIABLE, str(nowhere / "elsewhere"))
+    assert demo_model.find_model() == str(nowhere / "elsewhere")
+
+
+@pytest.mark.parametrize("name", ["./none", "/no/such/model", "~/no-such-model", "a/b/c"])
+def test_a_model_directory_that_is_missing_is_one_sentence(nowhere: Path, name: str) -> None:
+    result = _demo("--model", name)
+    assert result.exit_code == 1
+    assert "expected --model to name a model directory, but there is none at" in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_variable_that_names_no_directory_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(demo_model.VARIABLE, "owner/name")
+    result = _demo()
+    assert result.exit_code == 1
+    assert "expected KVLAYERS_DEMO_MODEL to name a model directory" in result.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    result = _demo("--model", "kvlayers/no-such-model")
+    assert result.exit_code == 1
+    assert "kvlayers/no-such-model cannot be loaded" in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_directory_without_a_model_is_one_sentence(nowhere: Path) -> None:
+    result = _demo("--model", nowhere)
+    assert result.exit_code == 1
+    assert "expected a causal language model" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_device_that_is_not_there_is_one_sentence(llama: Path) -> None:
+    result = _demo("--model", llama, "--device", "cuda:77")
+    assert result.exit_code == 1
+    assert "expected a device of this machine, but saw 'cuda:77'" in result.stderr
+
+
+def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path, report: demo_model.Report) -> None:
+        (target / "config.json").write_text("{}")
+        raise OSError("the disk is full")
+
+    def found(name: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(submodule_search_locations=[str(nowhere)])
+
+    monkeypatch.setattr(demo_model, "_export", fail)
+    monkeypatch.setattr(demo_model.importlib.util, "find_spec", found)
+    with pytest.raises(demo_model.ModelError, match="the disk is full"):
+        demo_model.export_bundled_model(nowhere / "models" / "target")
+    assert list((nowhere / "models").iterdir()) == []
+
+
+def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (nowhere / "config.json").write_text("{}")
+    monkeypatch.delattr(demo_model, "_export")
+    assert demo_model.export_bundled_model(nowhere) == nowhere
+
+
+def test_transformers_loading_bars_go_to_the_report(llama: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    demo_model.load_model(
+        str(llama), torch.float32, torch.device("cpu"), lambda what, done, total: told.append((what, done, total))
+    )
+    weights = [(done, total) for what, done, total in told if what == "Loading weights"]
+    assert weights[0][0] == 0
+    assert weights[-1][0] == weights[-1][1] > 1
+
+
+def test_the_version_is_shown() -> None:
+    result = CliRunner().invoke(make_app(), ["--version"])
+    assert result.output == f"kvlayers {kvlayers.__version__}\n"
+
+
+def test_the_command_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err == 'kvlayers: its commands need typer: pip install "kvlayers[cli]"\n'
+
+
+@pytest.mark.parametrize("module", ["kvlayers", "kvlayers.__main__"])
+def test_importing_kvlayers_brings_neither_the_command_line_nor_generate(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "print([name for name in ('typer', 'rich', 'transformers.generation.utils') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"

@@ -1,6 +1,6 @@
 """Compares kvlayers' caches with those of transformers in one process: time, bytes, and the tokens that come out.
 
-    python benchmarks/decode.py                     # all of it, some ten minutes on two cores
+    python benchmarks/decode.py                     # all of it, some fifteen minutes on two cores
     python benchmarks/decode.py --quick             # a small model, to see that it runs
     python benchmarks/decode.py --model DIR_OR_HUB  # another model beside the random one
 
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="directory or hub name of the real model; 'none' for none")
     parser.add_argument("--text", type=pathlib.Path, help="what the real model reads (the topics of Python's help)")
     parser.add_argument("--trials", type=int, help="trials (5)")
-    parser.add_argument("--steps", type=int, help="decode steps in each trial (64)")
+    parser.add_argument("--steps", type=int, help="decode steps in each trial (32)")
     parser.add_argument("--block", type=int, default=8, help="steps before the next contender's turn (8)")
     parser.add_argument("--window", type=int, help="sliding window (512)")
     parser.add_argument("--stations", type=_numbers, help="tokens at which its steps are timed (600,...,6000)")
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     quick = given.quick
     given.lengths = given.lengths or ([64, 128] if quick else [128, 1024, 4096, 16384])
     given.trials = given.trials or (2 if quick else 5)
-    given.steps = given.steps or (8 if quick else 64)
+    given.steps = given.steps or (8 if quick else 32)
     given.window = given.window or (32 if quick else 512)
     given.stations = given.stations or ([40, 120] if quick else [600, 1500, 3000, 4500, 6000])
     if any(later - earlier <= given.steps for earlier, later in itertools.pairwise(given.stations)):

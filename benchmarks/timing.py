@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contenders import REFERENCE, ROUNDS_OTHERWISE, Maker, fill, held_bytes, random_states
+from contenders import REFERENCE, Maker, fill, held_bytes, random_states, rounds_otherwise
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]
@@ -40,7 +40,7 @@ class Disagreements:
         if ours != theirs:
             gap = float(expected[theirs] - expected[ours])
             step = float(expected[theirs].abs()) * torch.finfo(torch.bfloat16).eps
-            tie = where["cache"] in ROUNDS_OTHERWISE and gap <= step
+            tie = rounds_otherwise(where["cache"], where["tokens"]) and gap <= step
             self.found.append({**where, "expected": theirs, "seen": ours, "logit_gap": gap, "tie": tie})
         return float((logits - expected).abs().max())
 

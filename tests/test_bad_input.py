@@ -1,5 +1,6 @@
 """Bad input is a named error, raised before anything is changed: the cache still decodes correctly after it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,12 @@ def test_states_that_do_not_fit_change_nothing(kind: str, bad: str, filled: int)
         assert torch.equal(seen, expected)
 
 
+def _damaged(state: kvlayers.CacheState) -> kvlayers.CacheState:
+    *layers, last = state.layers
+    tensors = {**last.tensors, "values": last.tensors["values"][:, :, 1:]}
+    return dataclasses.replace(state, layers=(*layers, dataclasses.replace(last, tensors=tensors)))
+
+
 def half_way(cache: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A cache in the middle of a greedy decode, the next token, and the tokens that must follow it."""
     model, ids = tiny_model("gemma3"), prompt(1, 10)
@@ -74,6 +81,11 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
     "layer index below the first": (
         kvlayers.LayerIndexError,
         lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), -1),
+    ),
+    "a length that is no whole number": (kvlayers.OptionError, lambda cache: cache.crop(1.5)),
+    "a state with a layer that is damaged": (
+        kvlayers.StateMismatchError,
+        lambda cache: cache.load_state(_damaged(cache.state())),
     ),
     "subscript beyond the last": (kvlayers.LayerIndexError, lambda cache: cache[4]),
     "list index beyond the last": (kvlayers.LayerIndexError, lambda cache: cache.key_cache[4]),
@@ -140,6 +152,49 @@ def test_a_full_static_cache_names_both_numbers_and_decodes_on_after_a_crop() ->
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_full_static_cache_with_windows_refuses_the_token_in_every_layer() -> None:
+    model, ids = tiny_model("gemma3"), prompt(1, 12)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=12)
+    with torch.no_grad():
+        model(ids[:, :11], past_key_values=cache)
+        with pytest.raises(kvlayers.CapacityError, match="at most 12"):
+            model(prompt(1, 2), past_key_values=cache)
+        assert {layer.length for layer in cache.layers} == {11}
+        seen = model(ids[:, 11:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(seen, model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_refused_first_update_leaves_a_layer_as_it_was() -> None:
+    layer = kvlayers.StaticLayer(4)
+    layer.lazy_initialization(states(1, 2, 0, 8), states(1, 2, 0, 8))
+    held = layer.nbytes
+    with pytest.raises(kvlayers.CapacityError):
+        layer.update(states(3, 2, 5, 8), states(3, 2, 5, 8))
+    assert (layer.batch_size, layer.nbytes) == (1, held)
+
+
+def test_a_forward_pass_that_broke_off_is_taken_back_by_length() -> None:
+    cache = kvlayers.DynamicCache(config=tiny_model("llama").config)
+    for index in range(2):
+        cache.update(states(1, 2, 6, 8), states(1, 2, 6, 8), index)
+    cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), 0)
+    with pytest.raises(kvlayers.RollbackError):
+        cache.truncate(7)
+    cache.crop(6)
+    assert [layer.length for layer in cache.layers] == [6, 6]
+
+
+def test_a_window_of_transformers_own_is_not_rolled_back_half_way() -> None:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), DynamicSlidingWindowLayer(4)])
+    for index in range(2):
+        cache.update(states(1, 2, 10, 8), states(1, 2, 10, 8), index)
+    with pytest.raises(kvlayers.RollbackError):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [10, 10]
+
+
 def test_cropping_more_than_is_held_names_both_numbers() -> None:
     """Upstream, crop(-10) on 3 tokens leaves an empty cache and says nothing."""
     cache = kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))])
@@ -151,6 +206,7 @@ def test_cropping_more_than_is_held_names_both_numbers() -> None:
 LLAMA = transformers.LlamaConfig(**COMMON)
 MISSPELT: dict[str, Callable[[], object]] = {
     "static": lambda: kvlayers.StaticCache(LLAMA, 4, max_cash_len=9),
+    "encoder-decoder": lambda: kvlayers.EncoderDecoderCache(cashes=()),
     "dynamic": lambda: kvlayers.DynamicCache(confg=LLAMA),
     "layer": lambda: kvlayers.StaticLayer(max_cache_length=3),
     "by name": lambda: kvlayers.make_cache("static", LLAMA, max_cash_len=9),
@@ -170,6 +226,17 @@ def test_the_nearest_option_is_suggested() -> None:
         kvlayers.StaticCache(LLAMA, max_cash_len=9)
 
 
+def test_an_option_that_is_missing_is_named() -> None:
+    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
+        kvlayers.StaticCache(LLAMA)
+
+
+def test_offloading_is_refused_for_now() -> None:
+    kvlayers.DynamicCache(config=LLAMA, offloading=False)
+    with pytest.raises(kvlayers.NotYetError, match="cannot offload yet"):
+        kvlayers.DynamicCache(config=LLAMA, offloading=True)
+
+
 CONFIG_ERRORS: dict[str, Callable[[], object]] = {
     "no layers": lambda: kvlayers.DynamicCache(config=transformers.PreTrainedConfig()),
     "no config": lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4),
@@ -177,6 +244,7 @@ CONFIG_ERRORS: dict[str, Callable[[], object]] = {
     "no sliding layer": lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8),
     "neither layers nor a class": lambda: kvlayers.Cache(),
     "a path": lambda: kvlayers.make_cache("dynamic", "gpt2"),
+    "a module without a config": lambda: kvlayers.make_cache("dynamic", torch.nn.Linear(2, 2)),
     "an unknown layer type": lambda: kvlayers.DynamicCache(config=_with_layer_type("telepathy")),
 }
 

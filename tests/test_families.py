@@ -109,6 +109,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "word_embed_proj_dim": 32, "max_position_embeddings": 128},
     ),
     "marian": ("MarianConfig", {**SPECIAL, **SEQ2SEQ, "forced_eos_token_id": None}),
+    "t5gemma": (
+        "T5GemmaConfig",
+        {"encoder": {**COMMON, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+         "decoder": {**COMMON, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, "cross_attention_hidden_size": 32},
+         "vocab_size": 97, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1},
+    ),
     "whisper": (
         "WhisperConfig",
         {**SPECIAL, **SEQ2SEQ, "eos_token_id": 2, "num_mel_bins": 8, "max_source_positions": 16,

@@ -159,6 +159,14 @@ def test_a_cache_that_is_passed_can_be_rolled_back_by_assisted_decoding(family: 
         assert cache.get_seq_length() == expected.shape[1] - 1
 
 
+def test_a_cache_records_no_more_after_assisted_decoding(installed: None) -> None:
+    ids = torch.cat([prompt(1, 6)] * 4, dim=1)
+    cache = kvlayers.DynamicCache(config=tiny_model("gemma3").config)
+    generate("gemma3", ids, prompt_lookup_num_tokens=4, past_key_values=cache)
+    assert not any(map(cache.is_recording_past, range(4)))
+    assert cache.layers[0].keys.shape[2] < 8
+
+
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_logits_of_encoder_decoders_are_those_of_transformers(family: str) -> None:
     """Random encoder-decoders repeat one token, which says little: their logits say more."""

@@ -24,8 +24,8 @@ def addresses_while_decoding(layer: object, tokens: int) -> list[int]:
 def test_memory_moves_a_few_times_in_thousands_of_tokens() -> None:
     addresses = addresses_while_decoding(DynamicLayer(), 4096)
     moves = sum(before != after for before, after in itertools.pairwise(addresses))
-    # Steps of 64 tokens up to 512, then of an eighth: log(4096 / 512) / log(9 / 8) is 18.
-    assert moves <= 8 + 18 + 1
+    # Steps of 128 tokens up to 1024, then of an eighth: log(4096 / 1024) / log(9 / 8) is 12.
+    assert moves <= 8 + 12 + 1
 
 
 def test_a_length_hint_is_reached_without_spare_room_and_is_no_limit() -> None:
@@ -42,7 +42,7 @@ def test_spare_room_is_at_most_an_eighth_once_a_sequence_is_long() -> None:
     layer = DynamicLayer()
     for _ in range(3000):
         layer.update(*token())
-        if layer.length >= 512:
+        if layer.length >= 1024:
             assert layer.nbytes <= 1.125 * layer.length * 2 * 8 * 4 * 2
 
 
@@ -111,6 +111,51 @@ def test_recording_the_past_gives_its_memory_back() -> None:
     layer.crop(-2)
     assert layer.nbytes <= 64 * 128
     assert bytes_reached(layer) == layer.nbytes
+
+
+def test_gradients_reach_the_past_while_it_is_recorded() -> None:
+    layer = SlidingLayer(8)
+    layer.activate_past_recording()
+    keys, values = (states.requires_grad_() for states in token(3))
+    layer.update(keys, values)
+    for _ in range(5):
+        attended, _ = layer.update(*token())
+    attended.sum().backward()
+    assert keys.grad is not None
+
+
+def test_a_fork_made_in_inference_mode_is_written_to_outside_of_it() -> None:
+    layer = DynamicLayer()
+    with torch.inference_mode():
+        layer.update(*token(5))
+        twin = layer.fork()
+    twin.crop(-2)
+    twin.update(*token())
+    twin.reset()
+    twin.update(*token())
+    assert (layer.length, twin.length) == (5, 1)
+
+
+def test_recording_ends() -> None:
+    layer = SlidingLayer(16)
+    layer.activate_past_recording()
+    for _ in range(500):
+        layer.update(*token())
+    assert layer.keys.shape[2] == 500
+    layer.deactivate_past_recording()
+    layer.update(*token())
+    assert layer.keys.shape[2] == 15
+    assert layer.nbytes <= 64 * 128
+
+
+def test_a_state_that_was_recorded_fits_a_fresh_reservation() -> None:
+    layer = StaticSlidingLayer(200, 8)
+    layer.activate_past_recording()
+    layer.update(*token(60))
+    again = StaticSlidingLayer(200, 8)
+    again.load_state(layer.state())
+    again.crop(-30)
+    assert again.length == 30
 
 
 def test_a_pickle_holds_live_tokens_only() -> None:

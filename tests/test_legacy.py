@@ -78,6 +78,25 @@ def test_a_cache_reads_as_a_sequence_of_pairs() -> None:
 
 
 @pytest.mark.fast
+def test_negative_subscripts_count_from_the_last_layer() -> None:
+    cache, pairs = filled()
+    assert torch.equal(cache[-1][0], pairs[-1][0])
+    assert torch.equal(cache.key_cache[-2], pairs[-2][0])
+
+
+@pytest.mark.fast
+def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
+    config = tiny_model("llama").config
+    pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+    with pytest.raises(kvlayers.LegacyFormatError, match="for the 2 layers .* saw 1"):
+        kvlayers.DynamicCache.from_legacy_cache((pair,), config=config)
+    cache = kvlayers.DynamicCache()
+    cache.update(*pair, 1)
+    with pytest.raises(kvlayers.LegacyFormatError, match="layer 0 is empty"):
+        cache.to_legacy_cache()
+
+
+@pytest.mark.fast
 def test_states_can_be_put_in_place_through_the_lists() -> None:
     cache, _ = filled()
     other = torch.randn(2, 2, 5, 8)
@@ -136,6 +155,22 @@ def test_tuples_of_the_wrong_depth_are_refused(tuples: object) -> None:
 def test_generate_refuses_tuples_of_the_wrong_depth(installed: None) -> None:
     with pytest.raises(kvlayers.LegacyFormatError, match="layer 0"):
         run("llama", prompt(1), past_key_values=((torch.randn(1, 2, 3, 8),) * 4,) * 2)
+
+
+def test_tuples_are_made_of_caches_of_transformers_too(installed: None) -> None:
+    theirs = transformers.DynamicCache(config=tiny_model("llama").config)
+    output = run("llama", prompt(1), past_key_values=theirs, return_dict_in_generate=True, return_legacy_cache=True)
+    assert [len(layer) for layer in output.past_key_values] == [2, 2]
+
+
+def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def generate(self, *args: object, **kwargs: object) -> object:
+            return super().generate(*args, **kwargs)
+
+    model = Own(tiny_model("llama").config).eval()
+    with pytest.raises(kvlayers.LegacyFormatError, match="generate"):
+        model.generate(prompt(1), max_new_tokens=2, return_legacy_cache=True)
 
 
 @pytest.mark.fast

@@ -1,5 +1,6 @@
 """Names: who makes the cache that `cache_implementation` asks for, and that it is the one asked for."""
 
+import functools
 import importlib.metadata
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import kvlayers
+from kvlayers.generation import registry
 from models import prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -118,8 +120,9 @@ def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> No
         kvlayers.make_cache("dinamic", tiny_model("llama"))
     with pytest.raises(kvlayers.RegistryError, match="saw 'dinamic'"):
         kvlayers.unregister("dinamic")
-    with pytest.raises(ValueError, match="dinamic"):
-        used_cache(cache_implementation="dinamic")
+    for wrong in ("dinamic", ""):
+        with pytest.raises(kvlayers.RegistryError, match=f"saw '{wrong}'"):
+            used_cache(cache_implementation=wrong)
 
 
 def test_a_static_cache_needs_a_size() -> None:
@@ -140,7 +143,7 @@ def test_a_factory_that_returns_no_cache_is_named() -> None:
 def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     point = importlib.metadata.EntryPoint("theirs", "kvlayers:StaticCache", "kvlayers.caches")
     points = importlib.metadata.EntryPoints([point])
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr(registry, "_entry_points", lambda: points.select(group=registry.ENTRY_POINT_GROUP))
     assert "theirs" in kvlayers.cache_names()
     monkeypatch.setattr(
         kvlayers.StaticCache, "__init__", lambda self, request: kvlayers.Cache.__init__(self, layers=[])
@@ -169,6 +172,7 @@ def test_uninstalling_under_another_patch_leaves_ours_asleep() -> None:
     kvlayers.install()
     ours = GenerationMixin.generate
 
+    @functools.wraps(ours)
     def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(self, *args, **kwargs)
 
@@ -184,6 +188,35 @@ def test_uninstalling_under_another_patch_leaves_ours_asleep() -> None:
         GenerationMixin.generate = ours
         kvlayers.install()
         kvlayers.uninstall()
+
+
+def test_installing_again_after_others_have_come_and_gone_uses_our_caches() -> None:
+    before = GenerationMixin.generate
+    GenerationMixin.generate = lambda self, *args, **kwargs: before(self, *args, **kwargs)
+    kvlayers.install()
+    GenerationMixin.generate = before
+    kvlayers.uninstall()
+    with kvlayers.installed():
+        assert type(used_cache()) is kvlayers.DynamicCache
+    assert GenerationMixin.generate is before
+
+
+def test_blocks_may_overlap_and_the_last_one_uninstalls() -> None:
+    first, second = kvlayers.installed(), kvlayers.installed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert type(used_cache()) is kvlayers.DynamicCache
+    second.__exit__(None, None, None)
+    assert not kvlayers.is_installed()
+
+
+def test_names_that_others_add_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (*configuration_utils.ALL_CACHE_IMPLEMENTATIONS, "theirs")
+    monkeypatch.setattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", names)
+    with kvlayers.installed():
+        assert "theirs" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    assert names == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
 
 
 def test_an_error_inside_the_block_uninstalls_as_well() -> None:

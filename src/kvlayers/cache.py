@@ -81,15 +81,21 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         while len(self.layers) <= layer_idx:
             self.layers.append(make_layer())
 
-    def make_layers(self, count: int) -> None:
-        """Have `count` layers, where layers are made as they are needed."""
-        if self.layer_class_to_replicate is not None and count:
-            self._add_layers_up_to(count - 1)
+    def layers_for(self, count: int) -> list[Any]:
+        """The layers, and as many new ones as make `count`, where layers are made as they are needed."""
+        make_layer = self.layer_class_to_replicate
+        missing = range(len(self.layers), count) if make_layer is not None else ()
+        return [*self.layers, *(make_layer() for _ in missing if make_layer is not None)]
 
-    def check_layer(self, layer_idx: int) -> None:
-        """Raise `LayerIndexError` where no layer has that index."""
-        if not 0 <= layer_idx < len(self.layers):
+    def check_layer(self, layer_idx: int) -> int:
+        """`layer_idx` counted from the first layer, as negative ones count from the last.
+
+        Raises:
+            LayerIndexError: no layer has that index.
+        """
+        if not -len(self.layers) <= layer_idx < len(self.layers):
             raise self._no_layer(layer_idx)
+        return layer_idx % len(self.layers)
 
     def _no_layer(self, layer_idx: int) -> LayerIndexError:
         return LayerIndexError(

@@ -8,12 +8,12 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from . import legacy
+from . import compat, legacy
 from .cache import Cache
-from .errors import LayerIndexError, OptionError
+from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import DynamicLayer, SlidingLayer
 from .layers.dispatch import dynamic_layers
-from .options import checks_options
+from .options import checks_options, refuse_offloading
 
 
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
@@ -23,11 +23,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
             and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
         config: config of the model. Without it, every layer is taken for full attention.
+        offloading: must be False for now. Here, as in transformers, so that code which says so goes on working.
+        offload_only_non_sliding: which layers would be offloaded.
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
 
     Raises:
         ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or a config in the place of states.
+        NotYetError: offloading is asked for.
         LegacyFormatError: states that are nested in another way.
 
     Example:
@@ -46,8 +49,11 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         self,
         ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
         config: object | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
         length_hint: int | None = None,
     ) -> None:
+        refuse_offloading(offloading)
         if isinstance(ddp_cache_data, transformers.PreTrainedConfig):
             raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
         given = legacy.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
@@ -85,7 +91,18 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             LegacyFormatError: the tuples are nested in another way.
         """
         pairs = legacy.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
-        return cls(ddp_cache_data=pairs, config=config)
+        if config is None:
+            return cls(ddp_cache_data=pairs)
+        cache = cls(config=config)
+        attending = [layer for layer in cache.layers if isinstance(layer, compat.ATTENTION_LAYER)]
+        if len(pairs) not in (0, len(attending)):
+            raise LegacyFormatError(
+                f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
+                "those of every layer."
+            )
+        for layer, (keys, values) in zip(attending, pairs, strict=False):
+            layer.update(keys, values)
+        return cache
 
 
 def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from . import legacy
 from .cache import Cache
 from .dynamic_cache import DynamicCache
-from .errors import LegacyFormatError, OptionError, StateMismatchError
+from .errors import BatchIndexError, LegacyFormatError, OptionError, StateMismatchError
 from .operations import CacheState
 from .options import checks_options
 
@@ -70,7 +70,27 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         for part in self._parts():
             part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences side by side, -1 before the first states of either part."""
+        return next((part.batch_size for part in self._parts() if part.batch_size >= 0), -1)
+
+    def check_select(self) -> None:
+        """Raise what selecting sequences would raise, whatever the indices: in both parts.
+
+        Raises:
+            BatchIndexError: the parts have different batch sizes.
+        """
+        sizes = [part.batch_size for part in self._parts() if part.batch_size >= 0]
+        if len(set(sizes)) > 1:
+            raise BatchIndexError(
+                f"expected both parts to have one batch size, but saw {sizes[0]} and {sizes[1]}: repeat the smaller."
+            )
+        for part in self._parts():
+            part.check_select()
+
     def _select(self, rows: Tensor) -> None:
+        self.check_select()
         for part in self._parts():
             part.batch_select_indices(rows)
 
@@ -93,25 +113,23 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return sum(part.nbytes for part in self._parts())
 
     def state(self) -> CacheState:
-        """Copies of the live tensors of both parts: the layers of self-attention, then those of cross-attention."""
-        own, cross = (part.state().layers for part in self._parts())
-        return CacheState(type(self).__name__, own + cross)
+        """Copies of the live tensors of both parts: self-attention, then cross-attention."""
+        return CacheState(type(self).__name__, parts=tuple(part.state() for part in self._parts()))
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.
 
         Raises:
-            StateMismatchError: the state is of a cache with other layers; nothing is changed.
+            StateMismatchError: the state is of a cache with other parts; nothing is changed.
         """
-        if state.kind != type(self).__name__ or len(state.layers) % 2:
+        if state.kind != type(self).__name__ or len(state.parts) != 2:
             raise StateMismatchError(
                 f"expected the state of an {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
-        half = len(state.layers) // 2
         twin = self.fork()
-        for part, layers in zip(twin._parts(), (state.layers[:half], state.layers[half:]), strict=True):
-            part.load_state(CacheState(type(part).__name__, layers))
+        for part, part_state in zip(twin._parts(), state.parts, strict=True):
+            part.load_state(part_state)
         self.self_attention_cache, self.cross_attention_cache = twin._parts()
         cross = self.cross_attention_cache
         self.is_updated = {index: cross.get_seq_length(index) > 0 for index in range(len(cross.layers))}
@@ -128,8 +146,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
-        self.check_layer(layer_idx)
-        return self._four(layer_idx)
+        return self._four(self.check_layer(layer_idx))
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache

@@ -1,5 +1,6 @@
 """The surface of transformers 4: nested tuples, subscripts, lists of keys and values, and names that have changed."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -24,7 +25,8 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
     Raises:
         LegacyFormatError: a layer has dropped tokens or has states besides keys and values.
     """
-    pairs = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    empty: int | None = None
     for index, layer in enumerate(layers):
         keys, values = layer.keys, layer.values
         if layer.is_recurrent:
@@ -32,8 +34,16 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
                 f"expected layers of keys and values alone, but layer {index} has a recurrent state: use state() and "
                 "load_state(), which keep all of it."
             )
-        if keys is None or values is None:
+        if not layer.attends:
             continue
+        if keys is None or values is None:
+            empty = index
+            continue
+        if empty is not None:
+            raise LegacyFormatError(
+                f"expected layers that are filled up to some layer, but layer {empty} is empty and layer {index} is "
+                "not, which tuples cannot say: use state() and load_state()."
+            )
         seen = layer.length or 0
         if seen > keys.shape[2]:
             raise LegacyFormatError(
@@ -88,12 +98,12 @@ class StateList(Sequence[Tensor | None]):
     """The keys, or the values, of all layers, as the list that caches of transformers 4 had.
 
     Args:
-        layers: the layers of a cache.
+        layers: the layers of a cache, with the operations of ours.
         side: "keys" or "values".
     """
 
-    def __init__(self, layers: list[Any], side: str) -> None:
-        self._layers = layers
+    def __init__(self, layers: "Iterable[CacheLayer | TransformersLayer]", side: str) -> None:
+        self._layers = list(layers)
         self._side = side
 
     @overload
@@ -103,26 +113,22 @@ class StateList(Sequence[Tensor | None]):
     def __getitem__(self, index: int | slice) -> list[Tensor | None] | Tensor | None:
         if isinstance(index, slice):
             return [getattr(layer, self._side) for layer in self._layers[index]]
-        self._check(index)
-        states: Tensor | None = getattr(self._layers[index], self._side)
+        states: Tensor | None = getattr(self._at(index), self._side)
         return states
 
     def __setitem__(self, index: int, states: Tensor) -> None:
         """Put `states` in place of what layer `index` holds: as many tokens, `[batch, kv_heads, held, head_dim]`."""
-        self._check(index)
-        setattr(self._layers[index], self._side, states)
+        setattr(self._at(index), self._side, states)
 
-    def _check(self, index: int) -> None:
+    def _at(self, index: int) -> Any:
         if not -len(self._layers) <= index < len(self._layers):
             raise LayerIndexError(
                 f"expected a layer index below {len(self._layers)}, but saw {index}: the cache has no such layer."
             )
+        return self._layers[index]
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        return (getattr(layer, self._side) for layer in self._layers)
 
 
 class LegacySurface(ABC):
@@ -135,8 +141,12 @@ class LegacySurface(ABC):
         """The layers, with the operations of ours."""
 
     @abstractmethod
-    def check_layer(self, layer_idx: int) -> None:
-        """Raise `LayerIndexError` where no layer has that index."""
+    def check_layer(self, layer_idx: int) -> int:
+        """`layer_idx` counted from the first layer, as negative ones count from the last.
+
+        Raises:
+            LayerIndexError: no layer has that index.
+        """
 
     @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -153,8 +163,9 @@ class LegacySurface(ABC):
 
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
-        self.check_layer(layer_idx)
-        return list(self)[layer_idx]
+        layer_idx = self.check_layer(layer_idx)
+        layer = next(itertools.islice(self.operable(), layer_idx, None))
+        return layer.keys, layer.values
 
     def __iter__(self) -> Iterator[StatePair]:
         """A pair of keys and values for each layer."""
@@ -163,12 +174,12 @@ class LegacySurface(ABC):
     @property
     def key_cache(self) -> StateList:
         """The keys of each layer, as a list."""
-        return StateList(self.layers, "keys")
+        return StateList(self.operable(), "keys")
 
     @property
     def value_cache(self) -> StateList:
         """The values of each layer, as a list."""
-        return StateList(self.layers, "values")
+        return StateList(self.operable(), "values")
 
     @property
     def seen_tokens(self) -> int:

@@ -17,10 +17,21 @@ from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_
 
 @dataclass(frozen=True)
 class CacheState:
-    """All that a cache must keep to go on decoding elsewhere: a state for each layer."""
+    """All that a cache must keep to go on decoding elsewhere.
+
+    Attributes:
+        kind: name of the cache's class.
+        layers: a state for each layer.
+        parts: states of the caches that it is made of, for one that has no layers of its own.
+    """
 
     kind: str
-    layers: tuple[LayerState, ...]
+    layers: tuple[LayerState, ...] = ()
+    parts: tuple["CacheState", ...] = ()
+
+
+def _operable(layer: Any) -> CacheLayer | TransformersLayer:
+    return layer if isinstance(layer, CacheLayer) else TransformersLayer(layer)
 
 
 class LayerwiseOperations(ABC):
@@ -32,8 +43,8 @@ class LayerwiseOperations(ABC):
     layers: list[Any]
 
     @abstractmethod
-    def make_layers(self, count: int) -> None:
-        """Have `count` layers, where layers are made as they are needed."""
+    def layers_for(self, count: int) -> list[Any]:
+        """The layers, and as many new ones as make `count`, where layers are made as they are needed."""
 
     @property
     @abstractmethod
@@ -43,7 +54,7 @@ class LayerwiseOperations(ABC):
     def operable(self) -> Iterator[CacheLayer | TransformersLayer]:
         """The layers, those of transformers behind an adapter that gives them the operations of ours."""
         for layer in self.layers:
-            yield layer if isinstance(layer, CacheLayer) else TransformersLayer(layer)
+            yield _operable(layer)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back: a positive number is the length to keep, zero or a negative one removes the newest tokens.
@@ -54,11 +65,11 @@ class LayerwiseOperations(ABC):
             RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
         """
         length = self._token_count()
-        removed = length - crop_target(tokens_to_remove, length)
-        for layer in self.operable():
-            layer.check_removal(removed)
-        for layer in self.operable():
-            layer.remove_newest(removed)
+        target = crop_target(tokens_to_remove, length)
+        if tokens_to_remove > 0:
+            self.truncate(target)
+        else:
+            self._remove([(layer, length - target) for layer in self.operable()])
 
     def truncate(self, length: int) -> None:
         """Roll back, exactly, to when the cache had seen `length` tokens; 0 is allowed here.
@@ -66,10 +77,15 @@ class LayerwiseOperations(ABC):
         Raises:
             RollbackError: as `crop`.
         """
-        if length == 0:
-            self.crop(-self._token_count())
-        else:
-            self.crop(length)
+        held = self._token_count()
+        # A forward pass that broke off leaves some layers ahead of others: each goes back by what it is ahead.
+        self._remove([(layer, (layer.length or held) - length) for layer in self.operable()])
+
+    def _remove(self, removals: list[tuple[CacheLayer | TransformersLayer, int]]) -> None:
+        for layer, tokens in removals:
+            layer.check_removal(tokens)
+        for layer, tokens in removals:
+            layer.remove_newest(tokens)
 
     def _token_count(self) -> int:
         return max((layer.length or 0 for layer in self.operable()), default=0)
@@ -97,10 +113,14 @@ class LayerwiseOperations(ABC):
     def _select(self, rows: Tensor) -> None:
         if is_identity(rows, self.batch_size):
             return
-        for layer in self.operable():
-            layer.check_select()
+        self.check_select()
         for layer in self.operable():
             layer.select(rows)
+
+    def check_select(self) -> None:
+        """Raise what selecting sequences would raise, whatever the indices."""
+        for layer in self.operable():
+            layer.check_select()
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
@@ -108,9 +128,14 @@ class LayerwiseOperations(ABC):
             layer.reset()
 
     def activate_past_recording(self) -> None:
-        """From now on, let windows hold what a later crop may need, until that crop."""
+        """From now on, let windows hold all that comes between one crop and the next, which may take it back."""
         for layer in self.operable():
             layer.activate_past_recording()
+
+    def deactivate_past_recording(self) -> None:
+        """Let go of what was recorded, and record no more."""
+        for layer in self.operable():
+            layer.deactivate_past_recording()
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether a layer holds more than it needs, for a later crop."""
@@ -142,14 +167,15 @@ class LayerwiseOperations(ABC):
         Raises:
             StateMismatchError: the state is of a cache with other layers; nothing is changed.
         """
-        self.make_layers(len(state.layers))
-        if len(state.layers) != len(self.layers):
+        layers = self.layers_for(len(state.layers))
+        if state.parts or len(state.layers) != len(layers):
             raise StateMismatchError(
                 f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
                 "cache that was made for the same model config."
             )
-        pairs = list(zip(self.operable(), state.layers, strict=True))
+        pairs = [(_operable(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
+        self.layers = layers
         for layer, layer_state in pairs:
             layer.load_state(layer_state)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec
 
-from .errors import OptionError
+from .errors import NotYetError, OptionError
 
 P = ParamSpec("P")
 
@@ -24,6 +24,24 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
                     f"{type(args[0]).__name__} takes the options {', '.join(accepted) or '(none)'}, but was given "
                     f"'{name}': {f'did you mean {near[0]!r}?' if near else 'remove it.'}"
                 )
-        init(*args, **options)
+        try:
+            init(*args, **options)
+        except TypeError as error:
+            try:
+                inspect.signature(init).bind(*args, **options)
+            except TypeError as mismatch:
+                raise OptionError(
+                    f"{type(args[0]).__name__} takes the options {', '.join(accepted)}, but {mismatch}."
+                ) from error
+            raise
 
     return checked
+
+
+def refuse_offloading(offloading: bool) -> None:
+    """Raise `NotYetError` where a cache is asked to offload."""
+    if offloading:
+        raise NotYetError(
+            "expected offloading=False, as kvlayers cannot offload yet, but saw True: use the cache of transformers "
+            "for that."
+        )

@@ -6,7 +6,7 @@ from . import compat
 from .cache import Cache
 from .errors import ConfigError
 from .layers.dispatch import WINDOWED, static_layers
-from .options import checks_options
+from .options import checks_options, refuse_offloading
 
 
 class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
@@ -17,8 +17,11 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     Args:
         config: config of the model.
         max_cache_len: tokens to reserve: prompt and continuation together.
+        offloading: must be False for now. Here, as in transformers, so that code which says so goes on working.
+        offload_only_non_sliding: which layers would be offloaded.
 
     Raises:
+        NotYetError: offloading is asked for.
         ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or `max_cache_len` is no number of tokens.
 
@@ -35,7 +38,14 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     """
 
     @checks_options
-    def __init__(self, config: object, max_cache_len: int) -> None:
+    def __init__(
+        self,
+        config: object,
+        max_cache_len: int,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ) -> None:
+        refuse_offloading(offloading)
         super().__init__(layers=static_layers(config, max_cache_len))
 
 
@@ -60,11 +70,17 @@ class SlidingWindowCache(StaticCache):
     """
 
     @checks_options
-    def __init__(self, config: object, max_cache_len: int) -> None:
+    def __init__(
+        self,
+        config: object,
+        max_cache_len: int,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ) -> None:
         if not any(spec.layer_type in WINDOWED for spec in compat.layer_specs(config)):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
                 f"other types ({', '.join(sorted({spec.layer_type for spec in compat.layer_specs(config)}))}): use "
                 "StaticCache."
             )
-        super().__init__(config, max_cache_len)
+        super().__init__(config, max_cache_len, offloading, offload_only_non_sliding)

@@ -47,11 +47,11 @@ class SharedKeys(Tensor):
                 return _attend(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:  # type: ignore[override]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _attend(
@@ -64,12 +64,13 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    batch, heads, queries, head_dim = query.shape
-    groups = heads // key.shape[1]
-    if queries != 1 or attn_mask is not None or is_causal or dropout_p or value.shape[1] != key.shape[1]:
+    one_query = query.dim() == 4 and query.shape[2] == 1 and query.shape[0] == key.shape[0]
+    if not one_query or attn_mask is not None or is_causal or dropout_p or value.shape[1] != key.shape[1]:
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    batch, heads, _, head_dim = query.shape
+    groups = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], groups, head_dim)
     if groups == 1 and query.dtype == torch.bfloat16:
         # A bfloat16 product with one row takes a path that is slower than that with two.

@@ -9,80 +9,106 @@ What is replaced in transformers while kvlayers is installed, and why:
 """
 
 import functools
-import logging
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import transformers
 import transformers.generation.configuration_utils as configuration
 from transformers.generation.utils import GenerationMixin, GenerationMode
+from transformers.utils import ModelOutput
 
 from .. import compat
+from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
+from ..errors import LegacyFormatError
+from ..legacy import LegacyStates
 from . import registry
 
-logger = logging.getLogger("kvlayers")
+CONTINUOUS_BATCHING = "paged"
+"""A name that is no cache: generate() turns to another way of batching."""
 
 _lock = threading.RLock()
+_wrappers: dict[str, Callable[..., Any]] = {}
 _originals: dict[str, Callable[..., Any]] = {}
-_original_names: tuple[str, ...] = configuration.ALL_CACHE_IMPLEMENTATIONS
-_installed = False
+_added_names: tuple[str, ...] = ()
+_explicit = False
+_blocks = 0
 
 
 def install() -> None:
     """From now on, `generate()` makes its caches with kvlayers. Does nothing the second time."""
-    global _installed
+    global _explicit
     with _lock:
-        if _installed:
-            return
-        _installed = True
-        for name, wrap in _WRAPPERS.items():
-            current = getattr(GenerationMixin, name)
-            # A wrapper that someone wrapped in turn could not be taken out by `uninstall`: it is awake again.
-            if name not in _originals:
-                _originals[name] = current
-                setattr(GenerationMixin, name, wrap(current))
-        _offer_names()
+        _explicit = True
+        _wake()
 
 
 def uninstall() -> None:
-    """Put everything back as it was before `install`. Does nothing if it is not installed."""
-    global _installed
+    """Put everything back as it was before `install`, also inside of an `installed()` block."""
+    global _explicit, _blocks
     with _lock:
-        if not _installed:
-            return
-        _installed = False
-        for name in list(_originals):
-            current = getattr(GenerationMixin, name)
-            # Where another library has wrapped ours since, ours stays underneath, and passes everything through.
-            if getattr(current, "_kvlayers_wrapper", False) and current.__wrapped__ is _originals[name]:
-                setattr(GenerationMixin, name, _originals.pop(name))
-        configuration.ALL_CACHE_IMPLEMENTATIONS = _original_names
+        _explicit, _blocks = False, 0
+        _sleep()
 
 
 def is_installed() -> bool:
     """Whether `generate()` makes its caches with kvlayers."""
-    return _installed
+    return _explicit or _blocks > 0
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install()` for the length of a `with` block; what was installed before stays so after it."""
-    was_installed = _installed
-    install()
+    """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls."""
+    global _blocks
+    with _lock:
+        _blocks += 1
+        _wake()
     try:
         yield
     finally:
-        if not was_installed:
-            uninstall()
+        with _lock:
+            _blocks = max(_blocks - 1, 0)
+            if not is_installed():
+                _sleep()
+
+
+def _wake() -> None:
+    for name, wrap in _WRAPS.items():
+        current = getattr(GenerationMixin, name)
+        # Where another library has wrapped ours, ours is still underneath, and awake again.
+        if _wrappers.get(name) not in _chain(current):
+            _originals[name], _wrappers[name] = current, wrap(current)
+            setattr(GenerationMixin, name, _wrappers[name])
+    _offer_names()
+
+
+def _sleep() -> None:
+    for name, wrapper in list(_wrappers.items()):
+        # Where another library has wrapped ours, ours stays underneath, and passes everything through.
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, _originals.pop(name))
+            del _wrappers[name]
+    _offer_names()
+
+
+def _chain(method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """A method and those that it wraps, as far as it says so."""
+    found = [method]
+    inspect.unwrap(method, stop=lambda inner: bool(found.append(inner)))  # type: ignore[func-returns-value]
+    return found
 
 
 def _offer_names() -> None:
-    if _installed:
-        added = tuple(name for name in registry.cache_names() if name not in _original_names)
-        configuration.ALL_CACHE_IMPLEMENTATIONS = _original_names + added
+    """Let a `GenerationConfig` accept the names of the registry, beside those of transformers and of others."""
+    global _added_names
+    theirs = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
+    names = registry.cache_names() if is_installed() else []
+    _added_names = tuple(name for name in names if name not in theirs)
+    configuration.ALL_CACHE_IMPLEMENTATIONS = theirs + _added_names
 
 
 registry.on_change(_offer_names)
@@ -94,9 +120,8 @@ def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (replacement if _installed else original)(self, *args, **kwargs)
+            return (replacement if is_installed() else original)(self, *args, **kwargs)
 
-        method._kvlayers_wrapper = True  # type: ignore[attr-defined]
         return method
 
     return decorate
@@ -106,16 +131,32 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @_wrapper(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        as_tuples = kwargs.pop("return_legacy_cache", getattr(config, "return_legacy_cache", False))
-        past = kwargs.get("past_key_values")
+        in_config = vars(config or self.generation_config).get("return_legacy_cache", False)
+        as_tuples = kwargs.pop("return_legacy_cache", in_config)
+        if as_tuples and type(self).generate is not GenerationMixin.generate:
+            raise LegacyFormatError(
+                f"expected a model whose generate() is that of transformers, but {type(self).__name__} has one of its "
+                "own, which takes the cache apart before it returns it: leave return_legacy_cache out."
+            )
+        cache_name = compat.cache_argument(self)
+        past = kwargs.get(cache_name)
         if isinstance(past, tuple | list):
-            kwargs["past_key_values"] = _cache_from_tuples(self.config, past)
+            past = kwargs[cache_name] = _cache_from_tuples(self.config, past)
+        recorded = past is not None and _is_recording(past)
         output = original(self, *args, **kwargs)
-        if as_tuples and getattr(output, "past_key_values", None) is not None:
-            output.past_key_values = output.past_key_values.to_legacy_cache()
+        cache = output.get(cache_name) if isinstance(output, ModelOutput) else past
+        # A draft model's cache is rolled back between its calls of generate(); all others are whole when they end.
+        if isinstance(cache, Cache) and not recorded and not (config is not None and config.is_assistant):
+            cache.deactivate_past_recording()
+        if as_tuples and isinstance(output, ModelOutput) and cache is not None:
+            output[cache_name] = _tuples_from_cache(cache)
         return output
 
     return generate
+
+
+def _is_recording(cache: Any) -> bool:
+    return isinstance(cache, Cache) and any(map(cache.is_recording_past, range(len(cache.layers))))
 
 
 def _cache_from_tuples(config: Any, states: tuple[Any, ...] | list[Any]) -> DynamicCache | EncoderDecoderCache:
@@ -124,10 +165,23 @@ def _cache_from_tuples(config: Any, states: tuple[Any, ...] | list[Any]) -> Dyna
     return DynamicCache.from_legacy_cache(states, config=config)
 
 
+def _tuples_from_cache(cache: Any) -> LegacyStates:
+    if isinstance(cache, Cache):
+        return cache.to_legacy_cache()
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        parts = cache.self_attention_cache, cache.cross_attention_cache
+        return EncoderDecoderCache(*(Cache(layers=part.layers) for part in parts)).to_legacy_cache()
+    return Cache(layers=cache.layers).to_legacy_cache()
+
+
 def _wrap_prepare_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @_wrapper(original)
     def prepare_generation_config(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
+        asked = kwargs.get("cache_implementation")
+        if asked is None and generation_config is not None:
+            asked = generation_config.cache_implementation
+        if asked is not None and asked not in (*configuration.ALL_CACHE_IMPLEMENTATIONS, CONTINUOUS_BATCHING):
+            raise registry.unknown_name(asked)
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
         if asked is not None and prepared.cache_implementation is None:
             prepared.cache_implementation = asked
@@ -152,7 +206,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             model_kwargs.get(cache_name) is not None
             or generation_config.use_cache is False
             or not self._supports_default_dynamic_cache()
-            or name not in registry.cache_names()
+            or not registry.is_registered(name)
             or compat.makes_its_own_cache(self, name)
         ):
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -183,7 +237,7 @@ def _draft_length(generation_config: Any) -> int:
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
 
 
-_WRAPPERS = {
+_WRAPS = {
     "generate": _wrap_generate,
     "_prepare_generation_config": _wrap_prepare_config,
     "_prepare_cache_for_generation": _wrap_prepare_cache,

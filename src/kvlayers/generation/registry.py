@@ -1,5 +1,6 @@
 """Caches by name: who makes the cache that `cache_implementation="..."` asks for."""
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ def unregister(name: str) -> None:
         RegistryError: there is no such name.
     """
     if name not in _factories:
-        raise _unknown(name)
+        raise unknown_name(name)
     del _factories[name]
     _tell_listeners()
 
@@ -93,6 +94,11 @@ def unregister(name: str) -> None:
 def cache_names() -> list[str]:
     """Every name that `make_cache` knows, those of other packages' entry points included."""
     return sorted({*_factories, *(point.name for point in _entry_points())})
+
+
+def is_registered(name: str) -> bool:
+    """Whether `make_cache` knows a name."""
+    return name in _factories or any(point.name == name for point in _entry_points())
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -132,12 +138,7 @@ def make_cache(
         >>> kvlayers.make_cache("dynamic", config)
         DynamicCache(layers=[SlidingLayer(length=0), SlidingLayer(length=0)])
     """
-    model_config = getattr(model_or_config, "config", None) if _is_model(model_or_config) else model_or_config
-    if not isinstance(model_config, PreTrainedConfig):
-        raise ConfigError(
-            f"expected a model or its config, but saw a {type(model_or_config).__name__}: pass the model itself, or "
-            "model.config."
-        )
+    model_config = _config_of(model_or_config)
     request = CacheRequest(model_config, options, batch_size, length_hint, device, dtype)
     cache = _factory(name)(request)
     if not isinstance(cache, transformers.Cache):
@@ -151,8 +152,14 @@ def make_cache(
     return cache
 
 
-def _is_model(candidate: object) -> bool:
-    return isinstance(candidate, torch.nn.Module)
+def _config_of(model_or_config: object) -> PreTrainedConfig:
+    found = vars(model_or_config).get("config") if isinstance(model_or_config, torch.nn.Module) else model_or_config
+    if not isinstance(found, PreTrainedConfig):
+        raise ConfigError(
+            f"expected a model or its config, but saw a {type(model_or_config).__name__}: pass the model itself, or "
+            "model.config."
+        )
+    return found
 
 
 def _factory(name: str) -> CacheFactory:
@@ -161,15 +168,17 @@ def _factory(name: str) -> CacheFactory:
             if point.name == name:
                 factory: CacheFactory = point.load()
                 return factory
-        raise _unknown(name)
+        raise unknown_name(name)
     return _factories[name]
 
 
+@functools.cache
 def _entry_points() -> importlib.metadata.EntryPoints:
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _unknown(name: object) -> RegistryError:
+def unknown_name(name: object) -> RegistryError:
+    """The error for a name that nobody registered, which lists those that there are."""
     return RegistryError(f"expected the name of a cache ({', '.join(cache_names())}), but saw {name!r}.")
 
 

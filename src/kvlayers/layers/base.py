@@ -1,5 +1,6 @@
 """Which tokens a layer keeps: the contract of a layer, and the transformers surface derived from it."""
 
+import operator
 from abc import abstractmethod
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import Self
 
-from ..errors import RollbackError, UnsupportedLayerError
+from ..errors import OptionError, RollbackError, UnsupportedLayerError
 from ..stores.buffer import StateForm, form_of
 from .batch import BatchIndices, as_batch_indices, repeated_rows
 
@@ -152,6 +153,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.length:
             self.truncate(self.length - tokens)
 
+    def deactivate_past_recording(self) -> None:
+        """End what `activate_past_recording` began."""
+
     # What follows is how transformers and older code ask for the above.
 
     @property
@@ -229,6 +233,18 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return f"{type(self).__name__}(length={self.length})"
 
 
+def whole_number(number: object, what: str) -> int:
+    """`number` as an `int`, where it is one by type: an int, or an integer tensor of one element.
+
+    Raises:
+        OptionError: it is not.
+    """
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise OptionError(f"expected {what} to be a whole number, but saw {number!r}.") from error
+
+
 def crop_target(tokens: int, length: int) -> int:
     """Length that `crop(tokens)` asks for, of a cache of `length` tokens.
 
@@ -237,6 +253,7 @@ def crop_target(tokens: int, length: int) -> int:
     Raises:
         RollbackError: that many tokens are not held.
     """
+    tokens = whole_number(tokens, "tokens to crop")
     target = tokens if tokens > 0 else length + tokens
     if not 0 <= target <= length:
         asked = f"to keep {tokens}" if tokens > 0 else f"to remove {-tokens}"

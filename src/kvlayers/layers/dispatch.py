@@ -14,16 +14,19 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
 
 DynamicFactory = Callable[[LayerSpec, int | None], Any]
-StaticFactory = Callable[[LayerSpec, int], Any]
+StaticFactory = Callable[[LayerSpec, int, int | None], Any]
 
 DYNAMIC: dict[str, DynamicFactory] = {
     "full_attention": lambda spec, length_hint: DynamicLayer(length_hint=length_hint),
     **dict.fromkeys(WINDOWED, lambda spec, length_hint: SlidingLayer(spec.options["sliding_window"])),
 }
 STATIC: dict[str, StaticFactory] = {
-    "full_attention": lambda spec, max_cache_len: StaticLayer(max_cache_len),
+    "full_attention": lambda spec, max_cache_len, token_limit: StaticLayer(max_cache_len),
     **dict.fromkeys(
-        WINDOWED, lambda spec, max_cache_len: StaticSlidingLayer(max_cache_len, spec.options["sliding_window"])
+        WINDOWED,
+        lambda spec, max_cache_len, token_limit: StaticSlidingLayer(
+            max_cache_len, spec.options["sliding_window"], token_limit
+        ),
     ),
 }
 
@@ -38,9 +41,14 @@ def dynamic_layers(config: object, length_hint: int | None = None) -> list[Any]:
 
 def static_layers(config: object, max_cache_len: int) -> list[Any]:
     """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
+    specs = compat.layer_specs(config)
+    # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
+    # others have not could not be taken back.
+    holds_all = any(spec.layer_type not in WINDOWED for spec in specs)
+    token_limit = max_cache_len if holds_all else None
     return [
-        STATIC[spec.layer_type](spec, max_cache_len)
+        STATIC[spec.layer_type](spec, max_cache_len, token_limit)
         if spec.layer_type in STATIC
         else compat.upstream_layer(spec, max_cache_len)
-        for spec in compat.layer_specs(config)
+        for spec in specs
     ]

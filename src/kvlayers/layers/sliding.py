@@ -1,7 +1,5 @@
 """A layer that keeps a window of the newest tokens."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -12,7 +10,7 @@ from ..options import checks_options
 from ..stores import DenseStore, TokenStore
 from .base import Fact, LayerState
 from .dynamic import check_rollback
-from .token_layer import TokenLayer
+from .token_layer import TokenLayer, seen_tokens
 
 SLACK_DIVISOR = 4
 """A window has spare room for one part in so many of its tokens, and moves to the front when that is used up."""
@@ -86,8 +84,14 @@ class SlidingLayer(TokenLayer):
         return key_states, value_states
 
     def activate_past_recording(self) -> None:
-        """Hold every token from now on until the next `truncate` or `crop`, which may then go back to any of them."""
+        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
         self.record_past = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        """Hold no more than the window from now on."""
+        self.record_past = False
+        self._keep_window()
 
     @property
     @override
@@ -123,8 +127,11 @@ class SlidingLayer(TokenLayer):
         store = self._store
         store.truncate(store.length - (self._seen - length))
         self._seen = length
+        self._keep_window()
+
+    def _keep_window(self) -> None:
         self._drop_beyond_window()
-        store.shrink(self.room)
+        self._store.shrink(self.room)
 
     @override
     def reset(self) -> None:
@@ -140,6 +147,14 @@ class SlidingLayer(TokenLayer):
         super().load_state(state)
         self._seen = seen_tokens(state)
 
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        if not min(seen, self.sliding_window - 1) <= held <= seen:
+            raise StateMismatchError(
+                f"expected a state with the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, or with more "
+                f"of them, but saw {held}: take the state again."
+            )
+
 
 def check_window(sliding_window: object) -> None:
     """Raise `ConfigError` where `sliding_window` is no number of tokens."""
@@ -148,11 +163,3 @@ def check_window(sliding_window: object) -> None:
             f"expected a sliding window (or chunk size) of at least 1 token, but saw {sliding_window!r}: set it in the "
             "model config, or use a layer for full attention."
         )
-
-
-def seen_tokens(state: LayerState) -> int:
-    """The count of tokens that a state says its layer has seen."""
-    length: Any = state.facts.get("length")
-    if not isinstance(length, int):
-        raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
-    return length

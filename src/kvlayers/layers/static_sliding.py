@@ -16,27 +16,32 @@ class StaticSlidingLayer(SlidingLayer):
 
     Args:
         max_cache_len: the most tokens that are expected. Where that is less than the window, no more is reserved, and
-            one token more raises `CapacityError`; else the layer takes any number of tokens.
+            one token more raises `CapacityError`.
         sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
+        token_limit: tokens after which `CapacityError` is raised although the window could go on, `None` for no limit.
+            Beside layers that hold every token, it makes all of them refuse the same one.
     """
 
     @checks_options
-    def __init__(self, max_cache_len: int, sliding_window: int) -> None:
+    def __init__(self, max_cache_len: int, sliding_window: int, token_limit: int | None = None) -> None:
         check_max_cache_len(max_cache_len)
         check_window(sliding_window)
-        room = max_cache_len if max_cache_len < sliding_window else window_room(sliding_window)
+        fits_window = max_cache_len >= sliding_window
+        room = window_room(sliding_window) if fits_window else max_cache_len
         super().__init__(sliding_window, store=FixedStore(room))
         self.room = room
         self.max_cache_len = max_cache_len
+        self.token_limit = token_limit if fits_window else max_cache_len
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self._seen + key_states.shape[-2]
-        if self.max_cache_len < self.sliding_window and tokens > self.max_cache_len:
-            raise CapacityError(
-                f"expected at most {self.max_cache_len} tokens, as reserved, but saw {self._seen} held and "
-                f"{key_states.shape[-2]} new: make the cache with max_cache_len={tokens} or more."
-            )
+        if self.token_limit is not None and key_states.dim() == 4:
+            new = key_states.shape[2]
+            if self._seen + new > self.token_limit:
+                raise CapacityError(
+                    f"expected at most {self.token_limit} tokens, the size of the reservation, but saw {self._seen} "
+                    f"held and {new} new: reserve {self._seen + new} or more, or crop the cache first."
+                )
         return super().update(key_states, value_states)
 
     @property

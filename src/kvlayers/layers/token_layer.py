@@ -22,7 +22,7 @@ class TokenLayer(CacheLayer):
     @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest(self._store.length)[0]
+        return None if self._store.key_form is None else self._store.newest_keys(self._store.length)
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
@@ -31,7 +31,7 @@ class TokenLayer(CacheLayer):
     @property
     def values(self) -> Tensor | None:
         """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest(self._store.length)[1]
+        return None if self._store.key_form is None else self._store.newest_values(self._store.length)
 
     @values.setter
     def values(self, states: Tensor) -> None:
@@ -109,10 +109,13 @@ class TokenLayer(CacheLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        self._store.clear()
+        store = self._store
+        store.clear()
         if state.tensors:
-            self._store.admit(state.tensors["keys"], state.tensors["values"])
-            self._store.append(state.tensors["keys"], state.tensors["values"])
+            keys, values = state.tensors["keys"], state.tensors["values"]
+            # What was recorded for a rollback is part of a state, and may be more than a reservation has room for.
+            store.reserve(store.admit(keys, values))
+            store.append(keys, values)
 
     @override
     def check_state(self, state: LayerState) -> None:
@@ -127,3 +130,26 @@ class TokenLayer(CacheLayer):
                     f"expected a state with {name}={value}, but saw {name}={state.facts.get(name)}: load it into a "
                     "cache that was made with the same settings."
                 )
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
+        match = [len(shape) == 4 and (shape[0], shape[2]) for shape in shapes.values()]
+        if shapes and (set(shapes) != {"keys", "values"} or not match[0] or match[0] != match[1]):
+            raise StateMismatchError(
+                f"expected keys and values [batch, kv_heads, tokens, head_dim] of as many tokens, but saw {shapes}: "
+                "take the state again."
+            )
+        self.check_held(shapes["keys"][2] if shapes else 0, seen_tokens(state))
+
+    def check_held(self, held: int, seen: int) -> None:
+        """Raise `StateMismatchError` where a layer that has seen `seen` tokens cannot go on from `held` of them."""
+        if held != seen:
+            raise StateMismatchError(
+                f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
+            )
+
+
+def seen_tokens(state: LayerState) -> int:
+    """The count of tokens that a state says its layer has seen."""
+    length = state.facts.get("length")
+    if not isinstance(length, int):
+        raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
+    return length

@@ -56,10 +56,18 @@ class TransformersLayer:
         """Keys held, `[batch, kv_heads, tokens, head_dim]`, where the layer has any."""
         return self.layer.keys if self.attends else None
 
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        self.layer.keys = states
+
     @property
     def values(self) -> Tensor | None:
         """Values held, `[batch, kv_heads, tokens, head_dim]`, where the layer has any."""
         return self.layer.values if self.attends else None
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        self.layer.values = states
 
     @property
     def capacity(self) -> int | None:
@@ -89,6 +97,14 @@ class TransformersLayer:
         if self._is_empty() or tokens == 0:
             return
         name = type(self.layer).__name__
+        if tokens < 0:
+            raise RollbackError(f"expected to remove tokens, but {name} holds {-tokens} fewer than are to be kept.")
+        window = vars(self.layer).get("sliding_window")
+        if window is not None and (self.length or 0) >= window and not vars(self.layer).get("record_past"):
+            raise RollbackError(
+                f"expected a past to roll back {tokens} tokens to, but the window of {name} is full and it did not "
+                "record it: call activate_past_recording() before the tokens that may be taken back."
+            )
         if not self._can_crop():
             raise RollbackError(
                 f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before."
@@ -143,6 +159,11 @@ class TransformersLayer:
         """Hold what a later removal needs, where the layer can."""
         if isinstance(self.layer, _Recording):
             self.layer.activate_past_recording()
+
+    def deactivate_past_recording(self) -> None:
+        """Record no more."""
+        if "record_past" in vars(self.layer):
+            self.layer.record_past = False
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -34,7 +34,7 @@ class TokenStore(ABC):
     def admit(self, keys: Tensor, values: Tensor) -> int:
         """Check that new states can follow those held; return how many tokens they are.
 
-        An empty store takes on the form of the first states that it is given.
+        An empty store takes on their form when it next makes room for them.
 
         Raises:
             StateMismatchError: keys and values do not match each other, or the states held.
@@ -57,8 +57,16 @@ class TokenStore(ABC):
         """Hold a copy of admitted states in place of everything held so far."""
 
     @abstractmethod
+    def newest_keys(self, count: int) -> Tensor:
+        """Keys of the newest `count` tokens, in order."""
+
+    @abstractmethod
+    def newest_values(self, count: int) -> Tensor:
+        """Values of the newest `count` tokens, in order."""
+
     def newest(self, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the newest `count` tokens, in order."""
+        return self.newest_keys(count), self.newest_values(count)
 
     @abstractmethod
     def drop_oldest(self, count: int) -> None:

@@ -15,6 +15,9 @@ def form_of(states: Tensor) -> StateForm:
     return batch, kv_heads, head_dim, states.dtype, states.device
 
 
+MOST_PIECES = 8
+"""Pieces in which tokens move to the front at most; a move by less than that takes a copy of all of them."""
+
 SLOTS_AT_ONCE = 32
 """Views of single tokens that are cut together, which takes half the time of cutting each when it is needed."""
 
@@ -72,7 +75,7 @@ class TokenBuffer:
     def write(self, start: int, states: Tensor) -> None:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the tokens from `start` on."""
         tokens = states.shape[2]
-        if tokens == 1:
+        if tokens == 1 and not torch.compiler.is_compiling():
             slot = start - self._first_slot
             if not 0 <= slot < len(self._slots):
                 self._cut_slots(start)
@@ -87,7 +90,10 @@ class TokenBuffer:
         self._first_slot = start
 
     def shift_to_front(self, start: int, count: int) -> None:
-        """Move `count` tokens from `start` to the front, in pieces that never overlap their own destination."""
+        """Move `count` tokens from `start` to the front, never over themselves."""
+        if start * MOST_PIECES < count:
+            self.write(0, self.read(start, count).clone())
+            return
         for done in range(0, count, start):
             piece = min(start, count - done)
             self.write(done, self.read(start + done, piece))

@@ -37,6 +37,7 @@ class ContiguousStore(TokenStore):
         self._end = 0
         self._capacity = 0
         self._tracks_gradients = False
+        self._admitted: tuple[StateForm, StateForm] | None = None
 
     @abstractmethod
     def _make_room(self, tokens: int) -> None:
@@ -71,6 +72,7 @@ class ContiguousStore(TokenStore):
                 "of one forward pass together."
             )
         key_form, value_form = form_of(keys), form_of(values)
+        self._admitted = None
         if key_form != self._key_form or value_form != self._value_form:
             if self._start != self._end:
                 raise self._mismatch(key_form, value_form)
@@ -79,9 +81,15 @@ class ContiguousStore(TokenStore):
                     f"expected keys and values of one batch size, but saw {key_form[0]} and {value_form[0]}: pass the "
                     "states of one forward pass together."
                 )
-            self._release()
-            self._key_form, self._value_form = key_form, value_form
+            self._admitted = key_form, value_form
         return tokens
+
+    def _take_form(self, tokens: int) -> None:
+        """Be the store of states of the form that was admitted, if `tokens` of them fit."""
+        if self._admitted is not None:
+            self._check_limit(tokens)
+            self.reserve_form(*self._admitted)
+            self._admitted = None
 
     def _mismatch(self, key_form: StateForm, value_form: StateForm) -> StateMismatchError:
         for side, seen, held in (("keys", key_form, self._key_form), ("values", value_form, self._value_form)):
@@ -101,6 +109,8 @@ class ContiguousStore(TokenStore):
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
+        if self._admitted is not None:
+            self._take_form(tokens)
         tracked = self._tracks_gradients or keys.requires_grad or values.requires_grad
         if tracked and torch.is_grad_enabled():
             self._check_limit(tokens)
@@ -139,6 +149,8 @@ class ContiguousStore(TokenStore):
 
     @override
     def replace(self, keys: Tensor, values: Tensor) -> None:
+        if self._admitted is not None:
+            self._take_form(keys.shape[2])
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             self._adopt(keys, values)
             return
@@ -146,11 +158,18 @@ class ContiguousStore(TokenStore):
         self.append(keys, values)
 
     @override
+    def newest_keys(self, count: int) -> Tensor:
+        return self._buffers()[0].read(self._end - count, count)
+
+    @override
+    def newest_values(self, count: int) -> Tensor:
+        return self._buffers()[1].read(self._end - count, count)
+
+    @override
     def newest(self, count: int) -> tuple[Tensor, Tensor]:
-        if self._keys is None or self._values is None:
-            self._allocate(0)
+        keys, values = self._buffers()
         start = self._end - count
-        return self._keys.read(start, count), self._values.read(start, count)  # type: ignore[union-attr]
+        return keys.read(start, count), values.read(start, count)
 
     @override
     def drop_oldest(self, count: int) -> None:
@@ -174,7 +193,9 @@ class ContiguousStore(TokenStore):
         if self._key_form is None or self._value_form is None:
             return
         batch = indices.shape[0]
-        keys, values = (states.index_select(0, indices.to(states.device)) for states in self.newest(self.length))
+        keys, values = self.newest(self.length)
+        indices = indices.to(keys.device)
+        keys, values = keys.index_select(0, indices), values.index_select(0, indices.to(values.device))
         if batch != self._key_form[0]:
             self._release()
             self._key_form = (batch, *self._key_form[1:])
@@ -190,10 +211,15 @@ class ContiguousStore(TokenStore):
     def __getstate__(self) -> dict[str, Any]:
         # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.
         live = dict(self.__dict__)
-        if self._keys is not None:
-            keys, values = (states.clone() for states in self.newest(self.length))
-            live["_keys"], live["_values"] = TokenBuffer(keys), TokenBuffer(values)
-            live["_tracks_gradients"] = keys.requires_grad or values.requires_grad
+        if self._keys is not None and self._values is not None:
+            start, length = self._start, self.length
+            if self._tracks_gradients:
+                keys, values = (TokenBuffer(states.clone()) for states in self.newest(length))
+            else:
+                # Not clones: one that is made in inference mode could never be written to outside of it.
+                keys, values = (buffer.moved(start, length, length) for buffer in (self._keys, self._values))
+            live["_keys"], live["_values"] = keys, values
+            live["_tracks_gradients"] = keys.tracks_gradients or values.tracks_gradients
         live["_start"], live["_end"] = 0, self.length
         live["_capacity"] = self.length
         return live

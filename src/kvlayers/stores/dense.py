@@ -9,7 +9,7 @@ from .contiguous import ContiguousStore
 GROWTH_DIVISOR = 8
 """A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
 
-MINIMUM_GROWTH = 64
+MINIMUM_GROWTH = 128
 """Tokens by which a buffer grows at least, so that short sequences are not moved every few tokens."""
 
 
@@ -53,7 +53,9 @@ class DenseStore(ContiguousStore):
 
     @override
     def reserve(self, tokens: int) -> None:
-        if self._start + tokens > self._capacity:
+        self._take_form(tokens)
+        # What autograd follows is concatenated, not moved.
+        if self._start + tokens > self._capacity and not self._tracks_gradients:
             self._make_room(tokens - self.length)
 
     @override

@@ -34,6 +34,7 @@ class FixedStore(ContiguousStore):
         """Make sure that `tokens` tokens fit. A reservation that is too small is given up for a larger one."""
         if tokens > self.capacity:
             self._resize(tokens + tokens // 4)
+        self._take_form(tokens)
 
     @override
     def shrink(self, tokens: int) -> None:

@@ -22,7 +22,7 @@ Tick = Callable[[], None]
 class Disagreements:
     """What contenders did otherwise than the reference: other tokens, or other states from an update.
 
-    A token is a tie, and no failure, where its logit is within one step of bfloat16 of the best one and the contender
+    A token is a tie, and no failure, where its logit is within their rounding in bfloat16 of the best one and the contender
     rounds otherwise by design. All others compute the very same sums, and must give the very same tokens.
     """
 
@@ -39,8 +39,9 @@ class Disagreements:
         ours, theirs = int(logits.argmax()), int(expected.argmax())
         if ours != theirs:
             gap = float(expected[theirs] - expected[ours])
-            step = float(expected[theirs].abs()) * torch.finfo(torch.bfloat16).eps
-            tie = rounds_otherwise(where["cache"], where["tokens"]) and gap <= step
+            # A step of bfloat16 for each of the two logits.
+            rounding = 2 * float(expected[theirs].abs()) * torch.finfo(torch.bfloat16).eps
+            tie = rounds_otherwise(where["cache"], where["tokens"]) and gap <= rounding
             self.found.append({**where, "expected": theirs, "seen": ours, "logit_gap": gap, "tie": tie})
         return float((logits - expected).abs().max())
 

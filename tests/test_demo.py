@@ -99,7 +99,7 @@ def test_without_a_prompt_the_model_continues_real_text(llama: Path) -> None:
 def test_without_a_prompt_the_context_is_long_by_default(llama: Path) -> None:
     result = _demo("--model", llama, "--tokens", 3)
     # More than this model has positions for, which is how it shows without a long run.
-    assert "but saw 1027 of context, prompt and continuation together" in result.stderr
+    assert "but saw 2051 of context, prompt and continuation together" in result.stderr
 
 
 def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -> None:

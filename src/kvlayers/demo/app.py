@@ -20,7 +20,7 @@ from . import report, text
 from .model import HUB_NAME, LoadedModel, find_device, find_model, load_model
 from .runs import OURS, compare, contenders, continue_text
 
-CONTEXT_WITHOUT_PROMPT = 1024
+CONTEXT_WITHOUT_PROMPT = 2048
 
 
 class Dtype(str, Enum):
@@ -32,9 +32,10 @@ class Dtype(str, Enum):
     float16 = "float16"
 
     def on(self, device: torch.device) -> torch.dtype:
-        """The dtype; `auto` is float32 on a CPU, few of which are fast at less, and bfloat16 elsewhere."""
+        """The dtype; `auto` is bfloat16, but float32 on a CPU that has no instructions for less."""
         if self is Dtype.auto:
-            return torch.float32 if device.type == "cpu" else torch.bfloat16
+            slow = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+            return torch.float32 if slow else torch.bfloat16
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
 
@@ -56,7 +57,7 @@ def demo(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 48,
     trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as torch chooses.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 elsewhere.")] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
 ) -> None:
     """A language model continues a text through kvlayers, then through every cache, to compare.

@@ -22,8 +22,8 @@ Tick = Callable[[], None]
 class Disagreements:
     """What contenders did otherwise than the reference: other tokens, or other states from an update.
 
-    A token is a tie, and no failure, where its logit is within their rounding in bfloat16 of the best one and the contender
-    rounds otherwise by design. All others compute the very same sums, and must give the very same tokens.
+    A token is a tie, and no failure, where the contender rounds otherwise by design and the two logits are no further
+    apart than they are rounded in bfloat16. All others compute the very same sums, and must give the very same tokens.
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,9 @@ OPTIONS_ARE_PER_LAYER = Version("5.19")
 """From here on `get_layer_types_and_kwargs` returns options for each layer, for configs whose layers differ; before,
 it returned one dict for all."""
 
+BLOOM_MASKS_WHAT_IS_THERE = Version("5.21")
+"""From here on BLOOM pads its mask to the length of a static cache only where it is compiled; before, always."""
+
 LINEAR_LAYER = upstream.LinearAttentionCacheLayerMixin
 ATTENTION_LAYER = upstream.CacheLayerMixin
 
@@ -83,13 +86,16 @@ def cache_argument(model: Any) -> str:
 
 
 def makes_its_own_cache(model: Any, name: str) -> bool:
-    """Whether `model` has code of its own that sizes the caches of a static name (mllama's vision layers, in 5.20 on).
+    """Whether the caches of a static name must be left to transformers for `model`.
 
-    Such a model knows more of its layers than its config says, and goes on making them itself.
+    Either the model has code of its own that sizes them and knows more of its layers than its config says (the vision
+    layers of mllama), or its forward pass counts on attention over the whole reservation (BLOOM's alibi, before 5.21).
     """
     # Late, as generate() takes long to import and not every use of a cache needs it.
     from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
     from transformers.generation.utils import GenerationMixin
 
+    if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
+        return False
     overridden = type(model)._prepare_static_cache is not GenerationMixin._prepare_static_cache
-    return name in ALL_STATIC_CACHE_IMPLEMENTATIONS and overridden
+    return overridden or (model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)

@@ -103,6 +103,22 @@ def test_a_window_moves_to_the_front_in_pieces_that_do_not_overlap_themselves(
     assert all(target + count <= source for target, source, count in moves)
 
 
+def test_a_window_that_its_memory_barely_fits_is_not_copied_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    write = TokenBuffer.write
+
+    def spy(buffer: TokenBuffer, start: int, states: torch.Tensor) -> None:
+        copied.append(states.shape[2])
+        write(buffer, start, states)
+
+    layer = SlidingLayer(4000)
+    layer.update(*token(3560))
+    monkeypatch.setattr(TokenBuffer, "write", spy)
+    for _ in range(1000):
+        layer.update(*token())
+    assert sum(copied) <= 2 * 1000 * (1 + 8), "of keys and of values, each token once and what moves for it"
+
+
 def test_recording_the_past_gives_its_memory_back() -> None:
     layer = SlidingLayer(16)
     layer.activate_past_recording()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import kvlayers
 from kvlayers.__main__ import main, make_app
 from kvlayers.demo import model as demo_model
-from kvlayers.demo import runs, text
+from kvlayers.demo import report, runs, text
 from models import CONFIGS
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "sea", "a", "of", "is", "to", "and", "."]
@@ -90,16 +90,18 @@ def test_the_demo_shows_the_prompt_and_what_the_model_makes_of_it(llama: Path) -
     assert "the sea is" + tokenizer.decode(continuation, skip_special_tokens=True) in result.output
 
 
-def test_without_a_prompt_the_model_continues_real_text(llama: Path) -> None:
+def test_the_prompt_comes_after_real_text(llama: Path) -> None:
     result = _demo("--model", llama, "--context", 32, "--tokens", 3, "--trials", 1)
     assert result.exit_code == 0, result.output
-    assert "Prompt: 32 tokens, 32 of them of the Python documentation" in " ".join(result.output.split())
+    shown = " ".join(result.output.split())
+    assert "32 of them of the Python documentation" in shown
+    assert "Once upon a time, a programmer" in shown
 
 
 def test_without_a_prompt_the_context_is_long_by_default(llama: Path) -> None:
     result = _demo("--model", llama, "--tokens", 3)
     # More than this model has positions for, which is how it shows without a long run.
-    assert "but saw 2051 of context, prompt and continuation together" in result.stderr
+    assert "but saw 2058 of context, prompt and continuation together" in result.stderr
 
 
 def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -> None:
@@ -123,6 +125,18 @@ def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: 
     result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 1)
     assert result.exit_code == 1
     assert [row[2] for row in _table_rows(result.output)] == ["reference", "yes", "no, from token 5", "yes"]
+
+
+def test_a_tie_is_said_to_be_one_and_is_no_failure(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = demo_model.load_model(str(llama), torch.float32, torch.device("cpu")).model
+    ids = torch.full((1, 5), 4)
+    tokens = runs.run_once(loaded, ids, 4, runs.contenders(loaded, 12)[0]).tokens
+    other = [*tokens[:2], tokens[2] + 1, tokens[3]]
+    assert not runs._is_tie(loaded, ids, tokens, other, 2)
+    torch.nn.init.zeros_(loaded.lm_head.weight)
+    assert runs._is_tie(loaded, ids, tokens, other, 2)
+    row = runs.Row("kvlayers", "dynamic", False, [runs.Run(tokens, 1.0, 1.0, 8)], first_difference=2, is_tie=True)
+    assert report._verdict(row) == "a tie at token 3"
 
 
 def test_speeds_are_of_decode_alone_and_every_run_is_of_full_length(llama: Path) -> None:
@@ -160,7 +174,7 @@ def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
 
 
 def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
-    result = _demo("--model", llama, "--context", 0)
+    result = _demo("", "--model", llama, "--context", 0)
     assert result.exit_code == 1
     assert "expected a prompt or --context" in result.stderr
 

@@ -86,6 +86,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _verdict(row: Row) -> str:
+    if row.is_tie:
+        return f"a tie at token {(row.first_difference or 0) + 1}"
     if not row.same_tokens:
         return f"[red]no, from token {(row.first_difference or 0) + 1}[/red]"
     return "reference" if row.is_reference else "[green]yes[/green]"

@@ -68,6 +68,7 @@ class Row:
         is_reference: whether the others' tokens are compared with this one's.
         runs: its runs, one for each trial.
         first_difference: index of the first token that differs from the reference in any run, `None` where none does.
+        is_tie: whether that token and the reference's are equally likely, as far as the dtype can say.
     """
 
     library: str
@@ -75,6 +76,7 @@ class Row:
     is_reference: bool
     runs: list[Run] = field(default_factory=list)
     first_difference: int | None = None
+    is_tie: bool = False
 
     @property
     def same_tokens(self) -> bool:
@@ -232,7 +234,20 @@ def compare(
     for row in rows:
         differences = [_first_difference(run.tokens, expected) for run in row.runs]
         row.first_difference = min((index for index in differences if index is not None), default=None)
+        if row.first_difference is not None:
+            seen = row.runs[differences.index(row.first_difference)].tokens
+            row.is_tie = _is_tie(model, ids, expected, seen, row.first_difference)
     return rows
+
+
+def _is_tie(model: Any, ids: Tensor, expected: list[int], seen: list[int], index: int) -> bool:
+    """Whether the logits of two tokens are no further apart than they are rounded, by a step of the dtype each."""
+    before = torch.cat([ids, torch.tensor([expected[:index]], dtype=ids.dtype)], dim=1).to(model.device)
+    with torch.no_grad():
+        logits = model(before).logits[0, -1].float()
+    wanted, other = logits[expected[index]], logits[seen[index]]
+    rounding = 2 * torch.finfo(model.dtype).eps * wanted.abs()
+    return bool((wanted - other).abs() <= rounding)
 
 
 def _first_difference(tokens: list[int], expected: list[int]) -> int | None:

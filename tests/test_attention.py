@@ -91,3 +91,13 @@ def test_a_long_context_decodes_the_tokens_of_transformers(family: str, attentio
     expected = model.generate(ids, **how)
     for cache in (kvlayers.DynamicCache(config=config), kvlayers.StaticCache(config, max_cache_len=1100)):
         assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)
+
+
+def test_shapes_that_plain_keys_refuse_or_broadcast_do_the_same() -> None:
+    keys = torch.randn(1, 2, MINIMUM_TOKENS, 8)
+    marked = attended_by_one_query(keys)
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(torch.randn(1, 4, 1, 8), marked, keys)
+    one_head = torch.randn(1, 1, 1, 8)
+    expected = scaled_dot_product_attention(one_head, keys, keys)
+    assert torch.equal(scaled_dot_product_attention(one_head, marked, keys), expected)

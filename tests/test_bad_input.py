@@ -1,5 +1,6 @@
 """Bad input is a named error, raised before anything is changed: the cache still decodes correctly after it."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 import kvlayers
+from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, WINDOW, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -278,3 +280,124 @@ def test_a_config_in_the_place_of_states_is_refused() -> None:
 def test_an_encoder_decoder_cache_takes_two_caches(caches: tuple[Any, ...]) -> None:
     with pytest.raises(kvlayers.OptionError, match="a cross-attention cache"):
         kvlayers.EncoderDecoderCache(*caches)
+
+
+def test_states_that_alias_a_window_are_taken_in_as_they_were() -> None:
+    layer = kvlayers.SlidingLayer(100)
+    keys, values = layer.update(states(1, 2, 99, 4), states(1, 2, 99, 4))
+    for _ in range(90):
+        fed = keys[:, :, 30:31], values[:, :, 30:31]
+        expected = fed[0].clone()
+        keys, values = layer.update(*fed)
+        assert torch.equal(keys[:, :, -1:], expected)
+
+
+def test_what_the_caller_passed_is_never_written_to_or_read_again() -> None:
+    keys, values = states(1, 2, 23, 4).requires_grad_(), states(1, 2, 23, 4)
+    before = keys.detach().clone(), values.clone()
+    layer = kvlayers.StaticSlidingLayer(100, 8)
+    layer.update(keys, values)
+    with torch.no_grad():
+        layer.update(states(1, 2, 1, 4), states(1, 2, 1, 4))
+    assert torch.equal(keys.detach(), before[0])
+    assert torch.equal(values, before[1])
+    cache = kvlayers.DynamicCache()
+    cache.update(keys, values, 0)
+    values.zero_()
+    assert torch.equal(cache[0][1], before[1])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("operation", ["update", "select"])
+def test_running_out_of_memory_leaves_a_layer_as_it_was(
+    kind: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, untouched = LAYERS[kind](), LAYERS[kind]()
+    for _ in range(12):
+        pair = states(*GOOD), states(*GOOD)
+        layer.update(*pair)
+        untouched.update(*pair)
+    allocate, calls = TokenBuffer.allocate, []
+
+    def second_fails(*args: Any) -> TokenBuffer:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return allocate(*args)
+
+    layer.activate_past_recording()
+    monkeypatch.setattr(TokenBuffer, "allocate", second_fails)
+    with contextlib.suppress(MemoryError, kvlayers.CapacityError):
+        layer.update(states(2, 3, 200, 8), states(2, 3, 200, 8)) if operation == "update" else layer.select(
+            torch.tensor([0, 1, 0])
+        )
+    monkeypatch.undo()
+    pair = states(*GOOD), states(*GOOD)
+    for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
+        assert torch.equal(seen, expected)
+
+
+def test_layers_of_different_batch_sizes_are_not_selected() -> None:
+    cache = kvlayers.DynamicCache()
+    for index, batch in enumerate((2, 3)):
+        cache.update(states(batch, 2, 5, 4), states(batch, 2, 5, 4), index)
+    with pytest.raises(kvlayers.BatchIndexError, match=r"\[2, 3\]"):
+        cache.reorder_cache([1, 0])
+
+
+def test_a_failed_first_update_leaves_no_layers_behind() -> None:
+    cache = kvlayers.DynamicCache()
+    with pytest.raises(kvlayers.StateMismatchError):
+        cache.update(states(1, 2, 5), states(1, 2, 5), 5)
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("length", [2.5, "3", None])
+def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
+    cache = kvlayers.DynamicCache([(states(1, 2, 5, 8), states(1, 2, 5, 8))])
+    for target in (cache, cache.layers[0]):
+        with pytest.raises(kvlayers.OptionError, match="whole number"):
+            target.truncate(length)
+    assert cache.get_seq_length() == 5
+
+
+def test_parts_and_layers_are_not_shared() -> None:
+    cache, layer = kvlayers.DynamicCache(), kvlayers.DynamicLayer()
+    with pytest.raises(kvlayers.OptionError, match="share nothing"):
+        kvlayers.EncoderDecoderCache(cache, cache)
+    with pytest.raises(kvlayers.ConfigError, match="comes twice"):
+        kvlayers.Cache(layers=[layer, layer])
+
+
+def test_a_limit_is_no_way_around_by_a_state() -> None:
+    ahead = kvlayers.StaticSlidingLayer(20, 8)
+    for _ in range(30):
+        ahead.update(states(*GOOD), states(*GOOD))
+    with pytest.raises(kvlayers.StateMismatchError, match="token_limit"):
+        kvlayers.StaticSlidingLayer(20, 8, token_limit=20).load_state(ahead.state())
+
+
+def test_half_a_pair_is_refused() -> None:
+    with pytest.raises(kvlayers.LegacyFormatError, match="one alone"):
+        kvlayers.DynamicCache([(states(1, 2, 3, 8), None)])
+
+
+@pytest.mark.parametrize("cache_config", [{"config": 3}, "static", {1: 2}])
+def test_an_odd_cache_config_is_refused(cache_config: Any) -> None:
+    ids = prompt(1)
+    with kvlayers.installed(), pytest.raises(kvlayers.OptionError, match="by their names"):
+        tiny_model("llama").generate(ids, cache_implementation="dynamic", cache_config=cache_config, max_new_tokens=2)
+
+
+def test_a_damaged_recurrent_state_is_refused() -> None:
+    model = tiny_model("jamba")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1), past_key_values=cache)
+    state = cache.state()
+    layers = [
+        dataclasses.replace(layer, tensors={k: v for k, v in layer.tensors.items() if not k.startswith("conv")})
+        for layer in state.layers
+    ]
+    with pytest.raises(kvlayers.StateMismatchError, match="conv_states"):
+        kvlayers.DynamicCache(config=model.config).load_state(dataclasses.replace(state, layers=tuple(layers)))

@@ -1,5 +1,6 @@
 """The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 "expected either layers or layer_class_to_replicate, but saw "
                 f"{'neither' if layers is None else 'both'}: pass the layers of the model, or what makes one."
             )
+        if layers is not None and len({id(layer) for layer in layers}) != len(layers):
+            raise ConfigError("expected a layer of its own for each layer of the model, but saw one that comes twice.")
         self.layers = [] if layers is None else layers
         self.layer_class_to_replicate = layer_class_to_replicate
 
@@ -70,16 +73,17 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             CapacityError: more tokens than fit.
         """
         if not 0 <= layer_idx < len(self.layers):
-            self._add_layers_up_to(layer_idx)
+            return self._update_new_layer(key_states, value_states, layer_idx)
         attended: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states)
         return attended
 
-    def _add_layers_up_to(self, layer_idx: int) -> None:
-        make_layer = self.layer_class_to_replicate
-        if make_layer is None or layer_idx < 0:
+    def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
-        while len(self.layers) <= layer_idx:
-            self.layers.append(make_layer())
+        layers = self.layers_for(layer_idx + 1)
+        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
+        self.layers.extend(layers[len(self.layers) :])
+        return attended
 
     def layers_for(self, count: int) -> list[Any]:
         """The layers, and as many new ones as make `count`, where layers are made as they are needed."""
@@ -233,4 +237,5 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return len(self.layers)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(layers={self.layers})"
+        groups = ((shown, len(list(same))) for shown, same in itertools.groupby(map(repr, self.layers)))
+        return f"{type(self).__name__}({', '.join(f'{count} x {shown}' for shown, count in groups)})"

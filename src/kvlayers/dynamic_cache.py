@@ -12,6 +12,7 @@ from . import compat, legacy
 from .cache import Cache
 from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import DynamicLayer, SlidingLayer
+from .layers.base import whole_number
 from .layers.dispatch import dynamic_layers
 from .options import checks_options, refuse_offloading
 
@@ -70,6 +71,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             super().__init__(layers=layers)
         else:
             super().__init__(layer_class_to_replicate=functools.partial(DynamicLayer, length_hint=length_hint))
+        for index, (keys, values, *_) in enumerate(given):
+            if (keys is None) != (values is None):
+                raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw one alone.")
         for layer, (keys, values, *_) in zip(self.layers, given, strict=False):
             if keys is not None and values is not None:
                 layer.update(keys, values)
@@ -107,4 +111,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
 
 def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
     sliding_window = states[2] if len(states) == 3 else None
-    return DynamicLayer(length_hint) if sliding_window is None else SlidingLayer(int(sliding_window))
+    return (
+        DynamicLayer(length_hint) if sliding_window is None else SlidingLayer(whole_number(sliding_window, "a window"))
+    )

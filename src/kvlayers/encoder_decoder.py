@@ -39,8 +39,12 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 f"{', '.join(f'{type(cache).__module__}.{type(cache).__name__}' for cache in caches) or 'nothing'}: "
                 "pass two caches."
             )
-        self.self_attention_cache, self.cross_attention_cache = caches
-        cross = self.cross_attention_cache
+        own, cross = caches
+        if isinstance(own, EncoderDecoderCache) or isinstance(cross, EncoderDecoderCache):
+            raise OptionError("expected two caches that are no pairs themselves, but saw a pair: pass its parts.")
+        if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
+            raise OptionError("expected two caches that share nothing, but saw shared layers: make one for each part.")
+        self.self_attention_cache, self.cross_attention_cache = own, cross
         self.is_updated = {index: bool(cross.get_seq_length(index) > 0) for index in range(len(cross.layers))}
 
     @property

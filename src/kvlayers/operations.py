@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from .errors import StateMismatchError
+from .errors import BatchIndexError, StateMismatchError
 from .layers import CacheLayer, LayerState, TransformersLayer
-from .layers.base import crop_target
+from .layers.base import crop_target, whole_number
 from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
 
 
@@ -77,7 +77,7 @@ class LayerwiseOperations(ABC):
         Raises:
             RollbackError: as `crop`.
         """
-        held = self._token_count()
+        held, length = self._token_count(), whole_number(length, "a length")
         # A forward pass that broke off leaves some layers ahead of others: each goes back by what it is ahead.
         self._remove([(layer, (layer.length or held) - length) for layer in self.operable()])
 
@@ -119,6 +119,13 @@ class LayerwiseOperations(ABC):
 
     def check_select(self) -> None:
         """Raise what selecting sequences would raise, whatever the indices."""
+        filled = [layer for layer in self.operable() if layer.length]
+        sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
+        if len(sizes) > 1:
+            raise BatchIndexError(
+                f"expected layers of one batch size, but saw {sorted(sizes)}: crop the cache to before the forward "
+                "pass that broke off, or reset it."
+            )
         for layer in self.operable():
             layer.check_select()
 
@@ -176,6 +183,11 @@ class LayerwiseOperations(ABC):
         pairs = [(_operable(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
+        batch_sizes = {
+            s.tensors["keys"].shape[0] for s in state.layers if "keys" in s.tensors and s.facts.get("length")
+        }
+        if len(batch_sizes) > 1:
+            raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
         self.layers = layers
         for layer, layer_state in pairs:
             layer.load_state(layer_state)

@@ -64,8 +64,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    one_query = query.dim() == 4 and query.shape[2] == 1 and query.shape[0] == key.shape[0]
-    if not one_query or attn_mask is not None or is_causal or dropout_p or value.shape[1] != key.shape[1]:
+    one_query = query.dim() == value.dim() == 4 and query.shape[2] == 1 and query.shape[0] == key.shape[0]
+    whole_groups = one_query and (enable_gqa or query.shape[1] == key.shape[1]) and query.shape[1] % key.shape[1] == 0
+    if not whole_groups or value.shape[:3] != key.shape[:3] or attn_mask is not None or is_causal or dropout_p:
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

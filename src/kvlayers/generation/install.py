@@ -212,16 +212,16 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return
         drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
-        cache = registry.make_cache(
-            name,
-            self,
+        request = registry.CacheRequest(
+            self.config,
+            {} if generation_config.cache_config is None else generation_config.cache_config,
             batch_size=batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1),
             length_hint=max(max_cache_length, generation_config.max_cache_len or 0)
             + (_draft_length(generation_config) if drafting else 0),
             device=self.device,
             dtype=self.dtype,
-            **(generation_config.cache_config or {}),
         )
+        cache = registry.cache_for(name, request)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         if drafting:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
-from ..errors import ConfigError, RegistryError
+from ..errors import ConfigError, OptionError, RegistryError
 from ..static_cache import HybridCache, SlidingWindowCache, StaticCache
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
@@ -136,17 +136,26 @@ def make_cache(
         >>> import kvlayers, transformers
         >>> config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=4096)
         >>> kvlayers.make_cache("dynamic", config)
-        DynamicCache(layers=[SlidingLayer(length=0), SlidingLayer(length=0)])
+        DynamicCache(2 x SlidingLayer(length=0))
     """
-    model_config = _config_of(model_or_config)
-    request = CacheRequest(model_config, options, batch_size, length_hint, device, dtype)
+    request = CacheRequest(_config_of(model_or_config), options, batch_size, length_hint, device, dtype)
+    return cache_for(name, request)
+
+
+def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
+    """The cache called `name` that a request describes. Raises as `make_cache`."""
+    options = request.options
+    if not isinstance(options, Mapping) or "config" in options or not all(isinstance(key, str) for key in options):
+        raise OptionError(
+            f"expected the options of a cache by their names, without the config of the model, but saw {options!r}."
+        )
     cache = _factory(name)(request)
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(
             f"expected the factory of '{name}' to return a cache, but saw a {type(cache).__name__}: correct the "
             "factory."
         )
-    if model_config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
+    if request.config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
         pair = EncoderDecoderCache if isinstance(cache, Cache) else transformers.EncoderDecoderCache
         return pair(cache, DynamicCache())
     return cache

@@ -22,7 +22,10 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
             not read back to be checked, as that would stall it at every step of a beam search: there, the device
             itself fails on a row that does not exist.
     """
-    rows = torch.as_tensor(indices)
+    try:
+        rows = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BatchIndexError(f"expected batch indices, but saw {indices!r}: pass a list or a tensor.") from error
     if rows.dtype == torch.bool:
         if tuple(rows.shape) != (batch_size,):
             raise BatchIndexError(
@@ -54,6 +57,6 @@ def is_identity(rows: Tensor, batch_size: int) -> bool:
 
 def repeated_rows(repeats: int, batch_size: int) -> Tensor:
     """Indices that repeat each of `batch_size` rows `repeats` times in a row, int64 `[batch_size * repeats]`."""
-    if repeats < 1:
-        raise BatchIndexError(f"expected to repeat each sequence at least once, but saw repeats={repeats}.")
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise BatchIndexError(f"expected to repeat each sequence at least once, but saw repeats={repeats!r}.")
     return torch.arange(batch_size).repeat_interleave(repeats)

@@ -7,6 +7,7 @@ from ..attention import attended_by_one_query
 from ..errors import RollbackError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
+from .base import whole_number
 from .token_layer import TokenLayer
 
 
@@ -20,6 +21,8 @@ class DynamicLayer(TokenLayer):
 
     @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
+        if length_hint is not None:
+            length_hint = whole_number(length_hint, "length_hint")
         super().__init__(DenseStore(length_hint) if store is None else store)
 
     @override
@@ -54,6 +57,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def truncate(self, length: int) -> None:
+        length = whole_number(length, "a length")
         self.check_truncate(length)
         self._store.truncate(length)
 

@@ -8,7 +8,7 @@ from ..attention import attended_by_one_query
 from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
-from .base import Fact, LayerState
+from .base import Fact, LayerState, whole_number
 from .dynamic import check_rollback
 from .token_layer import TokenLayer, seen_tokens
 
@@ -123,6 +123,7 @@ class SlidingLayer(TokenLayer):
 
     @override
     def truncate(self, length: int) -> None:
+        length = whole_number(length, "a length")
         self.check_truncate(length)
         store = self._store
         store.truncate(store.length - (self._seen - length))

@@ -2,7 +2,7 @@
 
 from typing_extensions import override
 
-from ..errors import OptionError
+from ..errors import CapacityError, OptionError
 from ..options import checks_options
 from ..stores import FixedStore
 from .base import Fact
@@ -41,3 +41,9 @@ class StaticLayer(DynamicLayer):
     @override
     def settings(self) -> dict[str, Fact]:
         return {"max_cache_len": self.max_cache_len}
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        super().check_held(held, seen)
+        if held > self.max_cache_len:
+            raise CapacityError(f"expected a state of at most {self.max_cache_len} tokens, but saw {held}.")

@@ -51,4 +51,10 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def settings(self) -> dict[str, Fact]:
-        return {**super().settings(), "max_cache_len": self.max_cache_len}
+        return {**super().settings(), "max_cache_len": self.max_cache_len, "token_limit": self.token_limit}
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        super().check_held(held, seen)
+        if self.token_limit is not None and seen > self.token_limit:
+            raise CapacityError(f"expected a state of at most {self.token_limit} tokens, but saw {seen}.")

@@ -130,6 +130,9 @@ class TokenLayer(CacheLayer):
                     f"expected a state with {name}={value}, but saw {name}={state.facts.get(name)}: load it into a "
                     "cache that was made with the same settings."
                 )
+        kinds = {(tensor.layout, tensor.device) for tensor in state.tensors.values()}
+        if len(kinds) > 1 or any(layout != torch.strided for layout, _ in kinds):
+            raise StateMismatchError(f"expected dense tensors on one device, but saw {sorted(map(str, kinds))}.")
         shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
         match = [len(shape) == 4 and (shape[0], shape[2]) for shape in shapes.values()]
         if shapes and (set(shapes) != {"keys", "values"} or not match[0] or match[0] != match[1]):

@@ -195,11 +195,23 @@ class TransformersLayer:
                 f"expected the state of a {type(self.layer).__name__}, but saw that of a {state.kind}: load it into a "
                 "cache that was made for the same model config."
             )
+        known = {name for name, _ in self._entries()}
+        needed = {
+            name.replace("is_", "", 1).replace("_initialized", "", 1)
+            for name, value in state.facts.items()
+            if name.startswith("is_") and "states_initialized." in name and value
+        }
+        unknown, missing = {*state.facts, *state.tensors} - known, needed - set(state.tensors)
+        if unknown or missing:
+            raise StateMismatchError(
+                f"expected the state of a {type(self.layer).__name__} as this one, but saw {sorted(unknown)} besides, "
+                f"and not {sorted(missing)}: load it into a cache for the same config and version of transformers."
+            )
 
     def load_state(self, state: LayerState) -> None:
         """Become what the layer was when `state` was taken."""
         self.check_state(state)
-        entries: dict[str, Fact | Tensor] = {**state.facts, **{k: v.clone() for k, v in state.tensors.items()}}
+        entries: dict[str, Fact | Tensor] = {**state.facts, **{k: _copied(v) for k, v in state.tensors.items()}}
         for name, value in entries.items():
             attribute, _, key = name.partition(".")
             if key:
@@ -226,7 +238,9 @@ class TransformersLayer:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.clone()
+        # A clone that is made in inference mode could never be written to outside of it.
+        with torch.inference_mode(False):
+            return value.clone()
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

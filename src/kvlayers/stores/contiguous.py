@@ -1,5 +1,6 @@
 """Tokens side by side in a pair of buffers: what dense and fixed stores share."""
 
+import copy
 from abc import abstractmethod
 from typing import Any
 
@@ -97,7 +98,8 @@ class ContiguousStore(TokenStore):
                 if new != old:
                     return StateMismatchError(
                         f"expected {side} of {part} {old}, as the {self.length} tokens that are held, but saw {part} "
-                        f"{new}: convert the states, select or repeat the cache's batch, or reset the cache first."
+                        f"{new}: convert the states, select or repeat the cache's sequences (batch_select_indices, "
+                        "batch_repeat_interleave), or reset the cache first."
                     )
         return StateMismatchError("the states do not match those that are held: reset the cache first.")
 
@@ -118,6 +120,7 @@ class ContiguousStore(TokenStore):
             return
         if self._end + tokens > self._capacity:
             self._check_limit(tokens)
+            keys, values = self._apart(keys), self._apart(values)
             self._make_room(tokens)
         elif not tokens:
             return
@@ -125,6 +128,14 @@ class ContiguousStore(TokenStore):
         self._keys.write(end, keys)  # type: ignore[union-attr]
         self._values.write(end, values)  # type: ignore[union-attr]
         self._end = end + tokens
+
+    def _apart(self, states: Tensor) -> Tensor:
+        """States that making room cannot move: a copy, where they are a view of what was returned before."""
+        storage = states.untyped_storage().data_ptr()
+        buffers = (self._keys, self._values)
+        if any(buffer is not None and buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):
+            return states.clone()
+        return states
 
     def _check_limit(self, tokens: int) -> None:
         needed = self.length + tokens
@@ -135,11 +146,8 @@ class ContiguousStore(TokenStore):
             )
 
     def _concatenate(self, keys: Tensor, values: Tensor) -> None:
-        if self._start != self._end:
-            held_keys, held_values = self.newest(self.length)
-            keys = torch.cat([held_keys, keys], dim=2)
-            values = torch.cat([held_values, values], dim=2)
-        self._adopt(keys, values)
+        held = self.newest(self.length) if self._start != self._end else (keys[:, :, :0], values[:, :, :0])
+        self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
 
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = TokenBuffer(keys), TokenBuffer(values)
@@ -152,7 +160,7 @@ class ContiguousStore(TokenStore):
         if self._admitted is not None:
             self._take_form(keys.shape[2])
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            self._adopt(keys, values)
+            self._adopt(keys.clone(), values.clone())
             return
         self.clear()
         self.append(keys, values)
@@ -193,14 +201,22 @@ class ContiguousStore(TokenStore):
         if self._key_form is None or self._value_form is None:
             return
         batch = indices.shape[0]
+        key_form, value_form = (batch, *self._key_form[1:]), (batch, *self._value_form[1:])
+        if not self.length:
+            if key_form != self._key_form:
+                self.reserve_form(key_form, value_form)
+            return
         keys, values = self.newest(self.length)
         indices = indices.to(keys.device)
         keys, values = keys.index_select(0, indices), values.index_select(0, indices.to(values.device))
-        if batch != self._key_form[0]:
-            self._release()
-            self._key_form = (batch, *self._key_form[1:])
-            self._value_form = (batch, *self._value_form[1:])
-        self.replace(keys, values)
+        if key_form == self._key_form:
+            self.replace(keys, values)
+            return
+        # Another store first: where there is no memory for it, this one is still what it was.
+        other = copy.copy(self)
+        other.reserve_form(key_form, value_form)
+        other.replace(keys, values)
+        self.__dict__.update(other.__dict__)
 
     @override
     def fork(self) -> Self:
@@ -213,7 +229,7 @@ class ContiguousStore(TokenStore):
         live = dict(self.__dict__)
         if self._keys is not None and self._values is not None:
             start, length = self._start, self.length
-            if self._tracks_gradients:
+            if self._tracks_gradients and not torch.is_inference_mode_enabled():
                 keys, values = (TokenBuffer(states.clone()) for states in self.newest(length))
             else:
                 # Not clones: one that is made in inference mode could never be written to outside of it.
@@ -240,12 +256,13 @@ class ContiguousStore(TokenStore):
             raise StateMismatchError("expected admitted states before any are read: update the layer first.")
         length = self.length
         if length and self._keys is not None and self._values is not None:
-            # One after the other, so that no more than one old buffer is alive beside the new ones.
-            self._keys = self._keys.moved(self._start, length, capacity)
-            self._values = self._values.moved(self._start, length, capacity)
+            # Both before either is put in place: where there is no memory for the second, nothing has changed.
+            keys = self._keys.moved(self._start, length, capacity)
+            values = self._values.moved(self._start, length, capacity)
         else:
-            self._keys = TokenBuffer.allocate(self._key_form, capacity)
-            self._values = TokenBuffer.allocate(self._value_form, capacity)
+            keys = TokenBuffer.allocate(self._key_form, capacity)
+            values = TokenBuffer.allocate(self._value_form, capacity)
+        self._keys, self._values = keys, values
         self._start, self._end, self._capacity = 0, length, capacity
         self._tracks_gradients = False
 

@@ -24,7 +24,8 @@ class FixedStore(ContiguousStore):
 
     @override
     def _make_room(self, tokens: int) -> None:
-        if self._capacity < self.capacity:
+        # What autograd follows may be the caller's own, and is moved out of rather than within.
+        if self._capacity < self.capacity or self._tracks_gradients:
             self._allocate(self.capacity)
         else:
             self._shift_to_front()

@@ -282,9 +282,13 @@ def test_an_encoder_decoder_cache_takes_two_caches(caches: tuple[Any, ...]) -> N
         kvlayers.EncoderDecoderCache(*caches)
 
 
-def test_states_that_alias_a_window_are_taken_in_as_they_were() -> None:
+@pytest.mark.parametrize("recording", [False, True])
+def test_states_that_alias_a_window_are_taken_in_as_they_were(recording: bool) -> None:
     layer = kvlayers.SlidingLayer(100)
-    keys, values = layer.update(states(1, 2, 99, 4), states(1, 2, 99, 4))
+    for _ in range(115):
+        keys, values = layer.update(states(1, 2, 1, 4), states(1, 2, 1, 4))
+    if recording:
+        layer.activate_past_recording()
     for _ in range(90):
         fed = keys[:, :, 30:31], values[:, :, 30:31]
         expected = fed[0].clone()

@@ -77,10 +77,10 @@ class SlidingWindowCache(StaticCache):
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
     ) -> None:
-        if not any(spec.layer_type in WINDOWED for spec in compat.layer_specs(config)):
+        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        if layer_types.isdisjoint(WINDOWED):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
-                f"other types ({', '.join(sorted({spec.layer_type for spec in compat.layer_specs(config)}))}): use "
-                "StaticCache."
+                f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
             )
         super().__init__(config, max_cache_len, offloading, offload_only_non_sliding)

@@ -9,7 +9,6 @@ What is replaced in transformers while kvlayers is installed, and why:
 """
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,7 +97,8 @@ def _sleep() -> None:
 def _chain(method: Callable[..., Any]) -> list[Callable[..., Any]]:
     """A method and those that it wraps, as far as it says so."""
     found = [method]
-    inspect.unwrap(method, stop=lambda inner: bool(found.append(inner)))  # type: ignore[func-returns-value]
+    while "__wrapped__" in found[-1].__dict__:
+        found.append(found[-1].__dict__["__wrapped__"])
     return found
 
 

@@ -54,9 +54,10 @@ class DenseStore(ContiguousStore):
     @override
     def reserve(self, tokens: int) -> None:
         self._take_form(tokens)
-        # What autograd follows is concatenated, not moved.
+        # To new buffers, never within these: the states to come may be a view of them. And what autograd follows is
+        # concatenated when they come, not moved.
         if self._start + tokens > self._capacity and not self._tracks_gradients:
-            self._make_room(tokens - self.length)
+            self._allocate(self.grown_capacity(tokens))
 
     @override
     def shrink(self, tokens: int) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention import attended_by_one_query
-from kvlayers.attention.single_query import MINIMUM_TOKENS
+from kvlayers.attention.single_query import MINIMUM_TOKENS, attended_by_one_query
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the number of tokens that it will have held in the end."""

@@ -17,16 +17,28 @@ from .errors import (
     LegacyFormatError,
     NotYetError,
     OptionError,
+    ReadOnlyStatesError,
     RegistryError,
     RollbackError,
+    StaleStatesError,
     StateMismatchError,
     UnsupportedLayerError,
 )
 from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
-from .layers import CacheLayer, DynamicLayer, LayerState, SlidingLayer, StaticLayer, StaticSlidingLayer
+from .layers import (
+    CacheLayer,
+    DynamicLayer,
+    LayerState,
+    QuantizedLayer,
+    SlidingLayer,
+    StaticLayer,
+    StaticSlidingLayer,
+)
 from .operations import CacheState
+from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
 from .static_cache import HybridCache, SlidingWindowCache, StaticCache
-from .stores import DenseStore, FixedStore, TokenStore
+from .stores import DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -47,6 +59,7 @@ __all__ = [
     "DynamicLayer",
     "EncoderDecoderCache",
     "FixedStore",
+    "HQQQuantizedCache",
     "HybridCache",
     "KVLayersError",
     "LayerIndexError",
@@ -54,10 +67,18 @@ __all__ = [
     "LegacyFormatError",
     "NotYetError",
     "OptionError",
+    "Quantization",
+    "QuantizedCache",
+    "QuantizedCacheConfig",
+    "QuantizedLayer",
+    "QuantizedStore",
+    "QuantoQuantizedCache",
+    "ReadOnlyStatesError",
     "RegistryError",
     "RollbackError",
     "SlidingLayer",
     "SlidingWindowCache",
+    "StaleStatesError",
     "StateMismatchError",
     "StaticCache",
     "StaticLayer",
@@ -70,9 +91,12 @@ __all__ = [
     "installed",
     "is_installed",
     "make_cache",
+    "quantizer_names",
     "register",
+    "register_quantizer",
     "uninstall",
     "unregister",
+    "unregister_quantizer",
 ]
 
 

@@ -63,6 +63,19 @@ def layer_specs(config: object) -> list[LayerSpec]:
     return [LayerSpec(layer_type, dict(own)) for layer_type, own in zip(layer_types, per_layer, strict=True)]
 
 
+def head_dims(config: object) -> tuple[int, int] | None:
+    """head_dim of the keys and of the values that the model caches, `None` where its config does not say."""
+    decoder = decoder_config(config)
+    sizes = vars(decoder)
+    if sizes.get("qk_rope_head_dim") is not None:
+        # Multi-head latent attention caches what it expands to, or what it expands from: the model's own affair.
+        return None
+    head_dim = sizes.get("head_dim")
+    if head_dim is None and sizes.get("hidden_size") and sizes.get("num_attention_heads"):
+        head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return None if head_dim is None else (head_dim, head_dim)
+
+
 def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
     """transformers' own layer for a type that kvlayers has no kind for; static where `max_cache_len` is given.
 

@@ -52,3 +52,11 @@ class LegacyFormatError(KVLayersError, ValueError):
 
 class UnsupportedLayerError(KVLayersError, TypeError):
     """A layer class of transformers cannot do what was asked of it."""
+
+
+class StaleStatesError(KVLayersError, RuntimeError):
+    """States that a cache returned are read after it has changed."""
+
+
+class ReadOnlyStatesError(KVLayersError, RuntimeError):
+    """States of a cache, as attention reads them, are written to."""

@@ -14,6 +14,7 @@ from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, RegistryError
+from ..quantized_cache import QuantizedCache
 from ..static_cache import HybridCache, SlidingWindowCache, StaticCache
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
@@ -220,3 +221,32 @@ def _sliding_window(request: CacheRequest) -> SlidingWindowCache:
 @register("hybrid_chunked")
 def _hybrid(request: CacheRequest) -> HybridCache:
     return HybridCache(request.config, **_sized(request))
+
+
+def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:
+    return QuantizedCache(**{"length_hint": request.length_hint, **preset, **request.options, "config": request.config})
+
+
+@register("quantized")
+def _quantized(request: CacheRequest) -> QuantizedCache:
+    return _quantized_cache(request)
+
+
+@register("fp8")
+def _fp8(request: CacheRequest) -> QuantizedCache:
+    return _quantized_cache(request, backend="fp8")
+
+
+@register("int8")
+def _int8(request: CacheRequest) -> QuantizedCache:
+    return _quantized_cache(request, nbits=8)
+
+
+@register("int4")
+def _int4(request: CacheRequest) -> QuantizedCache:
+    return _quantized_cache(request, nbits=4)
+
+
+@register("int2")
+def _int2(request: CacheRequest) -> QuantizedCache:
+    return _quantized_cache(request, nbits=2)

@@ -2,6 +2,7 @@
 
 from .base import CacheLayer, LayerState
 from .dynamic import DynamicLayer
+from .quantized import QuantizedLayer
 from .sliding import SlidingLayer
 from .static import StaticLayer
 from .static_sliding import StaticSlidingLayer
@@ -12,6 +13,7 @@ __all__ = [
     "CacheLayer",
     "DynamicLayer",
     "LayerState",
+    "QuantizedLayer",
     "SlidingLayer",
     "StaticLayer",
     "StaticSlidingLayer",

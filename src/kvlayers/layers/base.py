@@ -9,10 +9,9 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import Self
 
 from ..errors import OptionError, RollbackError, UnsupportedLayerError
+from ..stores.base import Fact
 from ..stores.buffer import StateForm, form_of
 from .batch import BatchIndices, as_batch_indices, repeated_rows
-
-Fact = int | str | bool | None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """From what a model config says to the layers of a cache: the one table."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from .. import compat
 from ..compat import LayerSpec
+from ..stores.quantization import Quantization
+from ..stores.quantized import QuantizedStore
 from .dynamic import DynamicLayer
+from .quantized import QuantizedLayer
 from .sliding import SlidingLayer
 from .static import StaticLayer
 from .static_sliding import StaticSlidingLayer
@@ -51,4 +55,24 @@ def static_layers(config: object, max_cache_len: int) -> list[Any]:
         if spec.layer_type in STATIC
         else compat.upstream_layer(spec, max_cache_len)
         for spec in specs
+    ]
+
+
+def quantized_layers(
+    config: object, quantization: Quantization, quantize_sliding: bool, length_hint: int | None = None
+) -> list[Any]:
+    """As `dynamic_layers`, with full attention quantized, and windows as well where `quantize_sliding` says so."""
+    # A window drops its oldest tokens, so that none of them stays for good.
+    in_window = dataclasses.replace(quantization, sink_tokens=0)
+
+    def window(spec: LayerSpec) -> SlidingLayer:
+        return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window) if quantize_sliding else None)
+
+    kinds: dict[str, Callable[[LayerSpec], Any]] = {
+        "full_attention": lambda spec: QuantizedLayer(quantization, length_hint),
+        **dict.fromkeys(WINDOWED, window),
+    }
+    return [
+        kinds[spec.layer_type](spec) if spec.layer_type in kinds else compat.upstream_layer(spec)
+        for spec in compat.layer_specs(config)
     ]

@@ -3,7 +3,6 @@
 from torch import Tensor
 from typing_extensions import override
 
-from ..attention import attended_by_one_query
 from ..errors import RollbackError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
@@ -28,14 +27,8 @@ class DynamicLayer(TokenLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
-        tokens = store.admit(key_states, value_states)
-        store.append(key_states, value_states)
-        keys, values = store.newest(self.attended(store.length))
-        return (attended_by_one_query(keys) if tokens == 1 else keys), values
-
-    def attended(self, tokens: int) -> int:
-        """States that attention reads when `tokens` tokens are there."""
-        return tokens
+        store.admit(key_states, value_states)
+        return store.extend(key_states, value_states, store.length)
 
     @property
     @override
@@ -49,7 +42,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.attended(self._store.length + query_length), 0
+        return self._store.length + query_length, 0
 
     @override
     def check_truncate(self, length: int) -> None:

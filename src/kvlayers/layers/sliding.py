@@ -1,14 +1,13 @@
 """A layer that keeps a window of the newest tokens."""
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..attention import attended_by_one_query
 from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
-from .base import Fact, LayerState, whole_number
+from ..stores.base import Fact
+from .base import LayerState, whole_number
 from .dynamic import check_rollback
 from .token_layer import TokenLayer, seen_tokens
 
@@ -57,31 +56,20 @@ class SlidingLayer(TokenLayer):
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
-            return self._pass_through(key_states, value_states, past, tokens)
-        store.append(key_states, value_states)
+            kept = min(self.sliding_window - 1, past + tokens)
+            attended = store.pass_through(key_states, value_states, past, kept)
+            self._seen += tokens
+            return attended
+        attended = store.extend(key_states, value_states, past)
         self._seen += tokens
-        keys, values = store.newest(past + tokens)
         if not self.record_past:
             self._drop_beyond_window()
-        return (attended_by_one_query(keys) if tokens == 1 else keys), values
+        return attended
 
     def _drop_beyond_window(self) -> None:
         beyond = self._store.length - (self.sliding_window - 1)
         if beyond > 0:
             self._store.drop_oldest(beyond)
-
-    def _pass_through(self, key_states: Tensor, value_states: Tensor, past: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Attend to more tokens than the window has room for, and hold only the end of them."""
-        store = self._store
-        if past:
-            past_keys, past_values = store.newest(past)
-            key_states = torch.cat([past_keys, key_states], dim=2)
-            value_states = torch.cat([past_values, value_states], dim=2)
-        kept = min(self.sliding_window - 1, past + tokens)
-        start = past + tokens - kept
-        store.replace(key_states.narrow(2, start, kept), value_states.narrow(2, start, kept))
-        self._seen += tokens
-        return key_states, value_states
 
     def activate_past_recording(self) -> None:
         """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
@@ -141,7 +129,7 @@ class SlidingLayer(TokenLayer):
 
     @override
     def settings(self) -> dict[str, Fact]:
-        return {"sliding_window": self.sliding_window}
+        return {**super().settings(), "sliding_window": self.sliding_window}
 
     @override
     def load_state(self, state: LayerState) -> None:

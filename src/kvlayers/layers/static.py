@@ -5,7 +5,7 @@ from typing_extensions import override
 from ..errors import CapacityError, OptionError
 from ..options import checks_options
 from ..stores import FixedStore
-from .base import Fact
+from ..stores.base import Fact
 from .dynamic import DynamicLayer
 
 
@@ -40,7 +40,7 @@ class StaticLayer(DynamicLayer):
 
     @override
     def settings(self) -> dict[str, Fact]:
-        return {"max_cache_len": self.max_cache_len}
+        return {**super().settings(), "max_cache_len": self.max_cache_len}
 
     @override
     def check_held(self, held: int, seen: int) -> None:

@@ -6,7 +6,7 @@ from typing_extensions import override
 from ..errors import CapacityError
 from ..options import checks_options
 from ..stores import FixedStore
-from .base import Fact
+from ..stores.base import Fact
 from .sliding import SlidingLayer, check_window, window_room
 from .static import check_max_cache_len
 

@@ -8,8 +8,9 @@ from typing_extensions import Self, override
 
 from ..errors import StateMismatchError
 from ..stores import TokenStore
+from ..stores.base import Fact
 from ..stores.buffer import StateForm
-from .base import CacheLayer, Fact, LayerState
+from .base import CacheLayer, LayerState
 
 
 class TokenLayer(CacheLayer):
@@ -96,26 +97,16 @@ class TokenLayer(CacheLayer):
 
     def settings(self) -> dict[str, Fact]:
         """What the layer was made with and a state of it depends on."""
-        return {}
+        return self._store.settings()
 
     @override
     def state(self) -> LayerState:
-        tensors: dict[str, Tensor] = {}
-        if self._store.key_form is not None:
-            keys, values = self._store.newest(self._store.length)
-            tensors = {"keys": keys.clone(), "values": values.clone()}
-        return LayerState(type(self).__name__, tensors, {**self.settings(), "length": self.length})
+        return LayerState(type(self).__name__, self._store.state(), {**self.settings(), "length": self.length})
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        store = self._store
-        store.clear()
-        if state.tensors:
-            keys, values = state.tensors["keys"], state.tensors["values"]
-            # What was recorded for a rollback is part of a state, and may be more than a reservation has room for.
-            store.reserve(store.admit(keys, values))
-            store.append(keys, values)
+        self._store.load_state(state.tensors)
 
     @override
     def check_state(self, state: LayerState) -> None:
@@ -133,14 +124,7 @@ class TokenLayer(CacheLayer):
         kinds = {(tensor.layout, tensor.device) for tensor in state.tensors.values()}
         if len(kinds) > 1 or any(layout != torch.strided for layout, _ in kinds):
             raise StateMismatchError(f"expected dense tensors on one device, but saw {sorted(map(str, kinds))}.")
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
-        match = [len(shape) == 4 and (shape[0], shape[2]) for shape in shapes.values()]
-        if shapes and (set(shapes) != {"keys", "values"} or not match[0] or match[0] != match[1]):
-            raise StateMismatchError(
-                f"expected keys and values [batch, kv_heads, tokens, head_dim] of as many tokens, but saw {shapes}: "
-                "take the state again."
-            )
-        self.check_held(shapes["keys"][2] if shapes else 0, seen_tokens(state))
+        self.check_held(self._store.check_state(state.tensors), seen_tokens(state))
 
     def check_held(self, held: int, seen: int) -> None:
         """Raise `StateMismatchError` where a layer that has seen `seen` tokens cannot go on from `held` of them."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from .base import Fact, LayerState
+from ..stores.base import Fact
+from .base import LayerState
 
 
 @runtime_checkable

@@ -3,5 +3,7 @@
 from .base import TokenStore
 from .dense import DenseStore
 from .fixed import FixedStore
+from .quantization import Quantization
+from .quantized import QuantizedStore
 
-__all__ = ["DenseStore", "FixedStore", "TokenStore"]
+__all__ = ["DenseStore", "FixedStore", "Quantization", "QuantizedStore", "TokenStore"]

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from .buffer import StateForm
 
+Fact = int | str | bool | None
+"""A plain fact that is kept beside the tensors of a state."""
+
 
 class TokenStore(ABC):
     """Holds the keys and values of one run of consecutive tokens.
@@ -53,8 +56,24 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def replace(self, keys: Tensor, values: Tensor) -> None:
-        """Hold a copy of admitted states in place of everything held so far."""
+    def extend(self, keys: Tensor, values: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Append admitted states; return what their queries attend to.
+
+        Args:
+            keys: `[batch, kv_heads, new, key_head_dim]`.
+            values: `[batch, kv_heads, new, value_head_dim]`.
+            past: how many of the newest tokens that were held before are attended to.
+
+        Returns:
+            Keys and values of `past` tokens and the new ones, in order.
+
+        Raises:
+            CapacityError: the store cannot hold that many tokens.
+        """
+
+    @abstractmethod
+    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
+        """As `extend`, where no more than the newest `kept` tokens are held afterwards, nor room is made for more."""
 
     @abstractmethod
     def newest_keys(self, count: int) -> Tensor:
@@ -91,6 +110,26 @@ class TokenStore(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget all tokens, keep the memory."""
+
+    def settings(self) -> dict[str, Fact]:
+        """What the store was made with and a state of it depends on."""
+        return {}
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all that is held, `keys` and `values` among them; empty before the first states."""
+
+    @abstractmethod
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        """The count of tokens in a state.
+
+        Raises:
+            StateMismatchError: the tensors are no state of such a store.
+        """
+
+    @abstractmethod
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Hold what was held when the state was taken, which was checked by the caller."""
 
     @abstractmethod
     def fork(self) -> "TokenStore":

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from ..attention.single_query import attended_by_one_query
 from ..errors import CapacityError, StateMismatchError
+from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
 from .base import TokenStore
-from .buffer import StateForm, TokenBuffer, form_of
-
-_FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
+from .buffer import StateForm, TokenBuffer
 
 
 class ContiguousStore(TokenStore):
@@ -61,29 +61,14 @@ class ContiguousStore(TokenStore):
 
     @override
     def admit(self, keys: Tensor, values: Tensor) -> int:
-        if keys.dim() != 4 or values.dim() != 4:
-            raise StateMismatchError(
-                "expected keys and values [batch, kv_heads, tokens, head_dim], but saw shapes "
-                f"{tuple(keys.shape)} and {tuple(values.shape)}: reshape them before the update."
-            )
-        tokens = keys.shape[2]
-        if tokens != values.shape[2]:
-            raise StateMismatchError(
-                f"expected keys and values of as many tokens, but saw {tokens} and {values.shape[2]}: pass the states "
-                "of one forward pass together."
-            )
-        key_form, value_form = form_of(keys), form_of(values)
+        key_form, value_form = checked_forms(keys, values)
         self._admitted = None
         if key_form != self._key_form or value_form != self._value_form:
             if self._start != self._end:
-                raise self._mismatch(key_form, value_form)
-            if key_form[0] != value_form[0]:
-                raise StateMismatchError(
-                    f"expected keys and values of one batch size, but saw {key_form[0]} and {value_form[0]}: pass the "
-                    "states of one forward pass together."
-                )
+                raise mismatch((key_form, value_form), (self._key_form, self._value_form), self.length)
+            check_one_batch(key_form, value_form)
             self._admitted = key_form, value_form
-        return tokens
+        return int(keys.shape[2])
 
     def _take_form(self, tokens: int) -> None:
         """Be the store of states of the form that was admitted, if `tokens` of them fit."""
@@ -91,17 +76,6 @@ class ContiguousStore(TokenStore):
             self._check_limit(tokens)
             self.reserve_form(*self._admitted)
             self._admitted = None
-
-    def _mismatch(self, key_form: StateForm, value_form: StateForm) -> StateMismatchError:
-        for side, seen, held in (("keys", key_form, self._key_form), ("values", value_form, self._value_form)):
-            for part, new, old in zip(_FORM_PARTS, seen, held or (), strict=False):
-                if new != old:
-                    return StateMismatchError(
-                        f"expected {side} of {part} {old}, as the {self.length} tokens that are held, but saw {part} "
-                        f"{new}: convert the states, select or repeat the cache's sequences (batch_select_indices, "
-                        "batch_repeat_interleave), or reset the cache first."
-                    )
-        return StateMismatchError("the states do not match those that are held: reset the cache first.")
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -129,6 +103,23 @@ class ContiguousStore(TokenStore):
         self._values.write(end, values)  # type: ignore[union-attr]
         self._end = end + tokens
 
+    @override
+    def extend(self, keys: Tensor, values: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        self.append(keys, values)
+        tokens = keys.shape[2]
+        attended = self.newest(past + tokens)
+        return (attended_by_one_query(attended[0]), attended[1]) if tokens == 1 else attended
+
+    @override
+    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
+        if past:
+            past_keys, past_values = self.newest(past)
+            keys = torch.cat([past_keys, keys], dim=2)
+            values = torch.cat([past_values, values], dim=2)
+        start = keys.shape[2] - kept
+        self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
+        return keys, values
+
     def _apart(self, states: Tensor) -> Tensor:
         """States that making room cannot move: a copy, where they are a view of what was returned before."""
         storage = states.untyped_storage().data_ptr()
@@ -155,8 +146,8 @@ class ContiguousStore(TokenStore):
         self._capacity = self._end
         self._tracks_gradients = keys.requires_grad or values.requires_grad
 
-    @override
     def replace(self, keys: Tensor, values: Tensor) -> None:
+        """Hold a copy of admitted states in place of everything held so far."""
         if self._admitted is not None:
             self._take_form(keys.shape[2])
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
@@ -217,6 +208,26 @@ class ContiguousStore(TokenStore):
         other.reserve_form(key_form, value_form)
         other.replace(keys, values)
         self.__dict__.update(other.__dict__)
+
+    @override
+    def state(self) -> dict[str, Tensor]:
+        if self._key_form is None:
+            return {}
+        keys, values = self.newest(self.length)
+        return {"keys": keys.clone(), "values": values.clone()}
+
+    @override
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        return check_dense_state(tensors)
+
+    @override
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        self.clear()
+        if tensors:
+            keys, values = tensors["keys"], tensors["values"]
+            # What was recorded for a rollback is part of a state, and may be more than a reservation has room for.
+            self.reserve(self.admit(keys, values))
+            self.append(keys, values)
 
     @override
     def fork(self) -> Self:

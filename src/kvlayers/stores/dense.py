@@ -19,15 +19,24 @@ class DenseStore(ContiguousStore):
     Args:
         length_hint: the most tokens that are expected, where that is known. Growth stops there as long as the hint
             holds, so that the last growth is not too large. It is no limit: more tokens than that still fit.
+        growth_divisor: a full buffer grows by one part in so many.
+        minimum_growth: tokens by which it grows at least.
     """
 
-    def __init__(self, length_hint: int | None = None) -> None:
+    def __init__(
+        self,
+        length_hint: int | None = None,
+        growth_divisor: int = GROWTH_DIVISOR,
+        minimum_growth: int = MINIMUM_GROWTH,
+    ) -> None:
         super().__init__()
         self.length_hint = length_hint
+        self.growth_divisor = growth_divisor
+        self.minimum_growth = minimum_growth
 
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate when `needed` tokens must fit."""
-        capacity = needed + max(needed // GROWTH_DIVISOR, MINIMUM_GROWTH)
+        capacity = needed + max(needed // self.growth_divisor, self.minimum_growth)
         if self.length_hint is not None and needed <= self.length_hint:
             return min(capacity, self.length_hint)
         return capacity

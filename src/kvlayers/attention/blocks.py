@@ -1,0 +1,76 @@
+"""Attention over a history in plain torch: a few blocks at a time, with an online softmax.
+
+For prefill, for devices and dtypes that no kernel is for, and where there is no compiler. No more than a few packed
+blocks are in full precision at once, and the more queries there are, the fewer.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..quantizers.hadamard import rotate
+from .history import DenseRun, History
+
+SCORES_AT_ONCE = 1 << 15
+"""Scores of one head that are worth a round of torch calls: with fewer, their fixed cost is most of the time."""
+
+MOST_TOKENS_AT_ONCE = 512
+"""Tokens that are brought to full precision at once, however few the queries."""
+
+
+def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of some queries over a history.
+
+    Args:
+        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the history's kv_heads.
+        history: what they attend to.
+        mask: bool or additive, `[batch, heads, queries, tokens]` (expanded), or `None`.
+        scale: factor of the scores.
+
+    Returns:
+        `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
+    """
+    batch, heads, queries, _ = query.shape
+    first = history.runs[0]
+    kv_heads = first.keys.shape[1] if isinstance(first, DenseRun) else first.keys.codes.shape[1]
+    rows = heads // kv_heads * queries
+    scaled = query.reshape(batch, kv_heads, rows, -1).float() * scale
+    highest = scaled.new_full((batch, kv_heads, rows, 1), -torch.inf)
+    total = torch.zeros_like(highest)
+    sums: dict[bool, Tensor] = {}
+    position = 0
+    for keys, values, rotated in _pieces(history, rows):
+        tokens = keys.shape[2]
+        scores = scaled @ keys.float().transpose(2, 3)
+        if mask is not None:
+            part = mask[..., position : position + tokens].reshape(batch, kv_heads, rows, tokens)
+            scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
+        position += tokens
+        raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        # A row that may attend to nothing yet has -inf for its highest score, and -inf - -inf is not a number.
+        reference = raised.masked_fill(raised == -torch.inf, 0.0)
+        weights = torch.exp(scores - reference)
+        shrink = torch.exp(highest - reference)
+        highest = raised
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        for held in sums:
+            sums[held] = sums[held] * shrink
+        attended = weights @ values.float()
+        sums[rotated] = sums[rotated] + attended if rotated in sums else attended
+    result = sum(rotate(part) if rotated else part for rotated, part in sums.items()) / total
+    # As torch does: a query that may attend to nothing gets zeros.
+    result = torch.where(total == 0, 0.0, result)
+    return result.reshape(batch, heads, queries, -1).to(query.dtype)
+
+
+def _pieces(history: History, rows: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Keys and values of a few tokens at a time, and whether those values are rotated."""
+    for run in history.runs:
+        if isinstance(run, DenseRun):
+            yield run.keys, run.values, False
+            continue
+        block_tokens = run.keys.block_tokens
+        tokens = min(max(SCORES_AT_ONCE // rows, block_tokens), MOST_TOKENS_AT_ONCE)
+        for piece in run.pieces(max(tokens // block_tokens, 1)):
+            yield piece.dequantized("keys"), piece.dequantized("values"), run.values.format.rotated

@@ -1,0 +1,283 @@
+"""The kernel for CPUs: compiled once for this machine, kept on disk, and called without torch in between.
+
+Where there is no C++ compiler, `library()` is `None` and attention goes in plain torch instead (`blocks.py`).
+"""
+
+import ctypes
+import functools
+import glob
+import hashlib
+import logging
+import math
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantizers.hadamard import rotation_size
+from ..stores.packed_side import PackedSide
+from .history import DenseRun, History, PackedRun
+
+logger = logging.getLogger(__name__)
+
+SOURCE = pathlib.Path(__file__).with_name("cpu_kernel.cpp")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-Wno-psabi",
+)
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_DENSE_RUNS = 4
+MOST_ROWS = 128
+"""Queries of one kv head, over all heads that share it, up to which the kernel beats matrix products on blocks."""
+
+COMPILE_SECONDS = 120
+
+
+class _Dense(ctypes.Structure):
+    _fields_ = [
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("key_batch", "key_head", "key_token")),
+        *((name, ctypes.c_int64) for name in ("value_batch", "value_head", "value_token")),
+        ("tokens", ctypes.c_int64),
+    ]
+
+
+class _Side(ctypes.Structure):
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("parameters", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("code_batch", "code_head", "code_block")),
+        *((name, ctypes.c_int64) for name in ("parameter_batch", "parameter_head", "parameter_block")),
+        *((name, ctypes.c_int64) for name in ("bits", "floating", "rows", "columns", "row_group", "column_group")),
+    ]
+
+
+class _Packed(ctypes.Structure):
+    _fields_ = [
+        ("keys", _Side),
+        ("values", _Side),
+        *((name, ctypes.c_int64) for name in ("blocks", "block_tokens", "first")),
+        ("ends", ctypes.c_void_p),
+        ("rotation", ctypes.c_int64),
+    ]
+
+
+class _Mask(ctypes.Structure):
+    _fields_ = [
+        ("entries", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "query", "key", "is_bool")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("query", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "query_token")),
+        *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "groups", "query_tokens", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("is_bfloat16", "threads")),
+        ("scale", ctypes.c_double),
+        ("mask", _Mask),
+        *((name, ctypes.c_int64) for name in ("dense_before", "dense_after")),
+        ("dense", _Dense * MOST_DENSE_RUNS),
+        ("packed", _Packed),
+    ]
+
+
+def supports(query: Tensor, history: History) -> bool:
+    """Whether the kernel is for such queries, and there is a compiler for it."""
+    if query.device.type != "cpu" or query.dtype not in DTYPES:
+        return False
+    runs = len(history.before) + len(history.after)
+    return runs <= MOST_DENSE_RUNS and library() is not None
+
+
+def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention, as `blocks.attend`."""
+    batch, heads, queries, _ = query.shape
+    call, kept = _call(query, history, heads, queries, scale)
+    if mask is not None:
+        kept.append(_set_mask(call.mask, mask))
+    # Laid out as torch's own attention lays it out, so that the transposition after it costs nothing.
+    out = query.new_empty((batch, queries, heads, call.value_dim)).transpose(1, 2)
+    _set_out(call, out)
+    _loaded().kvlayers_attend(ctypes.byref(call))
+    return out
+
+
+def scores(query: Tensor, history: History) -> Tensor:
+    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
+    batch, heads, queries, _ = query.shape
+    call, _kept = _call(query, history, heads, queries, 1.0)
+    out = query.new_empty((batch, heads, queries, history.tokens))
+    _set_out(call, out)
+    _loaded().kvlayers_score(ctypes.byref(call))
+    return out
+
+
+def combine(weights: Tensor, history: History) -> Tensor:
+    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
+    batch, heads, queries, _ = weights.shape
+    call, _kept = _call(weights, history, heads, queries, 1.0)
+    out = weights.new_empty((batch, heads, queries, call.value_dim))
+    _set_out(call, out)
+    _loaded().kvlayers_combine(ctypes.byref(call))
+    return out
+
+
+def _call(query: Tensor, history: History, heads: int, queries: int, scale: float) -> tuple[_Call, list[Any]]:
+    """Arguments of the kernel, and what must stay alive until it returns."""
+    call = _Call()
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    kept: list[Any] = [query, history]
+    call.query = query.data_ptr()
+    call.query_batch, call.query_head, call.query_token, _ = query.stride()
+    call.query_tokens = queries
+    call.is_bfloat16 = query.dtype == torch.bfloat16
+    call.threads = torch.get_num_threads()
+    call.scale = scale
+    call.dense_before, call.dense_after = len(history.before), len(history.after)
+    for entry, run in zip(call.dense, (*history.before, *history.after), strict=False):
+        kept.append(_set_dense(entry, run))
+        call.batch, call.kv_heads = run.keys.shape[0], run.keys.shape[1]
+        call.key_dim, call.value_dim = run.keys.shape[3], run.values.shape[3]
+    if history.packed is not None:
+        call.packed = _packed(history.packed)
+        codes = history.packed.keys.codes
+        call.batch, call.kv_heads = codes.shape[0], codes.shape[1]
+        call.key_dim, call.value_dim = history.packed.keys.head_dim, history.packed.values.head_dim
+    call.groups = heads // call.kv_heads
+    return call, kept
+
+
+def _set_dense(entry: _Dense, run: DenseRun) -> tuple[Tensor, Tensor]:
+    keys = run.keys if run.keys.stride(3) == 1 else run.keys.contiguous()
+    values = run.values if run.values.stride(3) == 1 else run.values.contiguous()
+    entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
+    entry.key_batch, entry.key_head, entry.key_token, _ = keys.stride()
+    entry.value_batch, entry.value_head, entry.value_token, _ = values.stride()
+    entry.tokens = run.tokens
+    return keys, values
+
+
+def _packed(run: PackedRun) -> _Packed:
+    packed: _Packed | None = run.for_kernels.get("cpu")
+    if packed is None:
+        packed = _Packed(blocks=run.blocks, block_tokens=run.keys.block_tokens, first=run.first)
+        _set_side(packed.keys, run.keys)
+        _set_side(packed.values, run.values)
+        if run.ends is not None:
+            ends = (ctypes.c_int32 * run.blocks)(*run.ends)
+            packed.ends = ctypes.addressof(ends)
+            run.for_kernels["ends"] = ends
+        packed.rotation = rotation_size(run.values.head_dim) if run.values.format.rotated else 0
+        run.for_kernels["cpu"] = packed
+    return packed
+
+
+def _set_side(entry: _Side, side: PackedSide) -> None:
+    entry.codes, entry.parameters = side.codes.data_ptr(), side.parameters.data_ptr()
+    entry.code_batch, entry.code_head, entry.code_block, _ = side.codes.stride()
+    entry.parameter_batch, entry.parameter_head, entry.parameter_block, _ = side.parameters.stride()
+    entry.bits, entry.floating = side.format.bits, side.format.floating
+    entry.rows, entry.columns = side.rows, side.columns
+    entry.row_group, entry.column_group = side.row_group, side.column_group
+
+
+def _set_mask(entry: _Mask, mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        mask = mask.float()
+    entry.entries = mask.data_ptr()
+    entry.batch, entry.head, entry.query, entry.key = mask.stride()
+    entry.is_bool = mask.dtype == torch.bool
+    return mask
+
+
+def _set_out(call: _Call, out: Tensor) -> None:
+    call.out = out.data_ptr()
+    call.out_batch, call.out_head, call.out_token, _ = out.stride()
+
+
+def _loaded() -> ctypes.CDLL:
+    kernel = library()
+    if kernel is None:
+        raise RuntimeError("expected a compiled kernel, but there is none: ask supports() first.")
+    return kernel
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel; `None` where it cannot be compiled, which is logged once."""
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        logger.warning(
+            "kvlayers attends to quantized caches in plain torch, which is slower, as its CPU kernel could not be "
+            "compiled (install g++, or set CXX to a C++ compiler): %s",
+            reason,
+        )
+        return None
+
+
+def cache_directory() -> pathlib.Path:
+    """Where compiled kernels are kept: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
+    if "KVLAYERS_CACHE" in os.environ:
+        return pathlib.Path(os.environ["KVLAYERS_CACHE"])
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvlayers"
+
+
+def _compiled() -> pathlib.Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no g++ or clang++ on the PATH")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    command = [compiler, *FLAGS, str(SOURCE), *_openmp_of_torch()]
+    facts = "\n".join([SOURCE.read_text(), version, _processor(), *command])
+    target = cache_directory() / f"attention-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    logger.info("kvlayers compiles its attention kernel for this CPU, once: %s", " ".join(command))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = pathlib.Path(scratch) / target.name
+        subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+        # In one step, as other processes may be doing the same.
+        made.replace(target)
+    return target
+
+
+def _openmp_of_torch() -> list[str]:
+    """Link to the OpenMP runtime that torch brings: a second one would have threads of its own, in each other's way."""
+    brought = sorted(glob.glob(str(pathlib.Path(torch.__file__).parent / "lib" / "libgomp*.so*")))
+    return ["-Wl,--no-as-needed", brought[0], "-Wl,--as-needed"] if brought else []
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def default_scale(head_dim: int) -> float:
+    """Factor of the scores where none is given."""
+    return 1.0 / math.sqrt(head_dim)

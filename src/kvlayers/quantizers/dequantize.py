@@ -1,0 +1,32 @@
+"""From codes back to states, in the plainest way."""
+
+import torch
+from torch import Tensor
+
+from .base import CodeFormat, QuantizedGroups
+from .grouping import grouped, ungrouped
+from .hadamard import rotate
+
+
+def dequantize(groups: QuantizedGroups, code_format: CodeFormat, dtype: torch.dtype) -> Tensor:
+    """The states that codes stand for, computed in float32.
+
+    Args:
+        groups: what a quantizer returned.
+        code_format: `format` of that quantizer.
+        dtype: dtype of the result.
+
+    Returns:
+        `[batch, kv_heads, tokens, head_dim]` of `dtype`.
+    """
+    codes = groups.codes.view(torch.float8_e4m3fn) if code_format.floating else groups.codes
+    states = grouped(codes.float(), code_format) * _for_each_state(groups.scale)
+    if groups.zero is not None:
+        states = states + _for_each_state(groups.zero)
+    flat = ungrouped(states)
+    return (rotate(flat) if code_format.rotated else flat).to(dtype)
+
+
+def _for_each_state(parameters: Tensor) -> Tensor:
+    """View `[batch, kv_heads, token groups, channel groups]` so that it broadcasts over grouped states."""
+    return parameters.float().unsqueeze(-2).unsqueeze(-1)

@@ -1,0 +1,178 @@
+"""The quantizer that needs no other package.
+
+Keys have channels that are large in every token, so that they share a scale along the tokens of a channel; values have
+none, and share it along the channels of a token, after KIVI (https://arxiv.org/abs/2402.02750). Values are rotated
+first (see `hadamard`). The range of a group is searched for: clipping the outermost states makes all others finer. Each
+candidate is what the best of a grid of clipped ranges becomes by least squares, given its codes: the alternation of
+HQQ (https://dropbox.github.io/hqq_blog/) and of Lloyd's method, with squared error in place of theirs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import DEFAULT_GROUP_SIZE, Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, channel_group
+from .grouping import GROUP_DIMS, grouped, rounded, smallest_positive, ungrouped
+from .hadamard import rotate, rotation_size
+from .registry import register_quantizer
+
+CLIPS = {
+    2: (0.0, 0.07, 0.14, 0.21, 0.28),
+    3: (0.0, 0.04, 0.08, 0.12, 0.16),
+    4: (0.0, 0.03, 0.06, 0.09, 0.12),
+    8: (0.0,),
+}
+"""For each width, the parts of the range that are tried as the part to cut off at either end."""
+
+REFITS = {2: 2, 3: 2, 4: 2, 8: 0}
+"""For each width, how often the best range is fitted to its own codes."""
+
+PIECE = 1 << 17
+"""States that are quantized at once: as many as fit into a processor's cache, with what is made of them."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Numbers that the codes of each group stand for, as stored: float32 that the dtype of the states can hold."""
+
+    scale: Tensor
+    zero: Tensor
+
+    def where(self, condition: Tensor, other: "_Grid") -> "_Grid":
+        return _Grid(torch.where(condition, self.scale, other.scale), torch.where(condition, self.zero, other.zero))
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """Codes and what they leave over, both float32 in units of the scale."""
+
+    codes: Tensor
+    residue: Tensor
+
+
+class NativeQuantizer(Quantizer):
+    """Affine codes, whose range is searched for.
+
+    Args:
+        code_format: what the codes mean.
+    """
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        """Quantize `[batch, kv_heads, tokens, head_dim]`.
+
+        A group of equal states gives exactly that state. States that are rotated are clipped to the largest number of
+        their dtype divided by the square root of how many channels are mixed, beyond which rotation would overflow.
+        """
+        tokens = states.shape[-2]
+        step = PIECE * tokens // max(1, states.numel())
+        step = max(1, step // self.format.group_tokens) * self.format.group_tokens
+        pieces = [self._quantize_piece(states[..., start : start + step, :]) for start in range(0, tokens, step)]
+        codes, scale, zero = zip(*pieces, strict=True)
+        return QuantizedGroups(torch.cat(codes, -2), torch.cat(scale, -2), torch.cat(zero, -2))
+
+    def _quantize_piece(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        exact = states.float()
+        if self.format.rotated:
+            limit = torch.finfo(states.dtype).max / rotation_size(states.shape[-1]) ** 0.5
+            exact = rotate(exact.clamp(-limit, limit))
+        search = _Search(grouped(exact, self.format), self.format.bits, states.dtype)
+        grid = search.best()
+        codes = ungrouped(search.code(grid).codes).to(torch.uint8)
+        scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
+        return codes, scale, zero
+
+
+class _Search:
+    """Looks for the grid of each group that leaves the smallest squared error.
+
+    Args:
+        states: float32, by groups.
+        bits: width of a code.
+        dtype: dtype that scale and zero are stored in.
+    """
+
+    def __init__(self, states: Tensor, bits: int, dtype: torch.dtype) -> None:
+        self.states = states
+        self.bits = bits
+        self.dtype = dtype
+        self.top = 2**bits - 1
+        self.count = states.shape[-3] * states.shape[-1]
+        self.lowest = states.amin(GROUP_DIMS, keepdim=True)
+        # The range itself may exceed the largest float32.
+        self.step = states.amax(GROUP_DIMS, keepdim=True) / self.top - self.lowest / self.top
+
+    def best(self) -> _Grid:
+        best = self._grid(self.step, self.lowest)
+        if CLIPS[self.bits] == (0.0,):
+            return best
+        unit = best.scale
+        least = self._error(best, self.code(best), unit)
+        for grid in self._clipped():
+            error = self._error(grid, self.code(grid), unit)
+            best, least = grid.where(error < least, best), torch.minimum(error, least)
+        grid, coded = best, self.code(best)
+        for _ in range(REFITS[self.bits]):
+            grid = self._refit(grid, coded)
+            coded = self.code(grid)
+            error = self._error(grid, coded, unit)
+            best, least = grid.where(error < least, best), torch.minimum(error, least)
+        return best
+
+    def code(self, grid: _Grid) -> _Coded:
+        exact = (self.states - grid.zero).div_(grid.scale)
+        codes = exact.round().clamp_(0, self.top)
+        return _Coded(codes, exact.sub_(codes))
+
+    def _clipped(self) -> Iterator[_Grid]:
+        clips = CLIPS[self.bits]
+        for below in clips:
+            for above in clips:
+                if below or above:
+                    yield self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
+
+    def _error(self, grid: _Grid, coded: _Coded, unit: Tensor) -> Tensor:
+        """Squared error of each group in units, which the square of the largest states could not be."""
+        return coded.residue.square().sum(GROUP_DIMS, keepdim=True) * (grid.scale / unit).square()
+
+    def _refit(self, grid: _Grid, coded: _Coded) -> _Grid:
+        """The grid of least squares for the codes: first the zero, then the scale that suits the stored zero."""
+        codes, residue = coded.codes, coded.residue
+        code_sum = codes.sum(GROUP_DIMS, keepdim=True)
+        code_squares = codes.square().sum(GROUP_DIMS, keepdim=True)
+        residue_sum = residue.sum(GROUP_DIMS, keepdim=True)
+        products = (codes * residue).sum(GROUP_DIMS, keepdim=True)
+        variation = (code_squares - code_sum.square() / self.count).clamp(min=0.5)
+        slope = (products - code_sum * residue_sum / self.count) / variation
+        zero = rounded(grid.zero + grid.scale * ((residue_sum - slope * code_sum) / self.count), self.dtype)
+        moved = (grid.zero - zero) / grid.scale
+        return self._grid(grid.scale * (1 + (products + code_sum * moved) / code_squares.clamp(min=1)), zero)
+
+    def _grid(self, scale: Tensor, zero: Tensor) -> _Grid:
+        """A grid as it is stored, whose scale can be divided by, and whose last state the dtype can hold."""
+        numbers = torch.finfo(self.dtype)
+        zero = rounded(zero, self.dtype)
+        room = (numbers.max / self.top - zero.clamp(min=0) / self.top) * (1 - numbers.eps)
+        return _Grid(rounded(torch.minimum(scale, room), self.dtype).clamp(min=smallest_positive(self.dtype)), zero)
+
+
+@register_quantizer("native")
+class NativeBackend(Backend):
+    """Keys by 64 neighbouring tokens of a channel, values by the rotated channels of a token."""
+
+    name = "native"
+    widths = (2, 3, 4, 8)
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> NativeQuantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: the options are not ones that the backend takes, or the group size of values does not divide
+                head_dim.
+        """
+        self.check(options)
+        if options.side == "keys":
+            return NativeQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1))
+        group_channels = channel_group(options, head_dim)
+        return NativeQuantizer(CodeFormat(options.nbits, 1, group_channels, rotated=True))

@@ -1,0 +1,67 @@
+"""Whether new states can be held at all, and beside those that are held."""
+
+from torch import Tensor
+
+from ..errors import StateMismatchError
+from .buffer import StateForm, form_of
+
+_FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
+
+
+def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
+    """Forms of keys and values that are states of one forward pass.
+
+    Raises:
+        StateMismatchError: they are not.
+    """
+    if keys.dim() != 4 or values.dim() != 4:
+        raise StateMismatchError(
+            "expected keys and values [batch, kv_heads, tokens, head_dim], but saw shapes "
+            f"{tuple(keys.shape)} and {tuple(values.shape)}: reshape them before the update."
+        )
+    if keys.shape[2] != values.shape[2]:
+        raise StateMismatchError(
+            f"expected keys and values of as many tokens, but saw {keys.shape[2]} and {values.shape[2]}: pass the "
+            "states of one forward pass together."
+        )
+    return form_of(keys), form_of(values)
+
+
+def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
+    """Raise `StateMismatchError` where keys and values are of different batch sizes."""
+    if key_form[0] != value_form[0]:
+        raise StateMismatchError(
+            f"expected keys and values of one batch size, but saw {key_form[0]} and {value_form[0]}: pass the "
+            "states of one forward pass together."
+        )
+
+
+def mismatch(
+    seen: tuple[StateForm, StateForm], held: tuple[StateForm | None, StateForm | None], length: int
+) -> StateMismatchError:
+    """The error for states of other forms than the `length` tokens that are held."""
+    for side, new_form, held_form in zip(("keys", "values"), seen, held, strict=True):
+        for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
+            if new != old:
+                return StateMismatchError(
+                    f"expected {side} of {part} {old}, as the {length} tokens that are held, but saw {part} "
+                    f"{new}: convert the states, select or repeat the cache's sequences (batch_select_indices, "
+                    "batch_repeat_interleave), or reset the cache first."
+                )
+    return StateMismatchError("the states do not match those that are held: reset the cache first.")
+
+
+def check_dense_state(tensors: dict[str, Tensor]) -> int:
+    """Tokens in `keys` and `values` of a state; 0 where it has neither.
+
+    Raises:
+        StateMismatchError: they are not keys and values of as many tokens.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    match = [len(shape) == 4 and (shape[0], shape[2]) for shape in shapes.values()]
+    if shapes and (set(shapes) != {"keys", "values"} or not match[0] or match[0] != match[1]):
+        raise StateMismatchError(
+            f"expected keys and values [batch, kv_heads, tokens, head_dim] of as many tokens, but saw {shapes}: "
+            "take the state again."
+        )
+    return int(shapes["keys"][2]) if shapes else 0

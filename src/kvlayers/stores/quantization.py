@@ -1,0 +1,116 @@
+"""What a quantized store is told: bits, groups, and which tokens stay in full precision."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import OptionError
+from ..quantizers.base import Backend, Quantizer, Side, SideOptions
+from ..quantizers.registry import backend as backend_called
+
+DEFAULT_NBITS = 4
+DEFAULT_RESIDUAL_LENGTH = 128
+DEFAULT_SINK_TOKENS = 16
+MINIMUM_BLOCK_TOKENS = 64
+"""Tokens in a block at least: so many that the work for a block outweighs that of finding it."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How keys and values are quantized.
+
+    Args:
+        backend: `"native"`, `"quanto"`, `"hqq"`, `"fp8"`, or a name that was registered.
+        nbits: bits of a code, for keys and values; 4, or 8 for fp8, where not given.
+        key_nbits: bits of the keys alone.
+        value_nbits: bits of the values alone.
+        axis_key: axis along which quanto (0 or -1) and hqq (0 or 1) group the keys; where not given, the one that
+            transformers recommends for each: 0 for quanto, 1 for hqq.
+        axis_value: the same for the values.
+        q_group_size: states that share a scale, for keys and values; the largest divisor of head_dim up to 64, or 64
+            tokens where a group goes along tokens, where not given.
+        key_group_size: group size of the keys alone.
+        value_group_size: group size of the values alone.
+        residual_length: newest tokens that stay in full precision.
+        sink_tokens: oldest tokens that stay in full precision, as attention sinks
+            (https://arxiv.org/abs/2309.17453): the error of these few would be most of all error.
+
+    Raises:
+        OptionError: an option that does not exist, or a value that the backend does not take.
+    """
+
+    backend: str = "native"
+    nbits: int | None = None
+    key_nbits: int | None = None
+    value_nbits: int | None = None
+    axis_key: int | None = None
+    axis_value: int | None = None
+    q_group_size: int | None = None
+    key_group_size: int | None = None
+    value_group_size: int | None = None
+    residual_length: int = DEFAULT_RESIDUAL_LENGTH
+    sink_tokens: int = DEFAULT_SINK_TOKENS
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", self.backend.lower())
+        for name in ("residual_length", "sink_tokens"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise OptionError(f"expected {name} to be a whole number of tokens, at least 0, but saw {number!r}.")
+        for side in (self.keys, self.values):
+            self._backend.check(side)
+
+    @functools.cached_property
+    def _backend(self) -> Backend:
+        return backend_called(self.backend)
+
+    def _nbits(self, own: int | None) -> int:
+        widths = self._backend.widths
+        default = DEFAULT_NBITS if DEFAULT_NBITS in widths else widths[-1]
+        return next((given for given in (own, self.nbits) if given is not None), default)
+
+    @property
+    def keys(self) -> SideOptions:
+        """What is asked of the keys."""
+        size = self.q_group_size if self.key_group_size is None else self.key_group_size
+        return SideOptions("keys", self._nbits(self.key_nbits), self.axis_key, size)
+
+    @property
+    def values(self) -> SideOptions:
+        """What is asked of the values."""
+        size = self.q_group_size if self.value_group_size is None else self.value_group_size
+        return SideOptions("values", self._nbits(self.value_nbits), self.axis_value, size)
+
+    def quantizers(self, key_head_dim: int, value_head_dim: int) -> dict[Side, Quantizer]:
+        """Quantizers for states of these head_dims.
+
+        Raises:
+            OptionError: a group size does not divide its head_dim.
+        """
+        return {
+            "keys": self._backend.quantizer(self.keys, key_head_dim),
+            "values": self._backend.quantizer(self.values, value_head_dim),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """All options, as they were resolved, by plain facts."""
+        keys, values = self.keys, self.values
+        return {
+            "backend": self.backend,
+            "key_nbits": keys.nbits,
+            "value_nbits": values.nbits,
+            "axis_key": keys.axis,
+            "axis_value": values.axis,
+            "key_group_size": keys.group_size,
+            "value_group_size": values.group_size,
+            "residual_length": self.residual_length,
+            "sink_tokens": self.sink_tokens,
+        }
+
+
+def block_tokens(quantizers: dict[Side, Quantizer]) -> int:
+    """Tokens that are packed together: a whole number of groups on both sides."""
+    whole = math.lcm(*(quantizer.format.group_tokens for quantizer in quantizers.values()))
+    return whole * math.ceil(MINIMUM_BLOCK_TOKENS / whole)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers import CacheLayer
-from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle, states
+from oracle import Oracle, states
 
 
 def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
@@ -35,11 +35,6 @@ def bytes_reached(thing: Any) -> int:
     return sum(storages.values())
 
 
-def live_bytes(tokens: int, batch: int) -> int:
-    """Bytes of the states of so many tokens, in float32."""
-    return tokens * batch * KV_HEADS * (KEY_DIM + VALUE_DIM) * 4
-
-
 def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
     """Length, contents and bytes agree between two updates."""
     assert layer.get_seq_length() == layer.length == oracle.length
@@ -49,10 +44,10 @@ def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
         kept = oracle.length - oracle.first_attended(oracle.length)
         assert layer.keys.shape[2] >= kept
         start = oracle.length - layer.keys.shape[2]
-        assert torch.equal(layer.keys, oracle.keys[:, :, start:])
-        assert torch.equal(layer.values, oracle.values[:, :, start:])
+        oracle.check_states(layer.keys, oracle.keys[:, :, start:])
+        oracle.check_states(layer.values, oracle.values[:, :, start:])
         assert layer.batch_size == oracle.keys.shape[0]
-        assert layer.nbytes >= live_bytes(kept, layer.batch_size)
+        assert layer.nbytes >= oracle.least_bytes(kept)
 
 
 def step(layer: CacheLayer, oracle: Oracle, tokens: int, generator: torch.Generator, batch: int = 2) -> None:
@@ -65,8 +60,8 @@ def step(layer: CacheLayer, oracle: Oracle, tokens: int, generator: torch.Genera
     seen_keys, seen_values = layer.update(keys, values)
     expected_keys, expected_values = oracle.update(keys, values)
     assert seen_keys.shape[2] == seen_values.shape[2] == kv_length == expected_keys.shape[2]
-    assert torch.equal(seen_keys, expected_keys)
-    assert torch.equal(seen_values, expected_values)
+    oracle.check_states(seen_keys, expected_keys)
+    oracle.check_states(seen_values, expected_values)
     check_at_rest(layer, oracle)
 
 

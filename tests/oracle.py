@@ -65,6 +65,18 @@ class Oracle:
         self.held_from = 0
 
     def copy(self) -> "Oracle":
-        twin = Oracle(self.window, self.capacity)
+        twin = self.empty()
         twin.__dict__.update(self.__dict__)
         return twin
+
+    def empty(self) -> "Oracle":
+        """An oracle of the same settings that has seen nothing."""
+        return Oracle(self.window, self.capacity)
+
+    def check_states(self, seen: Tensor, expected: Tensor) -> None:
+        """Fail where a layer's states are not those expected: to the last bit, as nothing is computed."""
+        assert torch.equal(seen, expected)
+
+    def least_bytes(self, tokens: int) -> int:
+        """Bytes that so many tokens take at least: all of them, in float32."""
+        return 0 if self.keys is None else tokens * self.keys.shape[0] * KV_HEADS * (KEY_DIM + VALUE_DIM) * 4

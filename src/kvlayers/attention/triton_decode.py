@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import OptionError, StateMismatchError
 from ..quantizers.base import CodeFormat, Side
 from ..stores.packed_side import PackedSide
+from .unpacking import unpacking_instructions
 
 WIDTHS = (2, 4, 8)
 """Bits of a code that the kernel unpacks."""
@@ -38,6 +39,13 @@ _LARGEST_HEAD_DIM = 256
 _SPLITS_MERGED_AT_ONCE = 16
 
 
+_FLOAT16_BOOSTS = {2: 1.0, 4: 4.0, 8: 64.0}
+"""Factors of scales of values in float16, for each width: weights times small scales would be subnormal.
+
+A scale is at most the range of float16 over the largest code, and is to stay finite.
+"""
+
+
 @dataclass(frozen=True)
 class Launch:
     """How the work is laid over a device. No number changes what is computed, but for the order of sums.
@@ -46,7 +54,8 @@ class Launch:
         programs: programs that a multiprocessor is given; with fewer, memory waits for work.
         minimum_blocks: blocks of a split at least, so that its partial result is small beside what it reads.
         stages: blocks that are copied ahead, with the one that is worked on.
-        warps: warps of a program; `None` for one to each 16 rows, two from a head_dim of more than 128 on.
+        warps: warps of a program; `None` for one to each 16 rows, and four at least where a head_dim is more than 128
+            or states are float32.
         assembly: codes are unpacked two at a time by inline assembly.
     """
 
@@ -196,7 +205,8 @@ def attend_packed(
     key_codes, value_codes = _words(keys.codes), _words(values.codes)
     value_fold, chunks = _value_plan(values)
     words = values.row_bytes // 2 // chunks
-    warps = launch.warps or max(rows // _TENSOR_CORE_ROWS, 2 if max(key_dim, value_dim) > 128 else 1)
+    wide = max(key_dim, value_dim) > 128 or query.dtype == torch.float32
+    warps = launch.warps or max(rows // _TENSOR_CORE_ROWS, 4 if wide else 1)
     nothing = query  # A pointer that is never read.
 
     partial_outs = torch.empty((batch, heads, q_tokens, splits, value_dim), **options)
@@ -249,9 +259,9 @@ def attend_packed(
         FIRST=first > 0,
         ENDS=ends is not None,
         DTYPE=kernels.DTYPES[query.dtype],
-        # Weights times scales that are small would be subnormal in float16. The largest scale times this is finite.
-        BOOST=8.0 if query.dtype == torch.float16 else 1.0,
-        ASSEMBLY=launch.assembly and not _interpreted(),
+        BOOST=_FLOAT16_BOOSTS[values.format.bits] if query.dtype == torch.float16 else 1.0,
+        KEY_ASSEMBLY=_assembly(keys, launch),
+        VALUE_ASSEMBLY=_assembly(values, launch),
         EMULATED=_interpreted(),
         num_warps=warps,
         num_stages=launch.stages,
@@ -314,6 +324,12 @@ def _kernel_scale(scale: float, keys: PackedSide) -> float:
     # Codes of float8 are 256 times what the kernel unpacks, and it multiplies that where it applies scales to them.
     undone = 256 if keys.format.floating and keys.column_group == keys.block_tokens else 1
     return scale * undone * math.log2(math.e)
+
+
+def _assembly(packed: PackedSide, launch: Launch) -> tuple[str, ...]:
+    if not launch.assembly or _interpreted():
+        return ()
+    return unpacking_instructions(packed.format.bits, packed.format.floating, packed.parameters.dtype)
 
 
 def _power_of_two(number: int) -> int:

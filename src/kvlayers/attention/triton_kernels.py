@@ -6,12 +6,14 @@ gives `16 / bits` tiles of codes, whose columns are two apart, and each is an op
 rather than bytes, because tensor cores take operands of 16 bits: a word goes to the thread that multiplies it before
 it is unpacked, and a register of two words becomes a register of two operands by four instructions.
 
-Scores stay in *parts* of one such tile each (of a pair, where a tile has too few columns): values are read by the tokens
-of a part, so that weights are an operand of the next product in the registers that they were computed in.
+Scores stay in *parts* of one such tile each (of a pair, where a tile has too few columns): values are read by the
+tokens of a part, so that weights are an operand of the next product in the registers that they were computed in.
 """
 
 # mypy: ignore-errors
 # What is decorated is compiled by triton from its source: its annotations are triton's, not Python types.
+# ruff: noqa: N803, N806, RUF005, SIM108, SIM300
+# Compile-time constants are in capitals, as triton's own are; and not all of Python is in its language.
 
 from __future__ import annotations
 
@@ -30,64 +32,48 @@ def _codes(
 ):
     """Codes of a tile in the dtype of a product: less `2**(bits - 1)`, or floating ones divided by 256."""
     SHIFT: tl.constexpr = (TILE % 2) * 8 + (TILE // 2) * BITS
-    if FLOATING:
+    if len(ASSEMBLY) > 0:
+        # A dtype that is an argument is not taken by every version of triton.
+        if DTYPE == tl.bfloat16:
+            codes = tl.inline_asm_elementwise(
+                asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            codes = tl.inline_asm_elementwise(
+                asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.float16, is_pure=True, pack=2
+            )
+    elif FLOATING:
         # The exponent of float8 within that of float16: right but for the difference of their biases, subnormal too.
         byte = (words >> SHIFT).to(tl.uint16)
         bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(DTYPE)
-    if ASSEMBLY and tl.bfloat16 == DTYPE and BITS < 8:
-        # Behind the exponent of 128, the lowest bits of the mantissa count ones. fma, as sub needs compute capability 9.
-        return tl.inline_asm_elementwise(
-            asm=f"""{{
-                .reg .b32 code, one, offset;
-                mov.b32 one, 0x3F803F80;
-                mov.b32 offset, {0xC300C300 + (1 << (BITS - 1)) * 0x10001};
-                shr.u32 code, $1, {SHIFT};
-                and.b32 code, code, {((1 << BITS) - 1) * 0x10001};
-                or.b32 code, code, 0x43004300;
-                fma.rn.bf16x2 $0, code, one, offset;
-            }}""",
-            constraints="=r,r",
-            args=[words],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    if ASSEMBLY and tl.float16 == DTYPE:
-        # As above, behind the exponent of 1024.
-        return tl.inline_asm_elementwise(
-            asm=f"""{{
-                .reg .b32 code, offset;
-                mov.b32 offset, {0x64006400 + (1 << (BITS - 1)) * 0x10001};
-                shr.u32 code, $1, {SHIFT};
-                and.b32 code, code, {((1 << BITS) - 1) * 0x10001};
-                or.b32 code, code, 0x64006400;
-                sub.f16x2 $0, code, offset;
-            }}""",
-            constraints="=r,r",
-            args=[words],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    code = (words >> SHIFT).to(tl.uint16) & ((1 << BITS) - 1)
-    return (code.to(tl.float32) - (1 << (BITS - 1))).to(DTYPE)
+        codes = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        code = (words >> SHIFT).to(tl.uint16) & ((1 << BITS) - 1)
+        codes = (code.to(tl.float32) - (1 << (BITS - 1))).to(DTYPE)
+    return codes
 
 
 @_jit
 def _product(a, b, sums, EMULATED: tl.constexpr):
-    """A product in float32, added to `sums`. Triton's interpreter cannot multiply bfloat16."""
+    """A product in float32, added to `sums`."""
+    # The interpreter cannot multiply bfloat16. Three products of tf32 are as exact as float32, to a few roundings.
     if EMULATED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
-    return tl.dot(a, b, sums, input_precision="ieee")
+        sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        sums = tl.dot(a, b, sums, input_precision="tf32x3")
+    else:
+        sums = tl.dot(a, b, sums)
+    return sums
 
 
 @_jit
 def _scaled(query, scale, EMULATED: tl.constexpr):
     """The query times a scale of each channel, rounded once."""
     if EMULATED:
-        return (query.to(tl.float32) * scale.to(tl.float32)[None, :]).to(query.dtype)
-    return query * scale[None, :]
+        scaled = (query.to(tl.float32) * scale.to(tl.float32)[None, :]).to(query.dtype)
+    else:
+        scaled = query * scale[None, :]
+    return scaled
 
 
 @_jit
@@ -133,8 +119,10 @@ def _key_tile(
 def _tokens(PART: tl.constexpr, JOINED: tl.constexpr, WORDS: tl.constexpr):
     """Tokens of a block that the columns of a part of the scores belong to."""
     if JOINED:
-        return PART * (2 * WORDS) + tl.arange(0, 2 * WORDS)
-    return (PART // 2) * (2 * WORDS) + 2 * tl.arange(0, WORDS) + PART % 2
+        tokens = PART * (2 * WORDS) + tl.arange(0, 2 * WORDS)
+    else:
+        tokens = (PART // 2) * (2 * WORDS) + 2 * tl.arange(0, WORDS) + PART % 2
+    return tokens
 
 
 @_jit
@@ -188,9 +176,7 @@ def _value_parameters(
 
 
 @_jit
-def _of_parts(
-    loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GROUPS: tl.constexpr
-):
+def _of_parts(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GROUPS: tl.constexpr):
     """Scales, or zeros, for each part, and in it for each group of channels."""
     numbers = ()
     if JOINED:
@@ -259,19 +245,21 @@ def _weighted_tile(
             weights = shares * (256 * scale)[None, :]
         else:
             weights = shares * (BOOST * scale)[None, :]
-        return _product(weights.to(DTYPE), codes, sums, EMULATED)
-    GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
-    columns = tl.arange(0, COLUMNS)
-    channels = FIRST_CHANNEL + 2 * columns + INDEX % 2
-    held = ((channels < HEAD_DIM) & (columns < WORDS))[None, :]
-    place = parameters + (tokens // ROW_GROUP)[:, None] * GROUPS + (channels // COLUMN_GROUP)[None, :]
-    scale = tl.load(place, mask=held, other=0.0).to(tl.float32)
-    if FLOATING:
-        states = codes.to(tl.float32) * (256 * scale)
+        sums = _product(weights.to(DTYPE), codes, sums, EMULATED)
     else:
-        zero = tl.load(place + (BLOCK_TOKENS // ROW_GROUP) * GROUPS, mask=held, other=0.0).to(tl.float32)
-        states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
-    return _product(shares.to(DTYPE), states.to(DTYPE), sums, EMULATED)
+        GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
+        columns = tl.arange(0, COLUMNS)
+        channels = FIRST_CHANNEL + 2 * columns + INDEX % 2
+        held = ((channels < HEAD_DIM) & (columns < WORDS))[None, :]
+        place = parameters + (tokens // ROW_GROUP)[:, None] * GROUPS + (channels // COLUMN_GROUP)[None, :]
+        scale = tl.load(place, mask=held, other=0.0).to(tl.float32)
+        if FLOATING:
+            states = codes.to(tl.float32) * (256 * scale)
+        else:
+            zero = tl.load(place + (BLOCK_TOKENS // ROW_GROUP) * GROUPS, mask=held, other=0.0).to(tl.float32)
+            states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
+        sums = _product(shares.to(DTYPE), states.to(DTYPE), sums, EMULATED)
+    return sums
 
 
 @_jit
@@ -336,7 +324,8 @@ def attend_split(
     ENDS: tl.constexpr,
     DTYPE: tl.constexpr,
     BOOST: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    KEY_ASSEMBLY: tl.constexpr,
+    VALUE_ASSEMBLY: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """Attention of the queries of one kv head to a run of its blocks, by an online softmax.
@@ -446,7 +435,7 @@ def attend_split(
                     KEY_DIM,
                     BLOCK_TOKENS,
                     KEY_WORDS,
-                    ASSEMBLY,
+                    KEY_ASSEMBLY,
                     EMULATED,
                 )
                 if half == 0:
@@ -561,7 +550,7 @@ def attend_split(
                         COLUMNS,
                         DTYPE,
                         BOOST,
-                        ASSEMBLY,
+                        VALUE_ASSEMBLY,
                         EMULATED,
                     )
                 new_sums = new_sums + (tile,)

@@ -25,17 +25,23 @@ class Fp8Quantizer(Quantizer):
         """Quantize `[batch, kv_heads, tokens, head_dim]`. The codes are the bytes of float8 numbers."""
         groups = grouped(states, self.format)
         scale = _rounded_up(groups.abs().amax(GROUP_DIMS, keepdim=True).float() / LARGEST, states.dtype)
-        # Rounding may still lift a quotient above the largest float8, whose next neighbour is not a number.
+        # Beyond the largest float8 there is no number, and a quotient may be that far off by rounding.
         codes = (groups.float() / scale.float()).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return QuantizedGroups(ungrouped(codes.view(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
 
 
 def _rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positive float32 numbers in a dtype, none smaller than it was, and none too small to divide by."""
+    """Positive float32 numbers in a dtype, none smaller than it was by more than the dtype needs to hold the states."""
     nearest = numbers.to(dtype)
     one_more_bit = numbers * (1 + torch.finfo(dtype).eps)
     above = torch.where(nearest.float() < numbers, one_more_bit.to(dtype), nearest)
-    return above.clamp(min=smallest_positive(dtype))
+    return above.clamp(smallest_positive(dtype), _largest_scale(dtype))
+
+
+def _largest_scale(dtype: torch.dtype) -> float:
+    """The largest scale by which the largest float8 is still a finite number of a dtype."""
+    numbers = torch.finfo(dtype)
+    return numbers.max / LARGEST * (1 - numbers.eps)
 
 
 @register_quantizer("fp8")

@@ -1,10 +1,13 @@
 """The quantizer that needs no other package.
 
 Keys have channels that are large in every token, so that they share a scale along the tokens of a channel; values have
-none, and share it along the channels of a token, after KIVI (https://arxiv.org/abs/2402.02750). Values are rotated
-first (see `hadamard`). The range of a group is searched for: clipping the outermost states makes all others finer. Each
-candidate is what the best of a grid of clipped ranges becomes by least squares, given its codes: the alternation of
-HQQ (https://dropbox.github.io/hqq_blog/) and of Lloyd's method, with squared error in place of theirs.
+none, and share it along the channels of a token, after KIVI (https://arxiv.org/abs/2402.02750). Both are rotated first,
+after QuaRot (see `hadamard`): unrotated keys cost a real model about twice the divergence.
+
+The range of a group is searched for: clipping the outermost states makes all others finer. The best of a grid of
+clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for another norm
+(https://dropbox.github.io/hqq_blog/). Then the scale is stretched, so that products with a query are not biased towards
+zero, the concern of TurboQuant (https://arxiv.org/abs/2504.19874).
 """
 
 from collections.abc import Iterator
@@ -26,8 +29,14 @@ CLIPS = {
 }
 """For each width, the parts of the range that are tried as the part to cut off at either end."""
 
-REFITS = {2: 2, 3: 2, 4: 2, 8: 0}
-"""For each width, how often the best range is fitted to its own codes."""
+REFITS = 2
+"""How often the best range is fitted to its own codes."""
+
+LARGEST_STRETCH = 0.5
+"""The most, as a part of it, by which a scale is made larger than that of least squares."""
+
+LARGEST_STATE = 2.0**124
+"""So large a state, and no larger, is still far from overflow in float32."""
 
 PIECE = 1 << 17
 """States that are quantized at once: as many as fit into a processor's cache, with what is made of them."""
@@ -62,8 +71,9 @@ class NativeQuantizer(Quantizer):
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`.
 
-        A group of equal states gives exactly that state. States that are rotated are clipped to the largest number of
-        their dtype divided by the square root of how many channels are mixed, beyond which rotation would overflow.
+        A group of equal states gives exactly that state. States are clipped to a magnitude beyond which arithmetic
+        would overflow: 2^124, or less where dtype says so, divided by the square root of how many channels are mixed
+        where they are rotated (for float16 and head_dim 64: 8188).
         """
         tokens = states.shape[-2]
         step = PIECE * tokens // max(1, states.numel())
@@ -73,15 +83,30 @@ class NativeQuantizer(Quantizer):
         return QuantizedGroups(torch.cat(codes, -2), torch.cat(scale, -2), torch.cat(zero, -2))
 
     def _quantize_piece(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        limit = min(torch.finfo(states.dtype).max, LARGEST_STATE)
         exact = states.float()
         if self.format.rotated:
-            limit = torch.finfo(states.dtype).max / rotation_size(states.shape[-1]) ** 0.5
+            limit /= rotation_size(states.shape[-1]) ** 0.5
             exact = rotate(exact.clamp(-limit, limit))
-        search = _Search(grouped(exact, self.format), self.format.bits, states.dtype)
-        grid = search.best()
-        codes = ungrouped(search.code(grid).codes).to(torch.uint8)
+        else:
+            exact = exact.clamp(-limit, limit)
+        grid, float_codes = _Search(grouped(exact, self.format), self.format.bits, states.dtype).best()
+        codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
         return codes, scale, zero
+
+
+class _Sums:
+    """Moments of the codes of each group and of what they leave over, in units of the scale."""
+
+    def __init__(self, coded: _Coded, count: int) -> None:
+        self.mean_code = coded.codes.sum(GROUP_DIMS, keepdim=True) / count
+        self.mean_residue = coded.residue.sum(GROUP_DIMS, keepdim=True) / count
+        self.squares = coded.codes.square().sum(GROUP_DIMS, keepdim=True) / count
+        self.products = (coded.codes * coded.residue).sum(GROUP_DIMS, keepdim=True) / count
+        self.variance = self.squares - self.mean_code.square()
+        self.covariance = self.products - self.mean_code * self.mean_residue
+        self.slope = self.covariance / self.variance.clamp(min=0.5 / count)
 
 
 class _Search:
@@ -103,24 +128,26 @@ class _Search:
         # The range itself may exceed the largest float32.
         self.step = states.amax(GROUP_DIMS, keepdim=True) / self.top - self.lowest / self.top
 
-    def best(self) -> _Grid:
+    def best(self) -> tuple[_Grid, Tensor]:
+        """The grid of each group, and codes, float32 as the states."""
         best = self._grid(self.step, self.lowest)
         if CLIPS[self.bits] == (0.0,):
-            return best
+            return best, self._code(best).codes
         unit = best.scale
-        least = self._error(best, self.code(best), unit)
+        least = self._error(best, self._code(best), unit)
         for grid in self._clipped():
-            error = self._error(grid, self.code(grid), unit)
+            error = self._error(grid, self._code(grid), unit)
             best, least = grid.where(error < least, best), torch.minimum(error, least)
-        grid, coded = best, self.code(best)
-        for _ in range(REFITS[self.bits]):
+        grid, coded = best, self._code(best)
+        for _ in range(REFITS):
             grid = self._refit(grid, coded)
-            coded = self.code(grid)
+            coded = self._code(grid)
             error = self._error(grid, coded, unit)
             best, least = grid.where(error < least, best), torch.minimum(error, least)
-        return best
+        coded = self._code(best)
+        return self._stretched(best, coded), coded.codes
 
-    def code(self, grid: _Grid) -> _Coded:
+    def _code(self, grid: _Grid) -> _Coded:
         exact = (self.states - grid.zero).div_(grid.scale)
         codes = exact.round().clamp_(0, self.top)
         return _Coded(codes, exact.sub_(codes))
@@ -138,28 +165,42 @@ class _Search:
 
     def _refit(self, grid: _Grid, coded: _Coded) -> _Grid:
         """The grid of least squares for the codes: first the zero, then the scale that suits the stored zero."""
-        codes, residue = coded.codes, coded.residue
-        code_sum = codes.sum(GROUP_DIMS, keepdim=True)
-        code_squares = codes.square().sum(GROUP_DIMS, keepdim=True)
-        residue_sum = residue.sum(GROUP_DIMS, keepdim=True)
-        products = (codes * residue).sum(GROUP_DIMS, keepdim=True)
-        variation = (code_squares - code_sum.square() / self.count).clamp(min=0.5)
-        slope = (products - code_sum * residue_sum / self.count) / variation
-        zero = rounded(grid.zero + grid.scale * ((residue_sum - slope * code_sum) / self.count), self.dtype)
+        sums = _Sums(coded, self.count)
+        zero = rounded(grid.zero + grid.scale * (sums.mean_residue - sums.slope * sums.mean_code), self.dtype)
         moved = (grid.zero - zero) / grid.scale
-        return self._grid(grid.scale * (1 + (products + code_sum * moved) / code_squares.clamp(min=1)), zero)
+        growth = (sums.products + moved * sums.mean_code) / sums.squares.clamp(min=1 / self.count)
+        return self._grid(grid.scale * (1 + growth), zero)
+
+    def _stretched(self, grid: _Grid, coded: _Coded) -> _Grid:
+        """The grid on which codes vary with the states as much as the states do, about the same mean.
+
+        Least squares has them vary less, by the share of the variance that is lost, and so flattens the attention.
+        """
+        sums = _Sums(coded, self.count)
+        residue_variance = (
+            coded.residue.square().sum(GROUP_DIMS, keepdim=True) / self.count - sums.mean_residue.square()
+        )
+        stretch = (sums.covariance + residue_variance) / (sums.variance + sums.covariance).clamp(min=1 / self.count)
+        scale = grid.scale * (1 + stretch.clamp(0, LARGEST_STRETCH))
+        mean = grid.scale * (sums.mean_code + sums.mean_residue)
+        stored = self._grid(scale, grid.zero + (mean - scale * sums.mean_code))
+        # The zero of a large bias is rounded by a part of a step: the scale makes up for it, so that the mean stays.
+        exact = (mean + (grid.zero - stored.zero)) / sums.mean_code.clamp(min=1 / self.count)
+        return self._grid(torch.clamp(exact, scale * 0.95, scale * 1.05), stored.zero)
 
     def _grid(self, scale: Tensor, zero: Tensor) -> _Grid:
         """A grid as it is stored, whose scale can be divided by, and whose last state the dtype can hold."""
         numbers = torch.finfo(self.dtype)
-        zero = rounded(zero, self.dtype)
-        room = (numbers.max / self.top - zero.clamp(min=0) / self.top) * (1 - numbers.eps)
-        return _Grid(rounded(torch.minimum(scale, room), self.dtype).clamp(min=smallest_positive(self.dtype)), zero)
+        zero = rounded(zero.clamp(-numbers.max, numbers.max), self.dtype)
+        largest = (numbers.max / self.top - zero.clamp(min=0) / self.top) * (1 - numbers.eps)
+        # What the rounding of the zero has left of a constant may not be many steps away.
+        smallest = (zero.abs() * (numbers.eps / self.top / 8)).clamp(min=smallest_positive(self.dtype))
+        return _Grid(rounded(torch.maximum(torch.minimum(scale, largest), smallest), self.dtype), zero)
 
 
 @register_quantizer("native")
 class NativeBackend(Backend):
-    """Keys by 64 neighbouring tokens of a channel, values by the rotated channels of a token."""
+    """Keys by 64 neighbouring tokens of a rotated channel, values by the rotated channels of a token."""
 
     name = "native"
     widths = (2, 3, 4, 8)
@@ -173,6 +214,6 @@ class NativeBackend(Backend):
         """
         self.check(options)
         if options.side == "keys":
-            return NativeQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1))
+            return NativeQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1, rotated=True))
         group_channels = channel_group(options, head_dim)
         return NativeQuantizer(CodeFormat(options.nbits, 1, group_channels, rotated=True))

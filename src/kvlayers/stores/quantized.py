@@ -178,7 +178,9 @@ class QuantizedStore(TokenStore):
         history = self._history_with(keys, values, past)
         tokens = keys.shape[2]
         if tokens >= kept:
-            self.clear()
+            # To new memory, as what is returned still has to be read.
+            self._admitted = self._forms
+            self._take_form()
             keys, values = keys.narrow(2, tokens - kept, kept), values.narrow(2, tokens - kept, kept)
         else:
             self.drop_oldest(self.length + tokens - kept)

@@ -1,0 +1,81 @@
+"""The slow reference of quantized layers: all tokens in one tensor, those replaced that have been quantized by now."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvlayers import Quantization
+from kvlayers.quantizers import dequantize
+from oracle import KEY_DIM, VALUE_DIM, Oracle
+
+
+class QuantizedOracle(Oracle):
+    """An oracle that rounds its tokens as they are quantized, each once.
+
+    Args:
+        quantization: what the layer was made with.
+        block_tokens: tokens that are quantized together.
+        window: tokens that a query attends to; `None` for all.
+        room: tokens that a window has room for.
+    """
+
+    def __init__(
+        self, quantization: Quantization, block_tokens: int = 64, window: int | None = None, room: int | None = None
+    ) -> None:
+        super().__init__(window)
+        self.quantization = quantization
+        self.block_tokens = block_tokens
+        self.room = room
+        self.quantized_until = 0
+
+    def empty(self) -> "QuantizedOracle":
+        return QuantizedOracle(self.quantization, self.block_tokens, self.window, self.room)
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first_attended(self.length)
+        tokens = keys.shape[2]
+        passes_through = self.room is not None and not self.recording and self.length - first + tokens > self.room
+        held_keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
+        held_values = values if self.values is None else torch.cat([self.values, values], dim=2)
+        self.keys, self.values = held_keys, held_values
+        if passes_through:
+            self.held_from = max(self.held_from, self.first_attended(self.length))
+        self._quantize()
+        if not self.recording:
+            self.held_from = max(self.held_from, self.first_attended(self.length))
+        return held_keys[:, :, first:], held_values[:, :, first:]
+
+    def _quantize(self) -> None:
+        """Quantize whole blocks of the oldest tokens until no more than the residual and one block are left."""
+        given = self.quantization
+        start = max(self.quantized_until, self.held_from)
+        sinks = given.sink_tokens if start == 0 else 0
+        blocks = math.ceil(
+            (self.length - start - sinks - given.residual_length - self.block_tokens) / self.block_tokens
+        )
+        if blocks <= 0:
+            return
+        quantizers = given.quantizers(KEY_DIM, VALUE_DIM)
+        begin, end = start + sinks, start + sinks + blocks * self.block_tokens
+        self.keys, self.values = self.keys.clone(), self.values.clone()
+        for quantizer, states in ((quantizers["keys"], self.keys), (quantizers["values"], self.values)):
+            groups = quantizer.quantize(states[:, :, begin:end])
+            states[:, :, begin:end] = dequantize(groups, quantizer.format, states.dtype)
+        self.quantized_until = end
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        # Down to the sinks alone, it is as if nothing had been quantized yet.
+        self.quantized_until = 0 if length <= self.quantization.sink_tokens else min(self.quantized_until, length)
+
+    def reset(self) -> None:
+        super().reset()
+        self.quantized_until = 0
+
+    def check_states(self, seen: Tensor, expected: Tensor) -> None:
+        # The same products in another order, as the matrix that undoes the rotation is applied to another shape.
+        torch.testing.assert_close(seen + 0, expected, rtol=1e-5, atol=1e-5)
+
+    def least_bytes(self, tokens: int) -> int:
+        return 0

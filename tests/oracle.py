@@ -42,8 +42,9 @@ class Oracle:
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         first = self.first_attended(self.length)
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
-        self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
+        if self.length:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
         if not self.recording:
             self.held_from = max(self.held_from, self.first_attended(self.length))
         return self.keys[:, :, first:], self.values[:, :, first:]

@@ -36,15 +36,15 @@ class QuantizedOracle(Oracle):
         first = self.first_attended(self.length)
         tokens = keys.shape[2]
         passes_through = self.room is not None and not self.recording and self.length - first + tokens > self.room
-        held_keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
-        held_values = values if self.values is None else torch.cat([self.values, values], dim=2)
-        self.keys, self.values = held_keys, held_values
+        if self.length:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
         if passes_through:
             self.held_from = max(self.held_from, self.first_attended(self.length))
         self._quantize()
         if not self.recording:
             self.held_from = max(self.held_from, self.first_attended(self.length))
-        return held_keys[:, :, first:], held_values[:, :, first:]
+        return keys[:, :, first:], values[:, :, first:]
 
     def _quantize(self) -> None:
         """Quantize whole blocks of the oldest tokens until no more than the residual and one block are left."""

@@ -26,6 +26,13 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fidelity(benchmark: Any) -> Any:
+    import fidelity
+
+    return fidelity
+
+
 class OtherValues(kvlayers.DynamicCache):
     """Returns values of the opposite sign, as no cache should."""
 
@@ -100,3 +107,108 @@ def test_live_bytes_count_the_old_and_the_new_buffer_of_a_concatenation(
         assert counter.now() == 300
         del views
         assert counter.now() == 0
+
+
+def test_fidelity_scores_a_cache_of_full_precision_at_zero(fidelity: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "results" / "quick.json"
+    ours = fidelity.Contender("kvlayers", "native", 4)
+    makers = {ours: lambda config: kvlayers.DynamicCache(config=config)}
+    assert fidelity.main(["--quick", "--output", str(output)], makers) == 0
+    written = json.loads(output.read_text())
+    assert {"date", "hardware", "versions", "arguments", "results", "targets"} == set(written)
+    measured = written["results"][0]
+    for kind in ("plain", "outliers"):
+        exact, stand_in = (measured[kind][name] for name in (fidelity.EXACT.name, ours.name))
+        assert exact["tokens"] == 2 * 64
+        assert exact["kl"] == stand_in["kl"] == exact["kl_99"] == 0
+        assert exact["agreement"] == 1
+        assert 0 < measured[kind]["transformers DynamicCache in bfloat16"]["kl"] < 1e-4
+    # Two layers, two KV heads of 64, keys and values, two bytes each.
+    assert measured["bytes"]["transformers DynamicCache"]["bytes"] == 2 * 2 * 64 * 2 * 2
+
+
+def test_fidelity_fails_where_full_precision_differs(fidelity: Any, tmp_path: pathlib.Path) -> None:
+    arguments = ["--quick", "--output", str(tmp_path / "quick.json"), "--outlier", "0"]
+    assert fidelity.main(arguments, {fidelity.EXACT: lambda config: OtherValues(config=config)}) == 1
+
+
+def test_fidelity_goes_on_without_a_cache_that_fails(
+    fidelity: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(kvlayers.DynamicCache):
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if self.get_seq_length() >= 96:
+                raise RuntimeError("no more")
+            return super().update(*args, **kwargs)
+
+    def run(library: str) -> int:
+        makers = {fidelity.Contender(library, "native", 4): lambda config: Failing(config=config)}
+        return fidelity.main(["--quick", "--outlier", "0", "--output", str(tmp_path / "quick.json")], makers)
+
+    assert run("transformers") == 0
+    assert "transformers native, 4 bits failed: RuntimeError: no more" in capsys.readouterr().out
+    measured = json.loads((tmp_path / "quick.json").read_text())["results"][0]
+    assert measured["plain"]["transformers native, 4 bits"]["failure"] == "RuntimeError: no more"
+    assert measured["plain"][fidelity.EXACT.name]["kl"] == 0
+    assert run("kvlayers") == 1
+
+
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
+def test_bytes_of_transformers_quantised_layers_are_those_of_codes_scales_zeros_and_residual(
+    benchmark: Any, backend: str, package: str
+) -> None:
+    pytest.importorskip(package)
+    from quantized import Contender, measure_bytes
+    from workload import RandomModel, Shape
+
+    config = RandomModel(Shape(layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=64, vocab=64)).model.config
+    make = Contender("transformers", backend, 4).make
+    tokens = 32 + 128 + 64
+    # The first chunk is quantised at once, the next four when their residual is full, the last two not yet.
+    quantised, residual = 32 + 128, 64
+    of_a_vector = 64 // 2 + 2 + 2
+    expected = 2 * 2 * 2 * (quantised * of_a_vector + residual * 64 * 2) / tokens
+    assert measure_bytes(make, config, tokens - 64, 64, 32)["last_bytes"] == expected
+
+
+def test_outliers_are_in_two_key_channels_and_only_while_asked_for(fidelity: Any) -> None:
+    import outliers
+
+    model = fidelity.RandomModel(fidelity.QUICK_SHAPE).model.float()
+    ids = torch.arange(8)[None]
+
+    def keys() -> Tensor:
+        cache = kvlayers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+        return cache.layers[1].keys[0].abs().amin(1)
+
+    before = keys()
+    with outliers.key_outliers(model, 30.0):
+        large = keys() > 20
+    assert large.nonzero().tolist() == [[0, 31], [0, 63], [1, 31], [1, 63]]
+    assert torch.equal(keys(), before)
+
+
+def test_promises_of_fidelity_are_held_against_the_better_of_transformers(fidelity: Any) -> None:
+    seen = {
+        fidelity.Contender("kvlayers", "native", 4): (0.02, 100.0),
+        fidelity.Contender("transformers", "quanto", 4): (0.3, 100.0),
+        fidelity.Contender("transformers", "hqq", 4): (0.1, 110.0),
+        fidelity.Contender("kvlayers", "native", 2): (0.09, 61.0),
+        fidelity.Contender("transformers", "hqq", 2): (4.0, 60.0),
+        fidelity.Contender("kvlayers", "native", 8): (0.0, 200.0),
+    }
+    plain = {key.name: {"kl": kl, "agreement": 0.996} for key, (kl, _) in seen.items()}
+    outliers = {"kvlayers native, 4 bits": {"kl": 0.05, "agreement": 0.9}}
+    held = {key.name: {"bytes": count} for key, (_, count) in seen.items()}
+    found = fidelity.promises({"model": "m", "plain": plain, "outliers": outliers, "bytes": held})
+    assert [(round(entry["value"], 4), entry["met"]) for entry in found] == [
+        (0.2, False),
+        (1.0, True),
+        (0.0225, True),
+        (1.0167, False),
+        (0.9, True),
+        (2.5, False),
+        (0.996, True),
+    ]

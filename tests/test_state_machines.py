@@ -32,7 +32,7 @@ class LayerMachine(RuleBasedStateMachine):
     def rows(self) -> int:
         return self.oracle.keys.shape[0] if self.oracle.length else 2
 
-    @rule(tokens=st.one_of(st.just(1), st.integers(0, 60)))
+    @rule(tokens=st.one_of(st.just(1), st.integers(0, 60), st.integers(100, 200)))
     def update(self, tokens: int) -> None:
         if self.oracle.fits(tokens):
             step(self.layer, self.oracle, tokens, self.generator)
@@ -40,7 +40,7 @@ class LayerMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.layer.update(*states(self.rows, tokens, self.generator))
 
-    @rule(length=st.integers(0, 120))
+    @rule(length=st.integers(0, 250))
     def truncate(self, length: int) -> None:
         if self.oracle.can_truncate(length):
             self.layer.truncate(length)

@@ -5,6 +5,7 @@ blocks are in full precision at once, and the more queries there are, the fewer.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,9 +41,11 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     total = torch.zeros_like(highest)
     sums: dict[bool, Tensor] = {}
     position = 0
-    for keys, values, rotated in _pieces(history, rows):
-        tokens = keys.shape[2]
-        scores = scaled @ keys.float().transpose(2, 3)
+    # Products stay what they are where both sides are rotated, so that keys need not be rotated back.
+    queries_of = {False: scaled, True: rotate(scaled)}
+    for piece in _pieces(history, rows):
+        tokens = piece.keys.shape[2]
+        scores = queries_of[piece.keys_rotated] @ piece.keys.transpose(2, 3)
         if mask is not None:
             part = mask[..., position : position + tokens].reshape(batch, kv_heads, rows, tokens)
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
@@ -56,7 +59,8 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
         total = total * shrink + weights.sum(-1, keepdim=True)
         for held in sums:
             sums[held] = sums[held] * shrink
-        attended = weights @ values.float()
+        attended = weights @ piece.values
+        rotated = piece.values_rotated
         sums[rotated] = sums[rotated] + attended if rotated in sums else attended
     result = sum(rotate(part) if rotated else part for rotated, part in sums.items()) / total
     # As torch does: a query that may attend to nothing gets zeros.
@@ -64,13 +68,23 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     return result.reshape(batch, heads, queries, -1).to(query.dtype)
 
 
-def _pieces(history: History, rows: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Keys and values of a few tokens at a time, and whether those values are rotated."""
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Keys and values of a few tokens, float32."""
+
+    keys: Tensor
+    values: Tensor
+    keys_rotated: bool = False
+    values_rotated: bool = False
+
+
+def _pieces(history: History, rows: int) -> Iterator[_Piece]:
     for run in history.runs:
         if isinstance(run, DenseRun):
-            yield run.keys, run.values, False
+            yield _Piece(run.keys.float(), run.values.float())
             continue
         block_tokens = run.keys.block_tokens
         tokens = min(max(SCORES_AT_ONCE // rows, block_tokens), MOST_TOKENS_AT_ONCE)
         for piece in run.pieces(max(tokens // block_tokens, 1)):
-            yield piece.dequantized("keys"), piece.dequantized("values"), run.values.format.rotated
+            keys, values = piece.dequantized("keys"), piece.dequantized("values")
+            yield _Piece(keys, values, run.keys.format.rotated, run.values.format.rotated)

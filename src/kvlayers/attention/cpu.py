@@ -72,7 +72,7 @@ class _Packed(ctypes.Structure):
         ("values", _Side),
         *((name, ctypes.c_int64) for name in ("blocks", "block_tokens", "first")),
         ("ends", ctypes.c_void_p),
-        ("rotation", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("key_rotation", "value_rotation")),
     ]
 
 
@@ -186,9 +186,14 @@ def _packed(run: PackedRun) -> _Packed:
             ends = (ctypes.c_int32 * run.blocks)(*run.ends)
             packed.ends = ctypes.addressof(ends)
             run.for_kernels["ends"] = ends
-        packed.rotation = rotation_size(run.values.head_dim) if run.values.format.rotated else 0
+        packed.key_rotation, packed.value_rotation = _rotation(run.keys), _rotation(run.values)
         run.for_kernels["cpu"] = packed
     return packed
+
+
+def _rotation(side: PackedSide) -> int:
+    """Channels that are mixed with each other, 0 where none are."""
+    return rotation_size(side.head_dim) if side.format.rotated else 0
 
 
 def _set_side(entry: _Side, side: PackedSide) -> None:

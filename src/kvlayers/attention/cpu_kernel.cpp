@@ -161,7 +161,7 @@ struct Packed {
     Side keys, values;
     int64_t blocks, block_tokens, first;
     const int32_t* ends;
-    int64_t rotation;
+    int64_t key_rotation, value_rotation;
 };
 
 struct Mask {
@@ -468,12 +468,26 @@ inline float mask_entry(const Mask& mask, int64_t offset) {
     return ((const float*)mask.entries)[offset];
 }
 
+// The rotation of `hadamard.py`, which undoes itself: a fast Walsh-Hadamard transform in runs of `size` channels.
+void rotate(float* channels, int64_t count, int64_t size) {
+    const float norm = 1.0f / std::sqrt(float(size));
+    for (int64_t run = 0; run < count; run += size)
+        for (int64_t half = 1; half < size; half *= 2)
+            for (int64_t start = run; start < run + size; start += 2 * half)
+                for (int64_t i = start; i < start + half; ++i) {
+                    const float a = channels[i], b = channels[i + half];
+                    channels[i] = a + b;
+                    channels[i + half] = a - b;
+                }
+    for (int64_t i = 0; i < count; ++i) channels[i] *= norm;
+}
+
 // A kv head of one sequence, with all query rows that attend to it.
 template <typename State>
 struct Head {
     const Call& call;
     int64_t batch, kv_head, rows, padded_key, padded_value, padded_block;
-    std::vector<float> query, scores;
+    std::vector<float> query, packed_query, scores;
     Buffers buffers;
 
     Head(const Call& call, int64_t batch, int64_t kv_head)
@@ -498,6 +512,11 @@ struct Head {
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
                 query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
         }
+        // Products stay what they are where both sides are rotated, so the keys need not be rotated back.
+        packed_query = query;
+        if (call.packed.key_rotation > 1)
+            for (int64_t row = 0; row < rows; ++row)
+                rotate(packed_query.data() + row * padded_key, call.key_dim, call.packed.key_rotation);
     }
 
     // Scores of rows [row, row + R) for the unit's tokens, without the mask: scores[i][token within the unit].
@@ -512,7 +531,8 @@ struct Head {
         } else {
             std::fill(scores.begin(), scores.begin() + R * padded_block, 0.0f);
             multiply<R, State>(call.packed.keys, batch, kv_head, unit.index, 0, call.key_dim,
-                               query.data() + row * padded_key, padded_key, scores.data(), padded_block, buffers);
+                               packed_query.data() + row * padded_key, padded_key, scores.data(), padded_block,
+                               buffers);
         }
     }
 
@@ -600,20 +620,6 @@ void attend_rows(Head<State>& head, const Unit& unit, Partial& partial) {
     }
 }
 
-// Undoes the rotation of `hadamard.py`: a fast Walsh-Hadamard transform within runs of `size` channels.
-void unrotate(float* channels, int64_t count, int64_t size) {
-    const float norm = 1.0f / std::sqrt(float(size));
-    for (int64_t run = 0; run < count; run += size)
-        for (int64_t half = 1; half < size; half *= 2)
-            for (int64_t start = run; start < run + size; start += 2 * half)
-                for (int64_t i = start; i < start + half; ++i) {
-                    const float a = channels[i], b = channels[i + half];
-                    channels[i] = a + b;
-                    channels[i + half] = a - b;
-                }
-    for (int64_t i = 0; i < count; ++i) channels[i] *= norm;
-}
-
 // How many runs to cut the history into, so that every thread has work.
 int64_t splits_for(const Call& call, int64_t units) {
     const int64_t heads = call.batch * call.kv_heads;
@@ -661,7 +667,7 @@ void attend(const Call& call) {
                     packed[channel] += weight * parts[split].packed[row * head.padded_value + channel];
                 }
             }
-            if (call.packed.rotation > 1) unrotate(packed.data(), call.value_dim, call.packed.rotation);
+            if (call.packed.value_rotation > 1) rotate(packed.data(), call.value_dim, call.packed.value_rotation);
             State* out = (State*)head.row_of(call.out, row, call.out_batch, call.out_head, call.out_token);
             for (int64_t channel = 0; channel < call.value_dim; ++channel) {
                 // As torch does: a query that may attend to nothing gets zeros.
@@ -730,7 +736,7 @@ void combine(const Call& call) {
         }
         for (int64_t row = 0; row < head.rows; ++row) {
             float* from_packed = packed.data() + row * head.padded_value;
-            if (call.packed.rotation > 1) unrotate(from_packed, call.value_dim, call.packed.rotation);
+            if (call.packed.value_rotation > 1) rotate(from_packed, call.value_dim, call.packed.value_rotation);
             State* out = (State*)head.row_of(call.out, row, call.out_batch, call.out_head, call.out_token);
             for (int64_t channel = 0; channel < call.value_dim; ++channel)
                 from_float(dense[row * head.padded_value + channel] + from_packed[channel], out + channel);

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import blocks, cpu
+from . import blocks, cpu, cuda
 from .history import History
 
 
@@ -28,6 +28,8 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float | 
     rows = heads // history.kv_heads * queries
     if rows <= cpu.MOST_ROWS and cpu.supports(query, history):
         return cpu.attend(query, history, mask, scale)
+    if rows <= cuda.MOST_ROWS and cuda.supports(query, history):
+        return cuda.attend(query, history, mask, scale)
     return blocks.attend(query, history, mask, scale)
 
 

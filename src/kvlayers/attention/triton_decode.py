@@ -8,8 +8,10 @@ queries, and one that a whole row of values shares into the weights: what is don
 triton is imported by the first call, never by `import kvlayers`.
 """
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from ..errors import OptionError, StateMismatchError
@@ -29,6 +32,9 @@ WIDTHS = (2, 4, 8)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the states."""
+
+MINIMUM_VERSION = "3.5"
+"""Of triton. Earlier ones do not have all of the language that the kernels are written in."""
 
 MAXIMUM_ROWS = 64
 """Query heads of a group times query tokens that one program takes; more rows are divided among programs."""
@@ -114,12 +120,20 @@ def _supports_side(code_format: CodeFormat, side: Side, head_dim: int, block_tok
 @functools.lru_cache(maxsize=32)
 def available(device: torch.device) -> bool:
     """Whether there is a triton that compiles for the device, or interprets kernels for it."""
-    if importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None or _version() < Version(MINIMUM_VERSION):
         return False
     if _interpreted():
         return True
     # Products of bfloat16 came with compute capability 8.
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def _version() -> Version:
+    """Version of triton, without an import of it; that of nightly builds has another name."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Version(importlib.metadata.version(name))
+    return Version("0")
 
 
 def _interpreted() -> bool:
@@ -265,6 +279,8 @@ def attend_packed(
         EMULATED=_interpreted(),
         num_warps=warps,
         num_stages=launch.stages,
+        # Not the default of every version of triton.
+        enable_fp_fusion=True,
     )
     outs = torch.empty((batch, heads, q_tokens, value_dim), **options)
     lses = torch.empty((batch, heads, q_tokens), **options)

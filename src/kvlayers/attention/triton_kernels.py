@@ -17,6 +17,8 @@ tokens of a part, so that weights are an operand of the next product in the regi
 
 from __future__ import annotations
 
+import inspect
+
 try:
     import triton
     import triton.language as tl
@@ -24,6 +26,20 @@ except ImportError:  # Whatever walks through all modules, as a collector of doc
     triton = tl = None
 
 _jit = triton.jit if triton is not None else lambda function: function
+
+_GROWING = (
+    *("mask_batch", "mask_head", "mask_query", "mask_token"),
+    *("blocks", "blocks_per_split", "splits", "first"),
+)
+"""Numbers that change as tokens come: no kernel is compiled anew because one of them is, say, a multiple of 16."""
+
+
+def _launched(function):
+    """A kernel that is launched, compiled once whatever the growing numbers are."""
+    if triton is None:
+        return function
+    names = [name for name in inspect.signature(function).parameters if name in _GROWING]
+    return triton.jit(function, do_not_specialize=names)
 
 
 @_jit
@@ -262,7 +278,7 @@ def _weighted_tile(
     return sums
 
 
-@_jit
+@_launched
 def attend_split(
     query_pointer,
     key_codes,
@@ -575,7 +591,7 @@ def attend_split(
             )
 
 
-@_jit
+@_launched
 def merge_splits(
     partial_outs,
     partial_lses,

@@ -35,6 +35,14 @@ def _both(half: int) -> str:
     return f"0x{half * 0x10001:08X}"
 
 
+def _masked(target: str, source: str, mask: int, exponent: int, table: int = 0xEA) -> str:
+    """Bits of the source under a mask, behind an exponent: `source & mask | exponent`, for the table that is given.
+
+    As one instruction, which not every version of the assembler would make of two.
+    """
+    return f"lop3.b32 {target}, {source}, {_both(mask)}, {_both(exponent)}, 0x{table:02X}"
+
+
 def _block(registers: str, instructions: Iterable[str]) -> str:
     return "{ .reg .b32 " + registers + "; " + " ".join(f"{instruction};" for instruction in instructions) + " }"
 
@@ -43,8 +51,7 @@ def _integers(shift: int, bits: int, dtype: torch.dtype) -> str:
     exponent = 0x4300 if dtype == torch.bfloat16 else 0x6400
     unpacked = (
         f"shr.u32 code, $1, {shift}",
-        f"and.b32 code, code, {_both(2**bits - 1)}",
-        f"or.b32 code, code, {_both(exponent)}",
+        _masked("code", "code", 2**bits - 1, exponent),
     )
     half = 2 ** (bits - 1)
     if dtype == torch.float16:
@@ -63,11 +70,9 @@ def _bytes_to_bfloat16(tile: int) -> str:
         "word, code, offset, minus",
         (
             f"shr.u32 word, $1, {tile * 8}",
-            f"and.b32 code, word, {_both(0x7F)}",
-            f"or.b32 code, code, {_both(0x4300)}",
-            "not.b32 offset, word",
-            f"and.b32 offset, offset, {_both(0x80)}",
-            f"or.b32 offset, offset, {_both(0x4300)}",
+            _masked("code", "word", 0x7F, 0x4300),
+            # This one has `~source` for `source`.
+            _masked("offset", "word", 0x80, 0x4300, table=0xAE),
             f"mov.b32 minus, {_both(0xBF80)}",
             "fma.rn.bf16x2 $0, offset, minus, code",
         ),

@@ -35,8 +35,10 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     for run in history.runs:
         of_run = None if mask is None else mask[..., position : position + run.tokens]
         position += run.tokens
-        attend_run = _attend_dense if isinstance(run, DenseRun) else _attend_packed
-        parts.append(attend_run(query, run, of_run, scale))  # type: ignore[operator]
+        if isinstance(run, DenseRun):
+            parts.append(_attend_dense(query, run, of_run, scale))
+        else:
+            parts.append(_attend_packed(query, run, of_run, scale))
     outs, lses = zip(*parts, strict=True)
     return merge(outs, lses)[0].to(query.dtype)
 

@@ -5,45 +5,22 @@ Where there is no C++ compiler, `library()` is `None` and attention goes in plai
 
 import ctypes
 import functools
-import glob
-import hashlib
-import logging
-import math
-import os
 import pathlib
-import platform
-import shutil
-import subprocess
-import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compiled import compiled_library
 from ..quantizers.hadamard import rotation_size
 from ..stores.packed_side import PackedSide
 from .history import DenseRun, History, PackedRun
 
-logger = logging.getLogger(__name__)
-
 SOURCE = pathlib.Path(__file__).with_name("cpu_kernel.cpp")
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fno-math-errno",
-    "-ffp-contract=fast",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-    "-Wno-psabi",
-)
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_DENSE_RUNS = 4
 MOST_ROWS = 128
 """Queries of one kv head, over all heads that share it, up to which the kernel beats matrix products on blocks."""
-
-COMPILE_SECONDS = 120
 
 
 class _Dense(ctypes.Structure):
@@ -229,60 +206,4 @@ def _loaded() -> ctypes.CDLL:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; `None` where it cannot be compiled, which is logged once."""
-    try:
-        return ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        logger.warning(
-            "kvlayers attends to quantized caches in plain torch, which is slower, as its CPU kernel could not be "
-            "compiled (install g++, or set CXX to a C++ compiler): %s",
-            reason,
-        )
-        return None
-
-
-def cache_directory() -> pathlib.Path:
-    """Where compiled kernels are kept: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
-    if "KVLAYERS_CACHE" in os.environ:
-        return pathlib.Path(os.environ["KVLAYERS_CACHE"])
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvlayers"
-
-
-def _compiled() -> pathlib.Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise FileNotFoundError("no g++ or clang++ on the PATH")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    command = [compiler, *FLAGS, str(SOURCE), *_openmp_of_torch()]
-    facts = "\n".join([SOURCE.read_text(), version, _processor(), *command])
-    target = cache_directory() / f"attention-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
-    if target.exists():
-        return target
-    logger.info("kvlayers compiles its attention kernel for this CPU, once: %s", " ".join(command))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = pathlib.Path(scratch) / target.name
-        subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
-        # In one step, as other processes may be doing the same.
-        made.replace(target)
-    return target
-
-
-def _openmp_of_torch() -> list[str]:
-    """Link to the OpenMP runtime that torch brings: a second one would have threads of its own, in each other's way."""
-    brought = sorted(glob.glob(str(pathlib.Path(torch.__file__).parent / "lib" / "libgomp*.so*")))
-    return ["-Wl,--no-as-needed", brought[0], "-Wl,--as-needed"] if brought else []
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def default_scale(head_dim: int) -> float:
-    """Factor of the scores where none is given."""
-    return 1.0 / math.sqrt(head_dim)
+    return compiled_library(SOURCE)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import search
 from .base import DEFAULT_GROUP_SIZE, Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, channel_group
-from .grouping import GROUP_DIMS, grouped, rounded, smallest_positive, ungrouped
+from .grouping import GROUP_DIMS, from_rows, grouped, one_group_a_row, rounded, smallest_positive, ungrouped
 from .hadamard import rotate, rotation_size
 from .registry import register_quantizer
 
@@ -79,10 +80,13 @@ class NativeQuantizer(Quantizer):
         step = PIECE * tokens // max(1, states.numel())
         step = max(1, step // self.format.group_tokens) * self.format.group_tokens
         pieces = [self._quantize_piece(states[..., start : start + step, :]) for start in range(0, tokens, step)]
-        codes, scale, zero = zip(*pieces, strict=True)
+        if len(pieces) == 1:
+            return pieces[0]
+        parts = ((piece.codes, piece.scale, piece.zero) for piece in pieces)
+        codes, scale, zero = zip(*parts, strict=True)
         return QuantizedGroups(torch.cat(codes, -2), torch.cat(scale, -2), torch.cat(zero, -2))
 
-    def _quantize_piece(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _quantize_piece(self, states: Tensor) -> QuantizedGroups:
         limit = min(torch.finfo(states.dtype).max, LARGEST_STATE)
         exact = states.float()
         if self.format.rotated:
@@ -90,10 +94,15 @@ class NativeQuantizer(Quantizer):
             exact = rotate(exact.clamp(-limit, limit))
         else:
             exact = exact.clamp(-limit, limit)
+        bits = self.format.bits
+        if len(CLIPS[bits]) > 1 and search.supports(states):
+            rows = one_group_a_row(exact, self.format)
+            found = search.search(rows, bits, states.dtype, CLIPS[bits], REFITS, LARGEST_STRETCH)
+            return from_rows(*found, states.shape, self.format)
         grid, float_codes = _Search(grouped(exact, self.format), self.format.bits, states.dtype).best()
         codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
-        return codes, scale, zero
+        return QuantizedGroups(codes, scale, zero)
 
 
 class _Sums:

@@ -1,0 +1,89 @@
+"""C++ of our own: compiled once for the machine that it runs on, kept on disk, and loaded.
+
+The sources need no header but those of the language, so that compiling takes seconds and no build system.
+"""
+
+import ctypes
+import glob
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-Wno-psabi",
+)
+COMPILE_SECONDS = 120
+
+
+def compiled_library(source: pathlib.Path) -> ctypes.CDLL | None:
+    """A source file, compiled for this CPU and loaded; `None` where that cannot be done, which is logged."""
+    try:
+        return ctypes.CDLL(str(_compiled(source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        logger.warning(
+            "kvlayers does the work of %s in plain torch, which is slower, as it could not be compiled (install g++, "
+            "or set CXX to a C++ compiler): %s",
+            source.name,
+            reason,
+        )
+        return None
+
+
+def cache_directory() -> pathlib.Path:
+    """Where compiled kernels are kept: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
+    if "KVLAYERS_CACHE" in os.environ:
+        return pathlib.Path(os.environ["KVLAYERS_CACHE"])
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvlayers"
+
+
+def _compiled(source: pathlib.Path) -> pathlib.Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no g++ or clang++ on the PATH")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    command = [compiler, *FLAGS, str(source), *_openmp_of_torch()]
+    facts = "\n".join([source.read_text(), version, _processor(), *command])
+    target = cache_directory() / f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    logger.info("kvlayers compiles %s for this CPU, once: %s", source.name, " ".join(command))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = pathlib.Path(scratch) / target.name
+        subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+        # In one step, as other processes may be doing the same.
+        made.replace(target)
+    return target
+
+
+def _openmp_of_torch() -> list[str]:
+    """Link to the OpenMP runtime that torch brings: a second one would have threads of its own, in each other's way."""
+    brought = sorted(glob.glob(str(pathlib.Path(torch.__file__).parent / "lib" / "libgomp*.so*")))
+    return ["-Wl,--no-as-needed", brought[0], "-Wl,--as-needed"] if brought else []
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

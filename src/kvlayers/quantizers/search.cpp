@@ -1,0 +1,217 @@
+// The search of `native.py` for the grid of each group, on a CPU: the same steps, each group in registers.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+
+inline Floats load(const float* from) {
+    Floats vector;
+    std::memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+inline Floats spread(float number) { return number - Floats{}; }
+
+inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
+
+inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float sum(Floats vector) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; ++lane) total += vector[lane];
+    return total;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The fields below are those of the ctypes structure in `search.py`, in the same order.
+struct Search {
+    const float* states;  // [groups, size]
+    uint8_t* codes;       // [groups, size]
+    float* scale;         // [groups]
+    float* zero;          // [groups]
+    const float* clips;
+    int64_t groups, size, bits, clip_count, refits, is_bfloat16, threads;
+    double largest_stretch, largest_number, epsilon, smallest_scale;
+};
+}
+
+namespace {
+
+struct Grid {
+    float scale, zero;
+};
+
+// Sums over a group, each divided by the count of its states: of the codes c, and of what they leave over, r.
+struct Moments {
+    float code, residue, code_squares, residue_squares, products;
+};
+
+class Group {
+   public:
+    Group(const Search& search) : search(search), padded((search.size + LANES - 1) / LANES * LANES) {
+        states.resize(padded);
+        weights.resize(padded);
+        for (int64_t i = 0; i < padded; ++i) weights[i] = i < search.size ? 1.0f : 0.0f;
+        top = float((1 << search.bits) - 1);
+        count = float(search.size);
+    }
+
+    void quantize(int64_t index) {
+        const float* from = search.states + index * search.size;
+        std::copy(from, from + search.size, states.begin());
+        std::fill(states.begin() + search.size, states.end(), from[0]);
+        const auto range = std::minmax_element(from, from + search.size);
+        const float lowest = *range.first, step = *range.second / top - lowest / top;
+
+        Grid best = grid(step, lowest);
+        if (search.clip_count > 1) {
+            const float unit = best.scale;
+            float smallest = error(best, unit);
+            const auto consider = [&](Grid candidate) {
+                const float wrong = error(candidate, unit);
+                if (wrong < smallest) {
+                    best = candidate;
+                    smallest = wrong;
+                }
+            };
+            for (int64_t below = 0; below < search.clip_count; ++below)
+                for (int64_t above = 0; above < search.clip_count; ++above) {
+                    const float low = search.clips[below], high = search.clips[above];
+                    if (below || above) consider(grid(step * (1 - low - high), lowest + step * (top * low)));
+                }
+            Grid fitted = best;
+            for (int64_t round = 0; round < search.refits; ++round) {
+                fitted = refit(fitted);
+                consider(fitted);
+            }
+            write_codes(best, index);
+            best = stretched(best);
+        } else {
+            write_codes(best, index);
+        }
+        search.scale[index] = best.scale;
+        search.zero[index] = best.zero;
+    }
+
+   private:
+    const Search& search;
+    const int64_t padded;
+    std::vector<float> states, weights;
+    float top, count;
+
+    float rounded(float number) const {
+        if (!search.is_bfloat16) return number;
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof(bits));
+        bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+        std::memcpy(&number, &bits, sizeof(bits));
+        return number;
+    }
+
+    // A grid as it is stored, whose scale can be divided by, and whose last state the dtype can hold.
+    Grid grid(float scale, float zero) const {
+        const float largest_number = float(search.largest_number), epsilon = float(search.epsilon);
+        zero = rounded(std::min(std::max(zero, -largest_number), largest_number));
+        const float largest = (largest_number / top - std::max(zero, 0.0f) / top) * (1 - epsilon);
+        const float smallest = std::max(std::fabs(zero) * (epsilon / top / 8), float(search.smallest_scale));
+        return {rounded(std::max(std::min(scale, largest), smallest)), zero};
+    }
+
+    // Exact codes are clamped before they are rounded, which comes to the same and keeps them small.
+    void code(Grid on, int64_t at, Floats* codes, Floats* residues) const {
+        const Floats shifter = spread(12582912.0f);
+        const Floats exact = (load(&states[at]) - on.zero) / on.scale;
+        *codes = (least(most(exact, Floats{}), spread(top)) + shifter) - shifter;
+        *residues = exact - *codes;
+    }
+
+    // By the inverse of the scale: codes that are only compared need not be those that a division gives.
+    float error(Grid on, float unit) const {
+        const Floats shifter = spread(12582912.0f), highest = spread(top);
+        const float inverse = 1 / on.scale;
+        Floats total = {};
+        for (int64_t at = 0; at < padded; at += LANES) {
+            const Floats exact = (load(&states[at]) - on.zero) * inverse;
+            const Floats residues = exact - ((least(most(exact, Floats{}), highest) + shifter) - shifter);
+            total += residues * residues * load(&weights[at]);
+        }
+        const float ratio = on.scale / unit;
+        return sum(total) * ratio * ratio;
+    }
+
+    Moments moments(Grid on) const {
+        Floats code_sum = {}, residue_sum = {}, code_squares = {}, residue_squares = {}, products = {};
+        for (int64_t at = 0; at < padded; at += LANES) {
+            Floats codes, residues;
+            code(on, at, &codes, &residues);
+            const Floats weight = load(&weights[at]);
+            codes *= weight;
+            residues *= weight;
+            code_sum += codes;
+            residue_sum += residues;
+            code_squares += codes * codes;
+            residue_squares += residues * residues;
+            products += codes * residues;
+        }
+        return {sum(code_sum) / count, sum(residue_sum) / count, sum(code_squares) / count,
+                sum(residue_squares) / count, sum(products) / count};
+    }
+
+    Grid refit(Grid from) const {
+        const Moments of = moments(from);
+        const float variance = of.code_squares - of.code * of.code;
+        const float slope = (of.products - of.code * of.residue) / std::max(variance, 0.5f / count);
+        const float zero = rounded(from.zero + from.scale * (of.residue - slope * of.code));
+        const float moved = (from.zero - zero) / from.scale;
+        const float growth = (of.products + moved * of.code) / std::max(of.code_squares, 1 / count);
+        return grid(from.scale * (1 + growth), zero);
+    }
+
+    Grid stretched(Grid from) const {
+        const Moments of = moments(from);
+        const float variance = of.code_squares - of.code * of.code;
+        const float covariance = of.products - of.code * of.residue;
+        const float residue_variance = of.residue_squares - of.residue * of.residue;
+        const float stretch = (covariance + residue_variance) / std::max(variance + covariance, 1 / count);
+        const float scale = from.scale * (1 + std::min(std::max(stretch, 0.0f), float(search.largest_stretch)));
+        const float mean = from.scale * (of.code + of.residue);
+        const Grid stored = grid(scale, from.zero + (mean - scale * of.code));
+        const float exact = (mean + (from.zero - stored.zero)) / std::max(of.code, 1 / count);
+        return grid(std::min(std::max(exact, scale * 0.95f), scale * 1.05f), stored.zero);
+    }
+
+    void write_codes(Grid on, int64_t index) const {
+        uint8_t* to = search.codes + index * search.size;
+        for (int64_t at = 0; at < padded; at += LANES) {
+            Floats codes, residues;
+            code(on, at, &codes, &residues);
+            for (int64_t lane = 0; lane < std::min<int64_t>(LANES, search.size - at); ++lane)
+                to[at + lane] = uint8_t(codes[lane]);
+        }
+    }
+};
+
+constexpr int64_t GROUPS_AT_ONCE = 64;
+
+}  // namespace
+
+extern "C" void kvlayers_search(const Search* search) {
+    const int64_t runs = (search->groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(search->threads) if (runs > 1)
+    for (int64_t run = 0; run < runs; ++run) {
+        Group group(*search);
+        const int64_t end = std::min(search->groups, (run + 1) * GROUPS_AT_ONCE);
+        for (int64_t index = run * GROUPS_AT_ONCE; index < end; ++index) group.quantize(index);
+    }
+}

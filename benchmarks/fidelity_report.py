@@ -1,0 +1,133 @@
+"""What the figures of fidelity come to: ratios, the promises, the tables, and a plot."""
+
+import math
+import pathlib
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quantized import REFERENCE, Contender
+
+RIVALS = ("quanto", "hqq")
+OURS = "native"
+
+
+def entry_of(measured: dict[str, Any], kind: str, library: str, backend: str, bits: int) -> dict[str, Any] | None:
+    """Figures of one contender, `None` where it was not run or failed."""
+    entry = measured.get(kind, {}).get(Contender(library, backend, bits).name)
+    return None if entry is None or "failure" in entry else entry
+
+
+def better_rival(measured: dict[str, Any], kind: str, bits: int) -> dict[str, Any] | None:
+    """Figures of that of transformers' quanto and hqq which diverges less, `None` where neither ran."""
+    entries = [entry_of(measured, kind, "transformers", backend, bits) for backend in RIVALS]
+    # A divergence that is not a number compares as neither more nor less.
+    finite = [entry for entry in entries if entry is not None and math.isfinite(entry["kl"])]
+    return min(finite, key=lambda entry: entry["kl"], default=None)
+
+
+def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """The project's promises that these figures speak to: what was asked, what was seen, whether it holds."""
+    found: list[dict[str, Any]] = []
+
+    def promise(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> None:
+        met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+        asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
+        found.append({"what": f"{measured['model']}, {what}", "asked": asked, "value": value, "met": met})
+
+    for bits, at_most in ((4, 1 / 10), (2, 1 / 40)):
+        ours, theirs = entry_of(measured, "plain", "kvlayers", OURS, bits), better_rival(measured, "plain", bits)
+        if ours is None or theirs is None:
+            continue
+        promise(f"{bits} bits, divergence over transformers' better", ours["kl"] / theirs["kl"], at_most=at_most)
+        held = [
+            measured["bytes"][entry.name]["bytes"]
+            for entry in (Contender("transformers", backend, bits) for backend in RIVALS)
+            if entry.name in measured["bytes"]
+        ]
+        our_bytes = measured["bytes"][Contender("kvlayers", OURS, bits).name]["bytes"]
+        promise(f"{bits} bits, bytes over transformers' fewest", our_bytes / min(held), at_most=1)
+    ours, theirs = entry_of(measured, "plain", "kvlayers", OURS, 2), better_rival(measured, "plain", 4)
+    if ours is not None and theirs is not None:
+        promise("2 bits, divergence over transformers' better of 4", ours["kl"] / theirs["kl"], at_most=1)
+    ours, plain = (entry_of(measured, kind, "kvlayers", OURS, 4) for kind in ("outliers", "plain"))
+    if ours is not None and plain is not None:
+        promise("4 bits, divergence with outliers over without", ours["kl"] / plain["kl"], at_most=2)
+    ours = entry_of(measured, "plain", "kvlayers", OURS, 8)
+    if ours is not None:
+        promise("8 bits, agreement of the likeliest token", ours["agreement"], at_least=0.995)
+    return found
+
+
+def show(console: Console, measured: dict[str, Any]) -> None:
+    """Print the tables of one model, and what there is to know of them."""
+    console.print(_table(measured, "plain", measured["model"]))
+    if "outliers" in measured:
+        before, after = (measured[kind][REFERENCE.name]["perplexity"] for kind in ("plain", "outliers"))
+        title = (
+            f"{measured['model']} with outliers in its keys (in full precision: {before:.3f} before, {after:.3f} with)"
+        )
+        console.print(_table(measured, "outliers", title))
+    failures = [
+        f"{name} failed: {entry['failure']}"
+        for kind in ("plain", "outliers")
+        for name, entry in measured.get(kind, {}).items()
+        if "failure" in entry
+    ]
+    for line in dict.fromkeys([*failures, *measured["notes"]]):
+        console.print(line, markup=False)
+
+
+def _table(measured: dict[str, Any], kind: str, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    columns = ("KL", "99th", "over better", "perplexity", "agreement", "bytes/token", "of dense", "seconds")
+    for index, column in enumerate(("cache", *columns)):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    dense = measured["bytes"][REFERENCE.name]["bytes"]
+    bits: int | None = None
+    for name, entry in measured[kind].items():
+        if entry["bits"] != bits:
+            table.add_section()
+            bits = entry["bits"]
+        if "failure" in entry:
+            continue
+        rival = None if bits is None else better_rival(measured, kind, bits)
+        held = measured["bytes"][name]["bytes"]
+        table.add_row(
+            name,
+            f"{entry['kl']:.3g}",
+            f"{entry['kl_99']:.3g}",
+            f"{entry['kl'] / rival['kl']:.4f}" if rival else "",
+            f"{entry['perplexity']:.3f}",
+            f"{entry['agreement']:.2%}",
+            f"{held:,.0f}",
+            f"{held / dense:.4f}",
+            f"{entry['seconds']:.0f}",
+        )
+    return table
+
+
+def plot(console: Console, results: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draw divergence against bytes per token, or say that there is nothing to draw with."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        console.print("no plot: it needs matplotlib, which is not installed")
+        return
+    panels = [(measured, kind) for measured in results for kind in ("plain", "outliers") if kind in measured]
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+    for axes, (measured, kind) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, entry in measured[kind].items():
+            if entry["bits"] is not None and entry.get("kl", 0) > 0:
+                point = measured["bytes"][name]["bytes"], entry["kl"]
+                lines.setdefault(f"{entry['library']} {entry['backend']}", []).append(point)
+        for label, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axes.set(yscale="log", xlabel="bytes per token", ylabel="mean KL divergence")
+        axes.set_title(measured["model"] + (" with outliers" if kind == "outliers" else ""))
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    console.print(f"plotted to {path}")

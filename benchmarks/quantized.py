@@ -1,0 +1,172 @@
+"""The quantised caches that are compared, and the bytes that each holds, counted to the last scale."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import cache_utils
+
+import kvlayers
+from contenders import fill
+
+CacheMaker = Callable[[Any], Any]
+"""Makes an empty cache from a model config."""
+
+LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
+AXES = {"quanto": 0, "hqq": 1}
+"""The axis for keys and for values that transformers' documentation recommends for each backend."""
+
+OFFERED = {"quanto": (2, 4), "fp8": (8,)}
+"""The bits of backends that have not all."""
+
+
+LAYERS = {
+    "quanto": cache_utils.QuantoQuantizedLayer,
+    "hqq": cache_utils.HQQQuantizedLayer,
+    "fp8": getattr(cache_utils, "Fp8QuantizedLayer", None),
+}
+
+
+def has_windows(config: Any) -> bool:
+    """Whether some of a model's layers attend to a sliding window."""
+    return "sliding_attention" in (getattr(config.get_text_config(), "layer_types", None) or [])
+
+
+class Contender(NamedTuple):
+    """One cache of the comparison: whose it is, its backend, and its bits (`None` for a cache in full precision)."""
+
+    library: str
+    backend: str
+    bits: int | None
+
+    @property
+    def name(self) -> str:
+        """As tables and files call it."""
+        return f"{self.library} {self.backend}" + ("" if self.bits is None else f", {self.bits} bits")
+
+    @property
+    def ours(self) -> bool:
+        """Whether the cache is kvlayers'."""
+        return self.library == "kvlayers"
+
+    def make(self, config: Any) -> Any:
+        """An empty cache; raises what the library raises where it has no such cache.
+
+        transformers' `QuantizedCache` refuses models with sliding windows. There, its layers are put into a cache by
+        hand, so that there is something to compare with: they quantise and hold every token, and masks apply windows.
+        """
+        if self.bits is None:
+            return FULL[self](config)
+        axis = AXES.get(self.backend)
+        # transformers' fp8 refuses all options, that of the bits among them.
+        options = {} if self.backend == "fp8" else {"nbits": self.bits}
+        if axis is not None:
+            options |= {"axis_key": axis, "axis_value": axis}
+        try:
+            return LIBRARIES[self.library].QuantizedCache(self.backend, config, **options)
+        except ValueError:
+            if self.ours or not has_windows(config):
+                raise
+            layers = range(config.get_text_config().num_hidden_layers)
+            return transformers.Cache(layers=[LAYERS[self.backend](**options) for _ in layers])
+
+
+REFERENCE = Contender("transformers", "DynamicCache", None)
+EXACT = Contender("kvlayers", "DynamicCache", None)
+"""Full precision like the reference: whatever it scores other than zero would be an error of the measurement."""
+
+ROUNDED = Contender("transformers", "DynamicCache in bfloat16", None)
+"""What a cache in bfloat16 loses against a model in float32: nobody misses less than that."""
+
+
+def rounding_states(cache: Any) -> Any:
+    """The cache, made to hold and return states rounded to bfloat16."""
+    update = cache.update
+
+    def rounded(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        seen = update(keys.bfloat16(), values.bfloat16(), *args, **kwargs)
+        return seen[0].to(keys.dtype), seen[1].to(values.dtype)
+
+    cache.update = rounded
+    return cache
+
+
+FULL: dict[Contender, CacheMaker] = {
+    REFERENCE: lambda config: transformers.DynamicCache(config=config),
+    EXACT: lambda config: kvlayers.DynamicCache(config=config),
+    ROUNDED: lambda config: rounding_states(transformers.DynamicCache(config=config)),
+}
+
+
+def contenders(backends: Iterable[str], bits: Iterable[int]) -> list[Contender]:
+    """Those of `backends`, each `library:backend`, at each of `bits` that the backend is documented to have."""
+    split = [backend.split(":") for backend in backends]
+    return [
+        Contender(library, backend, nbits)
+        for nbits in bits
+        for library, backend in split
+        if nbits in OFFERED.get(backend, (nbits,))
+    ]
+
+
+def held_everything(cache: Any) -> int:
+    """Bytes that a cache holds: `nbytes` where it says so, else every storage behind its layers, each once.
+
+    Codes, scales and zero points are found inside quanto's tensors and hqq's tuples, and the residual in full precision
+    beside them.
+    """
+    if isinstance(cache, kvlayers.Cache):
+        return int(cache.nbytes)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in _tensors(list(vars(layer).values()))
+    }
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+    elif type(value) in (Tensor, torch.nn.Parameter):
+        yield value
+    elif isinstance(value, Tensor):
+        raise TypeError(f"expected a tensor that says what it is made of, but saw {type(value).__name__}")
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chunk: int) -> dict[str, float]:
+    """Bytes per token of a cache that is filled in chunks with states in bfloat16, as caches hold them in use.
+
+    They do not depend on what the states are, but on how many: a residual in full precision fills and empties. So they
+    are counted after every chunk of the scored part. Where all layers of a cache of transformers are of one class, one
+    of them is filled and counted for all, since hqq takes minutes to quantise them all.
+
+    Returns:
+        `bytes` is the mean over those chunks, `most_bytes` the most and `last_bytes` what is held at the end.
+    """
+    text_config = config.get_text_config()
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, kv_heads, context + scored, head_dim, generator=generator).bfloat16().unbind(0)
+    cache = make(config)
+    alike = not isinstance(cache, kvlayers.Cache) and len({type(layer) for layer in cache.layers}) == 1
+    layers = text_config.num_hidden_layers
+    filled, factor = (1, layers) if alike and len(cache.layers) == layers else (layers, 1)
+    seen = []
+    with torch.no_grad():
+        for start in range(0, context + scored, chunk):
+            new = keys[:, :, start : start + chunk], values[:, :, start : start + chunk]
+            fill(cache, [new] * filled, chunk)
+            if start >= context:
+                seen.append(factor * held_everything(cache) / (start + chunk))
+    return {"bytes": sum(seen) / len(seen), "most_bytes": max(seen), "last_bytes": seen[-1]}

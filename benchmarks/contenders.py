@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
@@ -88,6 +89,22 @@ CONTENDERS: dict[str, Maker] = {
 }
 """The reference comes first: tokens and ratios are held against it."""
 
+OURS_4_BITS = "kvlayers 4 bits"
+THEIRS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
+
+QUANTIZED: dict[str, Maker] = {
+    REFERENCE: CONTENDERS[REFERENCE],
+    OURS: CONTENDERS[OURS],
+    OURS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
+    "kvlayers 2 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=2),
+    "kvlayers 8 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),
+    "kvlayers fp8": lambda config, length: kvlayers.QuantizedCache("fp8", config),
+    THEIRS_4_BITS[0]: lambda config, length: transformers.QuantizedCache("quanto", config, 4, axis_key=0, axis_value=0),
+    THEIRS_4_BITS[1]: lambda config, length: transformers.QuantizedCache("hqq", config, 4, axis_key=1, axis_value=1),
+}
+"""Caches that round what they hold, beside two in full precision. Each backend of transformers at the axis that its
+documentation recommends."""
+
 
 def held_bytes(cache: Any) -> int:
     """Bytes that a cache holds: `nbytes` where it says so, else the storages of its layers' tensors, each once."""
@@ -96,10 +113,25 @@ def held_bytes(cache: Any) -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for layer in cache.layers
-        for tensor in vars(layer).values()
-        if isinstance(tensor, Tensor)
+        for tensor in _tensors_in(list(vars(layer).values()))
     }
     return sum(storages.values())
+
+
+def _tensors_in(things: list[Any]) -> list[Tensor]:
+    """Plain tensors in nested lists, tuples and dicts; of a tensor that is made of others, those others."""
+    found = []
+    for thing in things:
+        if isinstance(thing, Tensor) and is_traceable_wrapper_subclass(thing):
+            names, _ = thing.__tensor_flatten__()
+            found += _tensors_in([getattr(thing, name) for name in names])
+        elif isinstance(thing, Tensor):
+            found.append(thing)
+        elif isinstance(thing, dict):
+            found += _tensors_in(list(thing.values()))
+        elif isinstance(thing, list | tuple):
+            found += _tensors_in(list(thing))
+    return found
 
 
 def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:

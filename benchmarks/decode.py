@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import report
-from contenders import CONTENDERS, OURS, Maker
+from contenders import CONTENDERS, OURS, QUANTIZED, Maker
 from peak import measure_peak
 from sliding import measure_sliding
 from timing import Disagreements, measure_decode, measure_growth, measure_update
@@ -50,7 +50,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=8, help="steps before the next contender's turn (8)")
     parser.add_argument("--window", type=int, help="sliding window (512)")
     parser.add_argument("--stations", type=_numbers, help="tokens at which its steps are timed (600,...,6000)")
-    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="of decode,update,peak,sliding")
+    parser.add_argument(
+        "--skip", type=lambda text: text.split(","), default=[], help="of decode,update,peak,sliding,quantized"
+    )
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/decode-<date>.json)")
     parser.add_argument("--quick", action="store_true", help="a small model and short lengths, under a minute")
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
     real = real_workload(given, console)
     if real is not None:
         workloads["real"] = real
-    results: dict[str, Any] = {"decode": {}, "update": {}, "growth": {}, "peak": {}, "sliding": {}}
+    results: dict[str, Any] = {"decode": {}, "update": {}, "growth": {}, "peak": {}, "sliding": {}, "quantized": {}}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
 
@@ -144,6 +146,20 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
                     if kind == "random":
                         report.add_amortised(measured, results["growth"].get(length, {}), shape.layers)
                     results["decode"][kind][length] = measured
+        if "quantized" not in given.skip:
+            workload = workloads["random"]
+            results["quantized"] = {"model": workload.name}
+            # What such caches give are other numbers by design, so that none of them is a failure here:
+            # benchmarks/fidelity.py says what they come to.
+            rounded = Disagreements()
+            for length in [length for length in given.lengths if length >= 4096 or given.quick]:
+                tick = ticking(f"quantized caches at {length}", given.trials)
+                measured = measure_decode(
+                    workload, QUANTIZED, length, given.steps, given.trials, given.block, rounded, tick
+                )
+                report.summarise(measured)
+                report.add_agreement(measured, rounded, length, given.steps * given.trials)
+                results["quantized"][length] = measured
         if "sliding" not in given.skip:
             tick = ticking(f"window {given.window}", given.trials)
             workload = RandomModel(shape, sliding_window=given.window)

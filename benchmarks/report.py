@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvlayers
-from contenders import EXACT, FLOOR, OURS, REFERENCE
+from contenders import EXACT, FLOOR, OURS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
 
 MILLI, MICRO = 1e3, 1e6
 
@@ -62,6 +62,13 @@ def add_amortised(decode: dict[str, Any], growth: dict[str, float], layers: int)
         decode[OURS]["growth_step"] = decode[OURS]["median"] + layers * growth["growth_update"]
 
 
+def add_agreement(measured: dict[str, Any], rounded: Any, length: int, steps: int) -> None:
+    """Add to each contender at `length` tokens the part of the steps whose greedy token is the reference's."""
+    for name, entry in measured.items():
+        others = [found for found in rounded.found if found["cache"] == name and 0 <= found["tokens"] - length < steps]
+        entry["agreement"] = 1 - len(others) / steps
+
+
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The project's promises that these figures speak to: what was asked, what was seen, whether it holds."""
     found: list[dict[str, Any]] = []
@@ -84,6 +91,22 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     if 64 in update:
         promise("update at 64, median time over transformers'", 1 / update[64][OURS]["speed"], at_most=1)
         promise("update at 64, mean time over transformers'", 1 / update[64][OURS]["speed_of_means"], at_most=1)
+    for length, measured in results.get("quantized", {}).items():
+        if length not in (4096, 16384):
+            continue
+        least = 4 if length == 4096 else 5
+        ours, where = measured[OURS_4_BITS], f"4-bit step at {length}"
+        for theirs in THEIRS_4_BITS:
+            pairs = zip(measured[theirs]["seconds"], ours["seconds"], strict=True)
+            speed = statistics.median(statistics.median(t) / statistics.median(o) for t, o in pairs)
+            promise(f"{where}, times as fast as {theirs}", speed, at_least=least)
+        if length == 16384:
+            pairs = zip(ours["seconds"], measured[OURS]["seconds"], strict=True)
+            slower = statistics.median(statistics.median(o) / statistics.median(d) for o, d in pairs)
+            promise(f"{where}, time over our DynamicCache's", slower, at_most=1.3)
+            dense = length_bytes(measured)
+            promise("bytes held at 16k, 4 bits over dense", ours["held"] / dense, at_most=0.295)
+            promise("bytes held at 16k, 2 bits over dense", measured["kvlayers 2 bits"]["held"] / dense, at_most=0.17)
     if results["peak"]:
         entry = results["peak"]["caches"][OURS]
         promise(f"peak growing to {results['peak']['tokens']}, times what is live", entry["peak"], at_most=1.3)
@@ -93,10 +116,17 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def length_bytes(measured: dict[str, Any]) -> int:
+    """Bytes of the states alone: those of transformers' cache, which concatenates."""
+    return int(measured[REFERENCE]["held"])
+
+
 def show(console: Console, results: dict[str, Any]) -> None:
     """Print all tables."""
     for kind in results["decode"].values():
         console.print(_decode_table(kind))
+    if results["quantized"]:
+        console.print(_quantized_table(results["quantized"]))
     console.print(_update_table(results["update"], results["growth"]))
     if results["peak"]:
         console.print(_peak_table(results["peak"]))
@@ -129,6 +159,25 @@ def _decode_table(kind: dict[Any, Any]) -> Table:
                 _span(entry, "speed"),
                 _span(entry, "speed_to_floor"),
                 f"{entry['held'] / 1e6:.1f}",
+                f"{entry['logit_distance']:.3f}",
+            )
+        table.add_section()
+    return table
+
+
+def _quantized_table(kind: dict[Any, Any]) -> Table:
+    columns = ("ms a step", "mean", "times as fast", "MB held", "of dense", "same token", "logits apart")
+    table = _table(f"Decode step with quantized caches, {kind['model']}", "tokens, cache", *columns)
+    for length, measured in ((key, value) for key, value in kind.items() if key != "model"):
+        for name, entry in measured.items():
+            table.add_row(
+                f"{length:>6} {name}",
+                f"{entry['median'] * MILLI:.2f}",
+                f"{entry['mean'] * MILLI:.2f}",
+                _span(entry, "speed"),
+                f"{entry['held'] / 1e6:.1f}",
+                f"{entry['held'] / length_bytes(measured):.4f}",
+                f"{entry['agreement']:.0%}",
                 f"{entry['logit_distance']:.3f}",
             )
         table.add_section()

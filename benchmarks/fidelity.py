@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small random model and short passages")
     given = parser.parse_args(arguments)
     given.passages = given.passages or (2 if given.quick else 8)
-    given.context = given.context or (160 if given.quick else 2048)
+    given.context = given.context or (448 if given.quick else 2048)
     given.scored = given.scored or (64 if given.quick else 1024)
     if given.chunk < 1 or given.context % given.chunk or given.scored % given.chunk:
         parser.error("--context and --scored must be multiples of --chunk")

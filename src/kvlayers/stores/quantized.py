@@ -21,7 +21,7 @@ from .quantization import Quantization, block_tokens
 GROWTH_DIVISOR = 128
 """Packed blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""
 
-MINIMUM_GROWTH = 2
+MINIMUM_GROWTH = 1
 """Blocks by which they grow at least."""
 
 BLOCKS_AT_ONCE = 16

@@ -10,25 +10,15 @@ from typing_extensions import Self, override
 from ..attention.handle import Attended, Edition, as_dense, handles
 from ..attention.history import DenseRun, History, PackedRun
 from ..errors import StateMismatchError
-from ..quantizers.base import CodeFormat, Quantizer, Side
+from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
 from .base import Fact, TokenStore
 from .buffer import StateForm, form_of
 from .dense import DenseStore
-from .packed_side import PackedSide, pack_side, side_bytes
+from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
 from .quantization import Quantization, block_tokens
 
-GROWTH_DIVISOR = 128
-"""Packed blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""
-
-MINIMUM_GROWTH = 1
-"""Blocks by which they grow at least."""
-
-BLOCKS_AT_ONCE = 16
-"""Blocks that are quantized together, which bounds what a long prefill needs besides."""
-
-_SIDES: tuple[Side, Side] = ("keys", "values")
-_PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")
+StatePair = tuple[Tensor, Tensor]
 
 
 class QuantizedStore(TokenStore):
@@ -56,26 +46,23 @@ class QuantizedStore(TokenStore):
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._admitted: tuple[StateForm, StateForm] | None = None
-        self._quantizers: dict[Side, Quantizer] = {}
-        self._block_tokens = 0
-        self._sinks = DenseStore(length_hint=quantization.sink_tokens)
+        self._blocks: PackedBlocks | None = None
+        self._sinks = DenseStore()
         self._recent = DenseStore()
-        self._packed = {side: DenseStore() for side in _SIDES}
-        self._ends: list[int] = []
-        self._first = 0
         self._edition = Edition()
-        self._runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
+        self._old_runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
 
     # What is held
 
     @property
-    def _packed_tokens(self) -> int:
-        return sum(self._ends) - self._first
+    def _old_tokens(self) -> int:
+        """Tokens before the residual."""
+        return self._sinks.length + (0 if self._blocks is None else self._blocks.tokens)
 
     @property
     @override
     def length(self) -> int:
-        return self._sinks.length + self._packed_tokens + self._recent.length
+        return self._old_tokens + self._recent.length
 
     @property
     @override
@@ -90,12 +77,13 @@ class QuantizedStore(TokenStore):
     @property
     def _missing_sinks(self) -> int:
         """Tokens at the front of the residual that are to be sinks when the first block is packed."""
-        return 0 if self._ends else self.quantization.sink_tokens - self._sinks.length
+        return 0 if self._blocks else self.quantization.sink_tokens - self._sinks.length
 
     @property
     def _room(self) -> int:
         """Tokens that the residual may hold."""
-        return self._missing_sinks + self.quantization.residual_length + self._block_tokens
+        size = 0 if self._blocks is None else self._blocks.block_tokens
+        return self._missing_sinks + self.quantization.residual_length + size
 
     # Taking in states
 
@@ -106,11 +94,17 @@ class QuantizedStore(TokenStore):
         if forms != self._forms:
             if self.length and self._forms is not None:
                 raise mismatch(forms, self._forms, self.length)
-            self._check_forms(*forms)
+            self._quantizers_for(*forms)
             self._admitted = forms
         return int(keys.shape[2])
 
-    def _check_forms(self, key_form: StateForm, value_form: StateForm) -> None:
+    def _quantizers_for(self, key_form: StateForm, value_form: StateForm) -> dict[Side, Quantizer]:
+        """Quantizers for states of such forms.
+
+        Raises:
+            StateMismatchError: keys and values do not match each other.
+            OptionError: a group size does not divide its head_dim.
+        """
         check_one_batch(key_form, value_form)
         if key_form[1] != value_form[1] or key_form[3:] != value_form[3:]:
             raise StateMismatchError(
@@ -119,154 +113,144 @@ class QuantizedStore(TokenStore):
             )
         if not key_form[3].is_floating_point:
             raise StateMismatchError(f"expected states of a floating dtype, but saw {key_form[3]}: convert them first.")
-        self.quantization.quantizers(key_form[2], value_form[2])
+        return self.quantization.quantizers(key_form[2], value_form[2])
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self._check_forms(key_form, value_form)
+        self._quantizers_for(key_form, value_form)
         self._admitted = key_form, value_form
         self._take_form()
 
     def _take_form(self) -> None:
         """Be the store of states of the form that was admitted."""
-        if self._admitted is None:
-            return
-        key_form, value_form = self._forms = self._admitted
-        self._admitted = None
-        self._quantizers = self.quantization.quantizers(key_form[2], value_form[2])
-        self._block_tokens = block_tokens(self._quantizers)
-        self._sinks = DenseStore(length_hint=self.quantization.sink_tokens)
-        self._recent = DenseStore(length_hint=self._room)
-        hint = None if self.length_hint is None else self._blocks_beyond(self.length_hint)
-        for side in _SIDES:
-            self._packed[side] = DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
-            form = key_form if side == "keys" else value_form
-            forms = packed_forms(self._quantizers[side].format, side, form, self._block_tokens)
-            self._packed[side].reserve_form(*forms)
-        self._ends, self._first = [], 0
-        self._changed()
+        if self._admitted is not None:
+            self._start_over(self._admitted)
+            self._admitted = None
 
-    def _blocks_beyond(self, tokens: int) -> int:
-        """Blocks that must be packed so that the residual has room for the rest of `tokens` that are not sinks yet."""
-        return max(math.ceil((tokens - self._room) / self._block_tokens), 0)
+    def _start_over(self, forms: tuple[StateForm, StateForm]) -> None:
+        """Hold nothing, in memory that nothing was returned from."""
+        quantizers = self._quantizers_for(*forms)
+        size = block_tokens(quantizers)
+        given = self.quantization
+        hint = None
+        if self.length_hint is not None:
+            hint = _blocks_beyond(self.length_hint, given.sink_tokens + given.residual_length + size, size)
+        self._forms = forms
+        self._blocks = PackedBlocks(quantizers, forms, size, hint)
+        self._sinks = DenseStore(length_hint=given.sink_tokens)
+        self._recent = DenseStore()
+        self._changed()
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         self._take_form()
         keys, values = as_dense(keys).detach(), as_dense(values).detach()
-        blocks = self._blocks_beyond(self._recent.length + keys.shape[2])
+        blocks = self._blocks_to_pack(keys.shape[2])
         if blocks:
             self._pack(keys, values, blocks)
         else:
-            self._recent.admit(keys, values)
-            self._recent.append(keys, values)
+            _put(self._recent, (keys, values))
+
+    def _blocks_to_pack(self, new: int) -> int:
+        """Blocks that must be packed so that the residual has room for `new` tokens."""
+        size = 1 if self._blocks is None else self._blocks.block_tokens
+        return _blocks_beyond(self._recent.length + new, self._room, size)
 
     @override
-    def extend(self, keys: Tensor, values: Tensor, past: int) -> tuple[Tensor, Tensor]:
+    def extend(self, keys: Tensor, values: Tensor, past: int) -> StatePair:
         self._take_form()
-        fits = not self._blocks_beyond(self._recent.length + keys.shape[2])
-        if fits and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)):
+        new = keys.shape[2]
+        differentiable = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        if not differentiable and not self._blocks_to_pack(new):
             self.append(keys, values)
-            return self._newest(past + keys.shape[2])
+            return self.newest(past + new)
         history = self._history_with(keys, values, past)
         self.append(keys, values)
         return self._returned(history)
 
     @override
-    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
+    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> StatePair:
         self._take_form()
         history = self._history_with(keys, values, past)
-        tokens = keys.shape[2]
-        if tokens >= kept:
-            # To new memory, as what is returned still has to be read.
-            self._admitted = self._forms
-            self._take_form()
-            keys, values = keys.narrow(2, tokens - kept, kept), values.narrow(2, tokens - kept, kept)
+        new = keys.shape[2]
+        if new >= kept and self._forms is not None:
+            self._start_over(self._forms)
+            keys, values = keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept)
         else:
-            self.drop_oldest(self.length + tokens - kept)
+            self.drop_oldest(self.length + new - kept)
         self.append(keys, values)
         return self._returned(history)
 
-    def _pack(self, keys: Tensor, values: Tensor, blocks: int) -> None:
-        """Take in states, and pack so many blocks of the oldest tokens in full precision that are no sinks."""
+    def _pack(self, keys: Tensor, values: Tensor, count: int) -> None:
+        """Take in states, and pack `count` blocks of the oldest tokens in full precision that are not to be sinks."""
+        blocks = self._blocks
+        if blocks is None:
+            raise StateMismatchError("expected admitted states before any are packed: update the layer first.")
         sinks, held = self._missing_sinks, self._recent.length
         parts = [(keys, values)]
         if held:
-            # A copy, since the residual is about to move to the front of its memory.
-            parts.insert(0, tuple(states.clone() for states in self._recent.newest(held)))  # type: ignore[arg-type]
+            # Copies, since the residual is about to move to the front of its memory.
+            recent_keys, recent_values = self._recent.newest(held)
+            parts.insert(0, (recent_keys.clone(), recent_values.clone()))
         if sinks:
-            self._put(self._sinks, _tokens_of(parts, 0, sinks))
-        for side in _SIDES:
-            # To new memory where it must grow, never within: the states to come may be attended to as they are.
-            self._packed[side].reserve(len(self._ends) + blocks)
-        size = self._block_tokens
-        for block in range(0, blocks, BLOCKS_AT_ONCE):
-            count = min(BLOCKS_AT_ONCE, blocks - block)
-            self._put_blocks(*_tokens_of(parts, sinks + block * size, count * size))
-            self._ends += [size] * count
-        packed = sinks + blocks * size
-        if len(self._ends) == blocks:
+            _put(self._sinks, _tokens_of(parts, 0, sinks))
+        if not blocks:
             # What was returned before the first block was packed are plain views of the old memory: it is let go.
             self._recent = DenseStore()
+        blocks.reserve(count)
+        size = blocks.block_tokens
+        for done in range(0, count, BLOCKS_AT_ONCE):
+            at_once = min(BLOCKS_AT_ONCE, count - done)
+            blocks.append(*_tokens_of(parts, sinks + done * size, at_once * size))
+        packed = sinks + count * size
         self._recent.clear()
         self._changed()
-        self._put(self._recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
-
-    def _put(self, store: DenseStore, states: tuple[Tensor, Tensor]) -> None:
-        store.admit(*states)
-        store.append(*states)
-
-    @torch.no_grad()
-    def _put_blocks(self, keys: Tensor, values: Tensor) -> None:
-        finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
-        for side, states in zip(_SIDES, (keys, values), strict=True):
-            quantizer = self._quantizers[side]
-            groups = quantizer.quantize(torch.where(finite, states, 0))
-            codes, parameters = pack_side(groups, quantizer.format, side, self._block_tokens)
-            if side == "values":
-                parameters = self._marked(parameters, finite)
-            self._put(self._packed[side], (codes, parameters))
-
-    def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
-        """Parameters of values, with those not-a-number that belong to tokens which are not finite."""
-        group_tokens = self._quantizers["values"].format.group_tokens
-        # The values of a group along tokens share their scale, and cannot be marked one by one.
-        groups = torch.unflatten(finite, 2, (-1, self._block_tokens // group_tokens, group_tokens)).all(4).flatten(3)
-        whole = torch.unflatten(parameters, 3, (self._quantizers["values"].format.parameters, groups.shape[3], -1))
-        return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
+        _put(self._recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
 
     # Reading
 
     @override
     def newest_keys(self, count: int) -> Tensor:
-        return self._newest(count)[0]
+        return self.newest(count)[0]
 
     @override
     def newest_values(self, count: int) -> Tensor:
-        return self._newest(count)[1]
+        return self.newest(count)[1]
 
     @override
-    def newest(self, count: int) -> tuple[Tensor, Tensor]:
-        return self._newest(count)
-
-    def _newest(self, count: int) -> tuple[Tensor, Tensor]:
+    def newest(self, count: int) -> StatePair:
         if count <= self._recent.length:
             return self._recent.newest(count)
         return self._returned(self._history(count))
 
-    def _returned(self, history: History) -> tuple[Tensor, Tensor]:
+    def _returned(self, history: History) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""
-        key_form, value_form = self._forms  # type: ignore[misc]
+        if self._forms is None:
+            raise StateMismatchError("expected admitted states before any are read: update the layer first.")
+        (_, kv_heads, key_head_dim, dtype, device), (_, _, value_head_dim, _, _) = self._forms
         if history.packed is None or torch.compiler.is_compiling():
-            return history.dense("keys", key_form[3]), history.dense("values", key_form[3])
-        attended = Attended(history, key_form[3], key_form[4], self._edition, self._edition.number)
-        return handles(attended, key_form[1], (key_form[2], value_form[2]))
+            return history.dense("keys", dtype), history.dense("values", dtype)
+        attended = Attended(history, dtype, device, self._edition, self._edition.number)
+        return handles(attended, kv_heads, (key_head_dim, value_head_dim))
 
     def _history(self, count: int) -> History:
         """The newest `count` tokens."""
-        before, packed = self._old_runs(self.length - count)
+        skipped = self.length - count
+        if skipped:
+            before, packed = self._runs_without(skipped)
+        else:
+            if self._old_runs is None:
+                self._old_runs = self._runs_without(0)
+            before, packed = self._old_runs
         recent = min(count, self._recent.length)
         return History(before, packed, (DenseRun(*self._recent.newest(recent)),) if recent else ())
+
+    def _runs_without(self, skipped: int) -> tuple[tuple[DenseRun, ...], PackedRun | None]:
+        """Sinks and packed tokens, but for the oldest `skipped` of them."""
+        sinks = max(self._sinks.length - skipped, 0)
+        before = (DenseRun(*self._sinks.newest(sinks)),) if sinks else ()
+        packed = None if self._blocks is None else self._blocks.run(max(skipped - self._sinks.length, 0))
+        return before, packed
 
     def _history_with(self, keys: Tensor, values: Tensor, past: int) -> History:
         """The newest `past` tokens that are held, and new ones: true whatever happens to the residual."""
@@ -274,79 +258,30 @@ class QuantizedStore(TokenStore):
         copied = tuple(DenseRun(run.keys.clone(), run.values.clone()) for run in history.after)
         return History(history.before, history.packed, (*copied, DenseRun(as_dense(keys), as_dense(values))))
 
-    def _old_runs(self, skipped: int) -> tuple[tuple[DenseRun, ...], PackedRun | None]:
-        """Sinks and packed tokens, but for the oldest `skipped` of them."""
-        if not skipped:
-            if self._runs is None:
-                self._runs = self._make_runs(0)
-            return self._runs
-        return self._make_runs(skipped)
-
-    def _make_runs(self, skipped: int) -> tuple[tuple[DenseRun, ...], PackedRun | None]:
-        sinks = max(self._sinks.length - skipped, 0)
-        before = (DenseRun(*self._sinks.newest(sinks)),) if sinks else ()
-        first = self._first + max(skipped - self._sinks.length, 0)
-        block = 0
-        while block < len(self._ends) and first >= self._ends[block]:
-            first -= self._ends[block]
-            block += 1
-        blocks = len(self._ends) - block
-        if not blocks:
-            return before, None
-        ends = tuple(self._ends[block:])
-        return before, PackedRun(
-            self._packed_side("keys", blocks),
-            self._packed_side("values", blocks),
-            first,
-            None if set(ends) == {self._block_tokens} else ends,
-        )
-
-    def _packed_side(self, side: Side, blocks: int) -> PackedSide:
-        form = self.key_form if side == "keys" else self.value_form
-        codes, parameters = self._packed[side].newest(blocks)
-        return PackedSide(codes, parameters, self._quantizers[side].format, side, form[2], self._block_tokens)  # type: ignore[index]
-
     # Dropping, cropping and the batch
 
     @override
     def drop_oldest(self, count: int) -> None:
         from_sinks = min(count, self._sinks.length)
         self._sinks.drop_oldest(from_sinks)
-        from_packed = min(count - from_sinks, self._packed_tokens)
-        self._first += from_packed
-        gone = 0
-        while gone < len(self._ends) and self._first >= self._ends[gone]:
-            self._first -= self._ends[gone]
-            gone += 1
-        if gone:
-            del self._ends[:gone]
-            for store in self._packed.values():
-                store.drop_oldest(gone)
-        self._recent.drop_oldest(count - from_sinks - from_packed)
-        self._runs = None
+        from_blocks = 0
+        if self._blocks:
+            from_blocks = min(count - from_sinks, self._blocks.tokens)
+            self._blocks.drop_oldest(from_blocks)
+        self._recent.drop_oldest(count - from_sinks - from_blocks)
+        # What was returned stays true, and only what is returned next has fewer tokens.
+        self._old_runs = None
 
     @override
     def truncate(self, length: int) -> None:
-        old = self._sinks.length + self._packed_tokens
-        if length >= old:
-            self._recent.truncate(length - old)
-            self._changed()
-            return
-        self._recent.clear()
-        from_packed = max(length - self._sinks.length, 0)
-        kept = 0
-        # A block that is cut keeps its codes, and says how many of its tokens still count.
-        remaining = from_packed + self._first
-        while from_packed and kept < len(self._ends) and remaining > 0:
-            self._ends[kept] = min(self._ends[kept], remaining)
-            remaining -= self._ends[kept]
-            kept += 1
-        del self._ends[kept:]
-        for store in self._packed.values():
-            store.truncate(kept)
-        if not kept:
-            self._first = 0
-            self._sinks.truncate(min(length, self._sinks.length))
+        old = self._old_tokens
+        self._recent.truncate(max(length - old, 0))
+        if length < old:
+            sinks = min(length, self._sinks.length)
+            if self._blocks is not None:
+                self._blocks.truncate(length - sinks)
+            if sinks < self._sinks.length:
+                self._sinks.truncate(sinks)
         self._changed()
 
     @override
@@ -359,10 +294,10 @@ class QuantizedStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None:
+        if self._forms is None or self._blocks is None:
             return
-        for store in self._stores():
-            store.select(indices)
+        for part in (self._sinks, self._blocks, self._recent):
+            part.select(indices)
         key_form, value_form = self._forms
         batch = indices.shape[0]
         self._forms = (batch, *key_form[1:]), (batch, *value_form[1:])
@@ -370,17 +305,16 @@ class QuantizedStore(TokenStore):
 
     @override
     def clear(self) -> None:
-        for store in self._stores():
-            store.clear()
-        self._ends, self._first = [], 0
+        self._sinks.clear()
+        self._recent.clear()
+        if self._blocks is not None:
+            self._blocks.clear()
         self._changed()
 
-    def _stores(self) -> tuple[DenseStore, ...]:
-        return self._sinks, self._packed["keys"], self._packed["values"], self._recent
-
     def _changed(self) -> None:
+        """What was returned so far is no longer true."""
         self._edition.advance()
-        self._runs = None
+        self._old_runs = None
         self._recent.length_hint = self._room
 
     # Copies
@@ -391,16 +325,18 @@ class QuantizedStore(TokenStore):
         twin.__dict__.update(self.__getstate__())
         twin._edition = Edition()
         twin._sinks, twin._recent = self._sinks.fork(), self._recent.fork()
-        twin._packed = {side: store.fork() for side, store in self._packed.items()}
+        twin._blocks = None if self._blocks is None else self._blocks.fork()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": None, "_admitted": None, "_ends": list(self._ends)}
+        # Runs are views, and would travel as copies of what is in the stores.
+        return {**self.__dict__, "_old_runs": None, "_admitted": None}
 
     @property
     @override
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores())
+        packed = 0 if self._blocks is None else self._blocks.nbytes
+        return self._sinks.nbytes + packed + self._recent.nbytes
 
     @override
     def settings(self) -> dict[str, Fact]:
@@ -408,93 +344,69 @@ class QuantizedStore(TokenStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._forms is None:
+        if self._forms is None or self._blocks is None:
             return {}
-        tensors = dict(self._recent_or_empty().state())
+        if self._recent.key_form is None:
+            self._recent.reserve_form(*self._forms)
+        tensors = {**self._recent.state(), **self._blocks.state()}
         if self._sinks.length:
             tensors.update({f"sink_{name}": states for name, states in self._sinks.state().items()})
-        if self._ends:
-            for side in _SIDES:
-                held = self._packed[side].state()
-                tensors[f"{side}_codes"], tensors[f"{side}_parameters"] = held["keys"], held["values"]
-            tensors["block_ends"] = torch.tensor([self._first, *self._ends], dtype=torch.int64)
         return tensors
-
-    def _recent_or_empty(self) -> DenseStore:
-        """The residual, which has a form even where it never held a token."""
-        if self._recent.key_form is None:
-            self._recent.reserve_form(*self._forms)  # type: ignore[misc]
-        return self._recent
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
-        recent = check_dense_state({name: tensors[name] for name in ("keys", "values") if name in tensors})
-        sinks = check_dense_state({name: tensors[f"sink_{name}"] for name in _SIDES if f"sink_{name}" in tensors})
-        unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *_PACKED_NAMES}
-        packed = [name for name in _PACKED_NAMES if name in tensors]
-        if unknown or (len(tensors) > 0 and "keys" not in tensors) or len(packed) not in (0, len(_PACKED_NAMES)):
+        packed = [name for name in PACKED_NAMES if name in tensors]
+        unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES}
+        if unknown or (tensors and "keys" not in tensors) or len(packed) not in (0, len(PACKED_NAMES)):
             raise StateMismatchError(f"expected the state of a quantized store, but saw {sorted(tensors)}.")
-        return recent + sinks + (self._check_packed_state(tensors) if packed else 0)
-
-    def _check_packed_state(self, tensors: dict[str, Tensor]) -> int:
-        keys, values, ends = tensors["keys"], tensors["values"], tensors["block_ends"].tolist()
-        quantizers = self.quantization.quantizers(keys.shape[3], values.shape[3])
-        size = block_tokens(quantizers)
-        for side, states in zip(_SIDES, (keys, values), strict=True):
-            batch, kv_heads = states.shape[:2]
-            forms = packed_forms(quantizers[side].format, side, form_of(states), size)
-            for name, form in zip((f"{side}_codes", f"{side}_parameters"), forms, strict=True):
-                expected = (batch, kv_heads, len(ends) - 1, form[2])
-                if tuple(tensors[name].shape) != expected or tensors[name].dtype != form[3]:
-                    raise StateMismatchError(
-                        f"expected {name} {list(expected)} of {form[3]}, but saw {list(tensors[name].shape)} of "
-                        f"{tensors[name].dtype}: take the state again."
-                    )
-        first, *counts = map(int, ends)
-        if not all(0 < count <= size for count in counts) or not 0 <= first < counts[0]:
-            raise StateMismatchError(f"expected blocks of 1 to {size} tokens, but saw {counts}: take the state again.")
-        return sum(counts) - first
+        tokens = check_dense_state({name: tensors[name] for name in ("keys", "values") if name in tensors})
+        if not tensors:
+            return 0
+        forms = form_of(tensors["keys"]), form_of(tensors["values"])
+        quantizers = self._quantizers_for(*forms)
+        sinks = {name: tensors[f"sink_{name}"] for name in ("keys", "values") if f"sink_{name}" in tensors}
+        tokens += check_dense_state(sinks)
+        if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
+            raise StateMismatchError("expected sinks of the form of the other tokens: take the state again.")
+        return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)
 
     @override
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        self.clear()
         if not tensors:
+            self.clear()
             return
-        keys, values = tensors["keys"], tensors["values"]
-        self.admit(keys, values)
-        self._take_form()
-        self._put(self._recent, (keys, values))
+        self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
+        _put(self._recent, (tensors["keys"], tensors["values"]))
         if "sink_keys" in tensors:
-            self._put(self._sinks, (tensors["sink_keys"], tensors["sink_values"]))
-        if "block_ends" in tensors:
-            for side in _SIDES:
-                self._put(self._packed[side], (tensors[f"{side}_codes"], tensors[f"{side}_parameters"]))
-            self._first, *self._ends = tensors["block_ends"].tolist()
+            _put(self._sinks, (tensors["sink_keys"], tensors["sink_values"]))
+        if "block_ends" in tensors and self._blocks is not None:
+            self._blocks.load_state(tensors)
         self._changed()
 
 
-def packed_forms(
-    code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
-) -> tuple[StateForm, StateForm]:
-    """Forms of the codes and of the parameters of one side, whose tokens are blocks."""
-    batch, kv_heads, head_dim, dtype, device = form
-    codes = side_bytes(code_format, side, head_dim, block_tokens, itemsize=0)
-    parameters = side_bytes(code_format, side, head_dim, block_tokens, itemsize=1) - codes
-    return (batch, kv_heads, codes, torch.uint8, device), (batch, kv_heads, parameters, dtype, device)
+def _blocks_beyond(tokens: int, room: int, block_tokens: int) -> int:
+    """Blocks that leave no more than `room` of `tokens` tokens."""
+    return max(math.ceil((tokens - room) / block_tokens), 0)
 
 
-def _tokens_of(parts: list[tuple[Tensor, Tensor]], start: int, count: int) -> tuple[Tensor, Tensor]:
+def _put(store: DenseStore, states: StatePair) -> None:
+    store.admit(*states)
+    store.append(*states)
+
+
+def _tokens_of(parts: list[StatePair], start: int, count: int) -> StatePair:
     """Keys and values of `count` tokens from `start`, of those in all parts together."""
-    found: list[tuple[Tensor, Tensor]] = []
+    found: list[StatePair] = []
     for keys, values in parts:
         tokens = keys.shape[2]
         begin, end = max(start, 0), min(start + count, tokens)
         if begin < end:
             found.append((keys[:, :, begin:end], values[:, :, begin:end]))
         start -= tokens
-    if not found:
-        return parts[0][0][:, :, :0], parts[0][1][:, :, :0]
     if len(found) == 1:
         return found[0]
+    if not found:
+        keys, values = parts[0]
+        return keys[:, :, :0], values[:, :, :0]
     keys, values = (torch.cat(side, dim=2) for side in zip(*found, strict=True))
     return keys, values

@@ -1,0 +1,225 @@
+"""A run of tokens in packed blocks: quantized once, read in place, dropped and cropped by the token."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ..attention.history import PackedRun
+from ..errors import StateMismatchError
+from ..quantizers.base import CodeFormat, Quantizer, Side
+from .buffer import StateForm
+from .dense import DenseStore
+from .packed_side import PackedSide, pack_side, side_bytes
+
+GROWTH_DIVISOR = 128
+"""Blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""
+
+MINIMUM_GROWTH = 1
+"""Blocks by which they grow at least."""
+
+BLOCKS_AT_ONCE = 16
+"""Blocks that are quantized together, which bounds what a long prefill needs besides."""
+
+SIDES: tuple[Side, Side] = ("keys", "values")
+
+
+class PackedBlocks:
+    """Packed keys and values, each in a `DenseStore` whose tokens are blocks: codes for keys, parameters for values.
+
+    Args:
+        quantizers: what quantizes the keys, and the values.
+        forms: forms of the states: of the keys, and of the values.
+        block_tokens: tokens of a block.
+        hint: the most blocks that are expected, where known.
+    """
+
+    def __init__(
+        self,
+        quantizers: dict[Side, Quantizer],
+        forms: tuple[StateForm, StateForm],
+        block_tokens: int,
+        hint: int | None = None,
+    ) -> None:
+        self._quantizers = quantizers
+        self._head_dims = {side: form[2] for side, form in zip(SIDES, forms, strict=True)}
+        self.block_tokens = block_tokens
+        self._packed: dict[Side, DenseStore] = {}
+        for side, form in zip(SIDES, forms, strict=True):
+            store = self._packed[side] = DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
+            store.reserve_form(*packed_forms(quantizers[side].format, side, form, block_tokens))
+        self._ends: list[int] = []
+        """For each block the tokens that count, from its beginning: all but where it was cropped."""
+        self._first = 0
+        """Tokens of the first block that have been dropped."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return sum(self._ends) - self._first
+
+    def reserve(self, blocks: int) -> None:
+        """Make room for more blocks: in new memory where there is none, never by moving what has been returned."""
+        for store in self._packed.values():
+            store.reserve(len(self._ends) + blocks)
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Quantize states, `[batch, kv_heads, tokens, head_dim]`, of a whole number of blocks, and hold their codes."""
+        finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
+        for side, states in zip(SIDES, (keys, values), strict=True):
+            quantizer = self._quantizers[side]
+            groups = quantizer.quantize(torch.where(finite, states, 0))
+            codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
+            if side == "values":
+                parameters = self._marked(parameters, finite)
+            self._packed[side].admit(codes, parameters)
+            self._packed[side].append(codes, parameters)
+        self._ends += [self.block_tokens] * (keys.shape[2] // self.block_tokens)
+
+    def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
+        """Parameters of values, with those not-a-number that belong to tokens which are not finite."""
+        code_format = self._quantizers["values"].format
+        group_tokens = code_format.group_tokens
+        # The values of a group along tokens share their scale, and cannot be marked one by one.
+        by_group = torch.unflatten(finite, 2, (-1, self.block_tokens // group_tokens, group_tokens))
+        groups = by_group.all(4).flatten(3)
+        whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
+        return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
+
+    def run(self, skipped: int = 0) -> PackedRun | None:
+        """What is held but for the oldest `skipped` tokens, as attention reads it; `None` where that is nothing."""
+        first, block = self._first + skipped, 0
+        while block < len(self._ends) and first >= self._ends[block]:
+            first -= self._ends[block]
+            block += 1
+        blocks = len(self._ends) - block
+        if not blocks:
+            return None
+        ends = tuple(self._ends[block:])
+        return PackedRun(
+            self._side("keys", blocks),
+            self._side("values", blocks),
+            first,
+            None if set(ends) == {self.block_tokens} else ends,
+        )
+
+    def _side(self, side: Side, blocks: int) -> PackedSide:
+        codes, parameters = self._packed[side].newest(blocks)
+        return PackedSide(
+            codes, parameters, self._quantizers[side].format, side, self._head_dims[side], self.block_tokens
+        )
+
+    def drop_oldest(self, tokens: int) -> None:
+        """Forget the oldest tokens; a block goes when none of its tokens counts."""
+        self._first += tokens
+        gone = 0
+        while gone < len(self._ends) and self._first >= self._ends[gone]:
+            self._first -= self._ends[gone]
+            gone += 1
+        if gone:
+            del self._ends[:gone]
+            for store in self._packed.values():
+                store.drop_oldest(gone)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the oldest tokens. A block that is cut keeps its codes, and says how many tokens count."""
+        kept, remaining = 0, tokens + self._first
+        while tokens and kept < len(self._ends) and remaining > 0:
+            self._ends[kept] = min(self._ends[kept], remaining)
+            remaining -= self._ends[kept]
+            kept += 1
+        del self._ends[kept:]
+        for store in self._packed.values():
+            store.truncate(kept)
+        if not kept:
+            self._first = 0
+
+    def select(self, indices: Tensor) -> None:
+        """Make batch row `i` what row `indices[i]` was."""
+        for store in self._packed.values():
+            store.select(indices)
+
+    def clear(self) -> None:
+        """Forget all tokens, keep the memory."""
+        for store in self._packed.values():
+            store.clear()
+        self._ends, self._first = [], 0
+
+    def fork(self) -> Self:
+        """An independent copy of the live blocks."""
+        twin = copy.copy(self)
+        twin._packed = {side: store.fork() for side, store in self._packed.items()}
+        twin._ends = list(self._ends)
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(store.nbytes for store in self._packed.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of codes and parameters, and what counts of each block; empty where there is no block."""
+        if not self._ends:
+            return {}
+        tensors = {"block_ends": torch.tensor([self._first, *self._ends], dtype=torch.int64)}
+        for side in SIDES:
+            held = self._packed[side].state()
+            tensors[f"{side}_codes"], tensors[f"{side}_parameters"] = held["keys"], held["values"]
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Hold what was held when the state was taken, which was checked by `check_packed_state`."""
+        self.clear()
+        if not tensors:
+            return
+        for side in SIDES:
+            held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
+            self._packed[side].load_state(held)
+        self._first, *self._ends = tensors["block_ends"].tolist()
+
+
+PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")
+"""What the state of packed blocks consists of."""
+
+
+def check_packed_state(
+    tensors: dict[str, Tensor], quantizers: dict[Side, Quantizer], forms: tuple[StateForm, StateForm], block_tokens: int
+) -> int:
+    """Tokens in a state of packed blocks.
+
+    Raises:
+        StateMismatchError: it is no state of blocks that such quantizers make of states of such forms.
+    """
+    ends: list[Any] = tensors["block_ends"].tolist()
+    for side, form in zip(SIDES, forms, strict=True):
+        packed = packed_forms(quantizers[side].format, side, form, block_tokens)
+        for name, (batch, kv_heads, width, dtype, _) in zip(("codes", "parameters"), packed, strict=True):
+            seen = tensors[f"{side}_{name}"]
+            expected = [batch, kv_heads, len(ends) - 1, width]
+            if list(seen.shape) != expected or seen.dtype != dtype:
+                raise StateMismatchError(
+                    f"expected {side}_{name} {expected} of {dtype}, but saw {list(seen.shape)} of {seen.dtype}: take "
+                    "the state again."
+                )
+    if not all(0 < end <= block_tokens for end in ends[1:]) or len(ends) < 2 or not 0 <= ends[0] < ends[1]:
+        raise StateMismatchError(
+            f"expected blocks of 1 to {block_tokens} tokens behind what was dropped, but saw {ends}: take the state "
+            "again."
+        )
+    return int(sum(ends[1:]) - ends[0])
+
+
+def packed_forms(
+    code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
+) -> tuple[StateForm, StateForm]:
+    """Forms of the codes and of the parameters of one side, whose tokens are blocks."""
+    batch, kv_heads, head_dim, dtype, device = form
+    codes = side_bytes(code_format, side, head_dim, block_tokens, itemsize=0)
+    parameters = side_bytes(code_format, side, head_dim, block_tokens, itemsize=1) - codes
+    return (batch, kv_heads, codes, torch.uint8, device), (batch, kv_heads, parameters, dtype, device)

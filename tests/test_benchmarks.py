@@ -12,7 +12,7 @@ from torch import Tensor
 import kvlayers
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-TINY = ["--quick", "--lengths", "32", "--trials", "1", "--steps", "4", "--stations", "40,80"]
+TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80"]
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def test_a_quick_benchmark_succeeds_and_writes_what_was_measured_where(benchmark
     assert {"cpu", "cores", "threads", "ram_bytes"} <= set(written["hardware"])
     assert {"python", "torch", "transformers", "kvlayers"} <= set(written["versions"])
     results = written["results"]
-    assert {"decode", "update", "growth", "peak", "sliding"} == set(results)
+    assert {"decode", "update", "growth", "peak", "sliding", "quantized"} == set(results)
+    assert set(results["quantized"]["64"]) == set(benchmark.QUANTIZED)
     for name in benchmark.CONTENDERS:
         steps = results["decode"]["random"]["32"][name]
         assert len(steps["seconds"]) == 1

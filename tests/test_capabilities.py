@@ -12,6 +12,9 @@ from kvlayers import (
     CacheLayer,
     CapacityError,
     DynamicLayer,
+    Quantization,
+    QuantizedLayer,
+    QuantizedStore,
     RollbackError,
     SlidingLayer,
     StaticLayer,
@@ -21,12 +24,19 @@ from kvlayers import (
 pytestmark = pytest.mark.fast
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "capabilities.md"
-WINDOW, RESERVED = 8, 240
+WINDOW, WIDE_WINDOW, RESERVED = 8, 80, 600
+PAST, REMOVED = 100, 40
+"""Tokens of which a quantized layer has packed a block, and of which some are rolled back, from the block as well."""
+
+IN_CODES = Quantization(residual_length=0, sink_tokens=4)
+WINDOW_IN_CODES = Quantization(residual_length=0, sink_tokens=0)
 KINDS: dict[str, Callable[[], CacheLayer]] = {
     "DynamicLayer": DynamicLayer,
     "SlidingLayer": lambda: SlidingLayer(WINDOW),
     "StaticLayer": lambda: StaticLayer(RESERVED),
     "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW),
+    "QuantizedLayer": lambda: QuantizedLayer(IN_CODES),
+    "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),
 }
 
 
@@ -34,7 +44,7 @@ def tokens(count: int, batch: int = 2, **form: object) -> tuple[torch.Tensor, to
     return torch.randn(batch, 2, count, 4, **form), torch.randn(batch, 2, count, 4, **form)
 
 
-def past(layer: CacheLayer, count: int = 20) -> CacheLayer:
+def past(layer: CacheLayer, count: int = PAST) -> CacheLayer:
     for _ in range(count):
         layer.update(*tokens(1))
     return layer
@@ -42,16 +52,16 @@ def past(layer: CacheLayer, count: int = 20) -> CacheLayer:
 
 def roll_back(layer: CacheLayer) -> bool:
     past(layer)
-    layer.crop(-3)
-    return layer.length == 17
+    layer.crop(-REMOVED)
+    return layer.length == PAST - REMOVED
 
 
 def record_and_roll_back(layer: CacheLayer) -> bool:
     past(layer)
     layer.activate_past_recording()
-    layer.update(*tokens(3))
-    layer.crop(-3)
-    return layer.length == 20
+    layer.update(*tokens(REMOVED))
+    layer.crop(-REMOVED)
+    return layer.length == PAST
 
 
 def any_length(layer: CacheLayer) -> bool:
@@ -63,7 +73,7 @@ def one_address(layer: CacheLayer) -> bool:
 
 
 def bounded_memory(layer: CacheLayer) -> bool:
-    held = past(layer).nbytes
+    held = past(layer, 300).nbytes
     return past(layer, 200).nbytes == held
 
 
@@ -80,7 +90,7 @@ def twin(make: Callable[[CacheLayer], CacheLayer]) -> Callable[[CacheLayer], boo
     def operation(layer: CacheLayer) -> bool:
         other = make(past(layer))
         other.update(*tokens(1))
-        return (layer.length, other.length) == (20, 21)
+        return (layer.length, other.length) == (PAST, PAST + 1)
 
     return operation
 
@@ -89,13 +99,16 @@ def load_state(layer: CacheLayer) -> bool:
     state = past(layer).state()
     layer.reset()
     layer.load_state(state)
-    return layer.length == 20
+    return layer.length == PAST
 
 
 def gradients(layer: CacheLayer) -> bool:
     keys, values = tokens(4, requires_grad=True)
     layer.update(keys, values)
-    layer.update(*tokens(1))[0].sum().backward()
+    attended = layer.update(*tokens(1))[0].sum()
+    if not attended.requires_grad:
+        return False
+    attended.backward()
     return bool(keys.grad is not None and keys.grad.abs().sum() > 0)
 
 
@@ -115,6 +128,9 @@ CAPABILITIES: dict[str, Callable[[CacheLayer], bool]] = {
 NOTES = {
     ("rolls back (`crop`, `truncate`)", "SlidingLayer"): "until the window is full",
     ("rolls back (`crop`, `truncate`)", "StaticSlidingLayer"): "until the window is full",
+    ("rolls back (`crop`, `truncate`)", "SlidingLayer, quantized"): "until the window is full",
+    ("lets gradients through", "QuantizedLayer"): "to the newest update alone",
+    ("lets gradients through", "SlidingLayer, quantized"): "to the newest update alone",
 }
 
 

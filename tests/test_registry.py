@@ -25,6 +25,19 @@ CLASSES = {
     "sliding_window": kvlayers.SlidingWindowCache,
     "hybrid": kvlayers.HybridCache,
     "hybrid_chunked": kvlayers.HybridCache,
+    "quantized": kvlayers.QuantizedCache,
+    "fp8": kvlayers.QuantizedCache,
+    "int8": kvlayers.QuantizedCache,
+    "int4": kvlayers.QuantizedCache,
+    "int2": kvlayers.QuantizedCache,
+}
+# Backend, bits of the keys and bits of the values.
+QUANTIZED = {
+    "quantized": ("native", 4, 4),
+    "fp8": ("fp8", 8, 8),
+    "int8": ("native", 8, 8),
+    "int4": ("native", 4, 4),
+    "int2": ("native", 2, 2),
 }
 
 
@@ -98,6 +111,120 @@ def test_options_of_a_name_reach_its_cache(installed: None) -> None:
     assert used_cache("llama", cache_implementation="static", max_cache_len=99).get_max_length() == 99
 
 
+def facts(cache: Any) -> dict[str, Any]:
+    """What the layers of full attention of a quantized cache were made with."""
+    found = [layer.settings() for layer in cache.layers if isinstance(layer, kvlayers.QuantizedLayer)]
+    assert found
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def bits(cache: Any) -> tuple[str, int, int]:
+    given = facts(cache)
+    return given["backend"], given["key_nbits"], given["value_nbits"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_name_has_its_backend_and_its_bits(name: str, installed: None) -> None:
+    cache = used_cache("llama", cache_implementation=name)
+    assert bits(cache) == QUANTIZED[name] == bits(kvlayers.make_cache(name, tiny_model("llama")))
+    assert isinstance(cache, transformers.QuantizedCache)
+    assert facts(cache)["residual_length"] == 128
+    hybrid = used_cache("gemma3", cache_implementation=name)
+    assert [type(layer) for layer in hybrid.layers] == [
+        kvlayers.SlidingLayer,
+        kvlayers.SlidingLayer,
+        kvlayers.QuantizedLayer,
+        kvlayers.SlidingLayer,
+    ]
+    assert bits(hybrid) == QUANTIZED[name]
+
+
+GIVEN = {"nbits": 2, "value_nbits": 8, "residual_length": 32, "sink_tokens": 0, "key_group_size": 16}
+CONFIGS = {"dict": dict, "QuantizedCacheConfig": kvlayers.QuantizedCacheConfig}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("name", ["quantized", "int8"])
+def test_a_cache_config_reaches_a_quantized_cache(name: str, kind: str, installed: None, tmp_path: Path) -> None:
+    given = CONFIGS[kind](**GIVEN)
+
+    def check(cache: Any) -> None:
+        # Options that are given win over those of the name.
+        assert bits(cache) == ("native", 2, 8)
+        seen = facts(cache)
+        assert (seen["residual_length"], seen["sink_tokens"], seen["key_group_size"]) == (32, 0, 16)
+        assert given == GIVEN
+
+    check(used_cache("llama", cache_implementation=name, cache_config=given))
+    config = transformers.GenerationConfig(cache_implementation=name, cache_config=given, pad_token_id=0)
+    for _ in range(2):
+        check(used_cache("llama", generation_config=config))
+    config.save_pretrained(tmp_path)
+    loaded = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert loaded.cache_config == GIVEN
+    check(used_cache("llama", generation_config=loaded))
+
+
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("HQQ", "hqq"), ("fp8", "torch")])
+def test_a_cache_config_chooses_the_backend(backend: str, package: str, installed: None) -> None:
+    pytest.importorskip(package, reason=f"{package} computes these codes")
+    cache = used_cache("llama", cache_implementation="quantized", cache_config={"backend": backend})
+    assert bits(cache)[0] == backend.lower()
+
+
+def test_windows_are_quantized_by_name_where_that_is_asked_for(installed: None) -> None:
+    cache = used_cache("mistral", cache_implementation="int4", cache_config={"quantize_sliding": True})
+    assert [layer.settings()["key_nbits"] for layer in cache.layers] == [4, 4]
+    # A window drops its oldest tokens: none of them is a sink.
+    assert [layer.settings()["sink_tokens"] for layer in cache.layers] == [0, 0]
+    plain = used_cache("mistral", cache_implementation="int4")
+    assert not any("key_nbits" in layer.settings() for layer in plain.layers)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"nbit": 4}, "did you mean 'nbits'"),
+        ({"residual_len": 4}, "did you mean 'residual_length'"),
+        ({"nbits": 5}, "one of 2, 3, 4, 8, but saw 5"),
+        ({"backend": "quantoo"}, r"fp8, hqq, native, quanto.* saw 'quantoo'"),
+        ({"backend": "fp8", "nbits": 4}, "one of 8, but saw 4"),
+        ({"axis_key": 0}, "axis_key of the native backend to be left out"),
+        ({"value_group_size": 3}, "divides the head_dim 8"),
+        ({"residual_length": -1}, "residual_length"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_of_a_quantized_name_is_refused_with_a_hint(
+    wrong: dict[str, Any], said: str, installed: None
+) -> None:
+    with pytest.raises(kvlayers.OptionError, match=said):
+        used_cache("llama", cache_implementation="quantized", cache_config=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("static", {"max_cache_len": 64}), ("quantized", {"nbits": 8, "residual_length": 16})]
+)
+def test_options_of_a_name_are_not_those_of_a_draft_models_cache(
+    name: str, options: dict[str, Any], installed: None
+) -> None:
+    """generate() hands its draft model a copy of the options, but not the name that they belong to."""
+    cache = used_cache(
+        "llama", cache_implementation=name, cache_config=options, assistant_model=tiny_model("llama", seed=1)
+    )
+    assert type(cache) is CLASSES[name]
+
+
+def test_without_installing_quantized_names_are_those_of_transformers() -> None:
+    pytest.importorskip("optimum.quanto", reason="the default backend of transformers")
+    cache = used_cache("llama", cache_implementation="quantized", cache_config={"q_group_size": 8})
+    assert type(cache) is transformers.QuantizedCache
+    for name in ("fp8", "int8", "int4", "int2"):
+        with pytest.raises(ValueError, match=name):
+            transformers.GenerationConfig(cache_implementation=name).validate()
+
+
 def test_a_misspelt_option_of_a_name_is_refused(installed: None) -> None:
     with pytest.raises(kvlayers.OptionError, match="did you mean 'max_cache_len'"):
         used_cache(cache_implementation="static", cache_config={"max_cash_len": 77})
@@ -116,7 +243,7 @@ def test_a_name_that_is_taken_is_refused_and_stays_what_it_was() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> None:
-    with pytest.raises(kvlayers.RegistryError, match=r"dynamic, hybrid, .* saw 'dinamic'"):
+    with pytest.raises(kvlayers.RegistryError, match=r"dynamic, fp8, hybrid, .* saw 'dinamic'"):
         kvlayers.make_cache("dinamic", tiny_model("llama"))
     with pytest.raises(kvlayers.RegistryError, match="saw 'dinamic'"):
         kvlayers.unregister("dinamic")

@@ -212,9 +212,12 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return
         drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
+        # A draft model's config has the options of the main model's cache, without the name that they belong to.
+        of_another = generation_config.is_assistant and generation_config.cache_implementation is None
+        options = None if of_another else generation_config.cache_config
         request = registry.CacheRequest(
             self.config,
-            {} if generation_config.cache_config is None else generation_config.cache_config,
+            {} if options is None else options,
             batch_size=batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1),
             length_hint=max(max_cache_length, generation_config.max_cache_len or 0)
             + (_draft_length(generation_config) if drafting else 0),

@@ -374,6 +374,9 @@ def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
     # number.
     mask = torch.ones(1, 1, 1, case.tokens, dtype=torch.bool)
     mask[..., 2 if where == "before" else case.tokens - 73 + 2] = False
+    alone = attend(query, case.history, full(~mask, query, case.tokens), 0.2)
+    assert alone[0].isnan().all()
+    assert alone[1].isfinite().all()
     hidden = attend(query, case.history, full(mask, query, case.tokens), 0.2)
     run.keys[0, 0, 2, 1] = 0
     case.keys.nan_to_num_(0, 0, 0)
@@ -742,11 +745,11 @@ def test_what_the_kernels_are_not_for_is_computed_on_dense_states() -> None:
     # One sequence and one head of queries, which torch broadcasts.
     for shape in ((1, 4, 3, KEY_DIM), (BATCH, 1, 3, KEY_DIM)):
         one = torch.randn(shape)
-        expected = with_gqa(one, repeat_kv(dense_keys, 2), repeat_kv(dense_values, 2))
+        expected = scaled_dot_product_attention(one, repeat_kv(dense_keys, 2), repeat_kv(dense_values, 2))
         with pytest.MonkeyPatch.context() as patch:
             # A kernel that took these would write beyond its result.
             patch.setattr(cpu, "supports", lambda query, history: False)
-            close(with_gqa(one, repeat_kv(keys, 2), repeat_kv(values, 2)), expected)
+            close(scaled_dot_product_attention(one, repeat_kv(keys, 2), repeat_kv(values, 2)), expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "supports", lambda query, history: False)
         one = torch.randn(1, KV_HEADS, 3, KEY_DIM)

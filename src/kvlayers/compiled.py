@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -55,11 +56,13 @@ def cache_directory() -> pathlib.Path:
 
 
 def _compiled(source: pathlib.Path) -> pathlib.Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    found = shutil.which("g++") or shutil.which("clang++")
+    # With arguments, as in "ccache g++".
+    compiler = shlex.split(os.environ.get("CXX") or found or "")
+    if not compiler:
         raise FileNotFoundError("no g++ or clang++ on the PATH")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    command = [compiler, *FLAGS, str(source), *_openmp_of_torch()]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    command = [*compiler, *FLAGS, str(source), *_openmp_of_torch()]
     facts = "\n".join([source.read_text(), version, _processor(), *command])
     target = cache_directory() / f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
     if target.exists():

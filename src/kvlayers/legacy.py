@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
+from .attention.handle import as_dense
 from .errors import LayerIndexError, LegacyFormatError
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
                 f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
                 f"{seen} and tuples cannot say so: use state() and load_state()."
             )
-        pairs.append((keys, values))
+        # What is read only while the cache stays as it is would not outlive the next update.
+        pairs.append((as_dense(keys), as_dense(values)))
     return tuple(pairs)
 
 
@@ -206,7 +208,7 @@ class LegacySurface(ABC):
         return most - new_seq_length if most >= 0 and seen + new_seq_length > most else seen
 
     def to_legacy_cache(self) -> LegacyStates:
-        """The states as nested tuples, `((keys, values), ...)`: views of the cache's memory, not copies.
+        """The states as nested tuples, `((keys, values), ...)`: views of the cache's memory; copies where it is packed.
 
         Raises:
             LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.

@@ -16,6 +16,9 @@ from .history import DenseRun, History
 SCORES_AT_ONCE = 1 << 15
 """Scores of one head that are worth a round of torch calls: with fewer, their fixed cost is most of the time."""
 
+MINIMUM_BLOCK_TOKENS = 64
+"""Tokens at once at least, however many the queries."""
+
 MOST_TOKENS_AT_ONCE = 512
 """Tokens that are brought to full precision at once, however few the queries."""
 
@@ -80,11 +83,12 @@ class _Piece:
 
 def _pieces(history: History, rows: int) -> Iterator[_Piece]:
     for run in history.runs:
-        if isinstance(run, DenseRun):
-            yield _Piece(run.keys.float(), run.values.float())
-            continue
-        block_tokens = run.keys.block_tokens
+        block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(run, DenseRun) else run.keys.block_tokens
         tokens = min(max(SCORES_AT_ONCE // rows, block_tokens), MOST_TOKENS_AT_ONCE)
+        if isinstance(run, DenseRun):
+            for keys, values in zip(torch.split(run.keys, tokens, 2), torch.split(run.values, tokens, 2), strict=True):
+                yield _Piece(keys.float(), values.float())
+            continue
         for piece in run.pieces(max(tokens // block_tokens, 1)):
             keys, values = piece.dequantized("keys"), piece.dequantized("values")
             yield _Piece(keys, values, run.keys.format.rotated, run.values.format.rotated)

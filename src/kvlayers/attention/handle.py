@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from ..errors import ReadOnlyStatesError, StaleStatesError
@@ -43,15 +43,17 @@ class Attended:
         history: the tokens.
         dtype: dtype of the states.
         device: device of the states.
-        edition: of the store; `None` for states that nothing can change.
+        edition: of the store.
         number: of the edition when the history was true.
+        length: tokens that the store held when it returned the history.
     """
 
     history: History
     dtype: torch.dtype
     device: torch.device
-    edition: Edition | None
+    edition: Edition
     number: int
+    length: int
 
     def read(self) -> History:
         """The history.
@@ -59,7 +61,7 @@ class Attended:
         Raises:
             StaleStatesError: the cache has changed since.
         """
-        if self.edition is not None and self.edition.number != self.number:
+        if self.edition.number != self.number:
             raise StaleStatesError(
                 "expected states of a cache to be read before it changes again, but it has been updated, cropped or "
                 "reordered since it returned these: read them at once, clone() what is needed longer, or fork() the "
@@ -168,8 +170,9 @@ def as_dense(states: Tensor) -> Tensor:
 
 def _on_dense_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "").removesuffix(".default")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if (in_place and args and isinstance(args[0], PackedStates)) or isinstance(kwargs.get("out"), PackedStates):
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+    written = (args[:1] if in_place else (), kwargs.get("out"))
+    if any(isinstance(thing, PackedStates) for thing in tree_leaves(written)):
         raise ReadOnlyStatesError(
             f"expected the states of a quantized cache to be read, but {name} would write to them, and be lost: "
             "clone() them first."
@@ -192,17 +195,14 @@ def _attention(
         return None
     if key.attended is not value.attended or (key.side, value.side) != ("keys", "values") or dropout_p:
         return None
-    views = {key.view_of, value.view_of}
-    heads, kv_heads = query.shape[-3], key.shape[1]
+    view = key.view_of
+    if view != value.view_of or view.swapped or view.grouped or query.dim() != 4 or query.dtype != key.dtype:
+        return None
+    heads, kv_heads = query.shape[1], key.shape[1]
     whole_groups = heads == kv_heads or (enable_gqa and heads % kv_heads == 0)
-    if (
-        len(views) > 1
-        or key.view_of.swapped
-        or key.dim() != 4
-        or query.dim() != 4
-        or query.dtype != key.dtype
-        or not whole_groups
-    ):
+    if not whole_groups or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        return None
+    if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         return None
     history = key.attended.read()
     if fused.wants_gradients(query, *history.dense_states()):
@@ -218,10 +218,12 @@ def _product(left: Tensor, right: Tensor) -> Tensor | None:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
     if not isinstance(right, PackedStates) or isinstance(left, PackedStates):
         return None
-    if left.dim() != 4 or left.shape[1] != right.shape[1] or left.dtype != right.dtype:
+    if left.dim() != 4 or right.view_of.grouped or left.dtype != right.dtype:
+        return None
+    if left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[2]:
         return None
     history = right.attended.read()
-    if left.shape[3] != right.shape[2] or fused.wants_gradients(left, *history.dense_states()):
+    if fused.wants_gradients(left, *history.dense_states()):
         return None
     if right.side == "keys" and right.view_of.swapped:
         return fused.scores(left, history)
@@ -246,15 +248,17 @@ _WITH_AN_AXIS_FOR_COPIES = (slice(None), slice(None), None, slice(None), slice(N
 def _item(states: Tensor, index: Any) -> Tensor | None:
     if not isinstance(states, PackedStates) or states.view_of != _AS_HELD or not isinstance(index, tuple):
         return None
+    if not all(part is None or isinstance(part, slice) for part in index):
+        return None
     if index not in (_WITH_AN_AXIS_FOR_COPIES, _WITH_AN_AXIS_FOR_COPIES[:3]):
         return None
     batch, kv_heads, *rest = states.shape
     return PackedStates(states.attended, states.side, (batch, kv_heads, 1, *rest), _View(grouped=True))
 
 
-def _expanded(states: Tensor, *sizes: Any, implicit: bool = False) -> Tensor | None:
+def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | None:
     shape = _numbers(sizes)
-    if not isinstance(states, PackedStates) or states.view_of != _View(grouped=True) or len(shape) != 5:
+    if named or not isinstance(states, PackedStates) or states.view_of != _View(grouped=True) or len(shape) != 5:
         return None
     batch, kv_heads, _, tokens, head_dim = states.shape
     copies = shape[2]
@@ -263,9 +267,9 @@ def _expanded(states: Tensor, *sizes: Any, implicit: bool = False) -> Tensor | N
     return PackedStates(states.attended, states.side, shape, _View(copies, grouped=True))
 
 
-def _reshaped(states: Tensor, *sizes: Any) -> Tensor | None:
+def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | None:
     shape = _numbers(sizes)
-    if not isinstance(states, PackedStates):
+    if named or not isinstance(states, PackedStates):
         return None
     if shape == tuple(states.shape):
         return states
@@ -278,7 +282,9 @@ def _reshaped(states: Tensor, *sizes: Any) -> Tensor | None:
 
 
 def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | None:
-    if not isinstance(states, PackedStates) or states.view_of != _AS_HELD or dim != 1 or not isinstance(repeats, int):
+    if not isinstance(states, PackedStates) or states.view_of != _AS_HELD or dim != 1:
+        return None
+    if not isinstance(repeats, int) or repeats < 1:
         return None
     batch, kv_heads, tokens, head_dim = states.shape
     return PackedStates(states.attended, states.side, (batch, kv_heads * repeats, tokens, head_dim), _View(repeats))

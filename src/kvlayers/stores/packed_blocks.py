@@ -196,6 +196,8 @@ def check_packed_state(
     Raises:
         StateMismatchError: it is no state of blocks that such quantizers make of states of such forms.
     """
+    if tensors["block_ends"].dim() != 1:
+        raise StateMismatchError("expected block_ends in one dimension: take the state again.")
     ends: list[Any] = tensors["block_ends"].tolist()
     for side, form in zip(SIDES, forms, strict=True):
         packed = packed_forms(quantizers[side].format, side, form, block_tokens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import Attended, Edition, as_dense, handles
+from ..attention.handle import Attended, Edition, PackedStates, as_dense, handles
 from ..attention.history import DenseRun, History, PackedRun
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
@@ -51,6 +51,9 @@ class QuantizedStore(TokenStore):
         self._recent = DenseStore()
         self._edition = Edition()
         self._old_runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
+        self._held: Attended | None = None
+        self._recent_may_move = False
+        """Whether the residual has room at its front, to which the next tokens may move it."""
 
     # What is held
 
@@ -144,6 +147,8 @@ class QuantizedStore(TokenStore):
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         self._take_form()
+        if self._recent_may_move:
+            self._changed()
         keys, values = as_dense(keys).detach(), as_dense(values).detach()
         blocks = self._blocks_to_pack(keys.shape[2])
         if blocks:
@@ -221,16 +226,26 @@ class QuantizedStore(TokenStore):
     def newest(self, count: int) -> StatePair:
         if count <= self._recent.length:
             return self._recent.newest(count)
-        return self._returned(self._history(count))
+        held = self._held
+        # Keys and values that are asked for one after the other must be handles of one history.
+        if held is not None and (count, self.length) == (held.history.tokens, held.length):
+            return self._handles(held)
+        returned = self._returned(self._history(count))
+        if isinstance(returned[0], PackedStates):
+            self._held = returned[0].attended
+        return returned
 
     def _returned(self, history: History) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""
         if self._forms is None:
             raise StateMismatchError("expected admitted states before any are read: update the layer first.")
-        (_, kv_heads, key_head_dim, dtype, device), (_, _, value_head_dim, _, _) = self._forms
+        _, _, _, dtype, device = self._forms[0]
         if history.packed is None or torch.compiler.is_compiling():
             return history.dense("keys", dtype), history.dense("values", dtype)
-        attended = Attended(history, dtype, device, self._edition, self._edition.number)
+        return self._handles(Attended(history, dtype, device, self._edition, self._edition.number, self.length))
+
+    def _handles(self, attended: Attended) -> StatePair:
+        (_, kv_heads, key_head_dim, _, _), (_, _, value_head_dim, _, _) = self._forms  # type: ignore[misc]
         return handles(attended, kv_heads, (key_head_dim, value_head_dim))
 
     def _history(self, count: int) -> History:
@@ -268,9 +283,11 @@ class QuantizedStore(TokenStore):
         if self._blocks:
             from_blocks = min(count - from_sinks, self._blocks.tokens)
             self._blocks.drop_oldest(from_blocks)
-        self._recent.drop_oldest(count - from_sinks - from_blocks)
+        from_recent = count - from_sinks - from_blocks
+        self._recent.drop_oldest(from_recent)
+        self._recent_may_move = self._recent_may_move or from_recent > 0
         # What was returned stays true, and only what is returned next has fewer tokens.
-        self._old_runs = None
+        self._old_runs = self._held = None
 
     @override
     def truncate(self, length: int) -> None:
@@ -314,7 +331,8 @@ class QuantizedStore(TokenStore):
     def _changed(self) -> None:
         """What was returned so far is no longer true."""
         self._edition.advance()
-        self._old_runs = None
+        self._old_runs = self._held = None
+        self._recent_may_move = False
         self._recent.length_hint = self._room
 
     # Copies
@@ -330,7 +348,7 @@ class QuantizedStore(TokenStore):
 
     def __getstate__(self) -> dict[str, Any]:
         # Runs are views, and would travel as copies of what is in the stores.
-        return {**self.__dict__, "_old_runs": None, "_admitted": None}
+        return {**self.__dict__, "_old_runs": None, "_held": None, "_admitted": None}
 
     @property
     @override

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.attention.single_query import attended_by_one_query
-from kvlayers.attention.single_query import MINIMUM_TOKENS, SharedKeys
+from kvlayers.attention.single_query import MINIMUM_TOKENS, SharedKeys, attended_by_one_query
 from models import prompt, tiny_model
 
 pytestmark = pytest.mark.fast

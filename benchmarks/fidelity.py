@@ -1,11 +1,11 @@
-"""Compares what quantised caches make a model predict with what it predicts from a cache in full precision.
+"""Compares what quantized caches make a model predict with what it predicts from a cache in full precision.
 
     python benchmarks/fidelity.py                         # the demo model, about an hour on two idle cores
     python benchmarks/fidelity.py --model DIR --model DIR # other models, side by side
     python benchmarks/fidelity.py --quick                 # a small random model, to see that it runs
 
 Real text is read in chunks through every cache, context and scored part alike, so that whatever a cache loses each time
-that it quantises again adds up as it does in use. Each next-token distribution of the scored part is compared with that
+that it quantizes again adds up as it does in use. Each next-token distribution of the scored part is compared with that
 of the same model, in the same dtype, over transformers' DynamicCache. `--help` tells the rest.
 
 The model computes in float32 by default: in bfloat16, changing states by half a unit in the last place alone makes a

@@ -1,4 +1,4 @@
-"""The quantised caches that are compared, and the bytes that each holds, counted to the last scale."""
+"""The quantized caches that are compared, and the bytes that each holds, counted to the last scale."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class Contender(NamedTuple):
         """An empty cache; raises what the library raises where it has no such cache.
 
         transformers' `QuantizedCache` refuses models with sliding windows. There, its layers are put into a cache by
-        hand, so that there is something to compare with: they quantise and hold every token, and masks apply windows.
+        hand, so that there is something to compare with: they quantize and hold every token, and masks apply windows.
         """
         if self.bits is None:
             return FULL[self](config)
@@ -147,7 +147,7 @@ def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chun
 
     They do not depend on what the states are, but on how many: a residual in full precision fills and empties. So they
     are counted after every chunk of the scored part. Where all layers of a cache of transformers are of one class, one
-    of them is filled and counted for all, since hqq takes minutes to quantise them all.
+    of them is filled and counted for all, since hqq takes minutes to quantize them all.
 
     Returns:
         `bytes` is the mean over those chunks, `most_bytes` the most and `last_bytes` what is held at the end.

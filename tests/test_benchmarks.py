@@ -155,7 +155,7 @@ def test_fidelity_goes_on_without_a_cache_that_fails(
 
 
 @pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
-def test_bytes_of_transformers_quantised_layers_are_those_of_codes_scales_zeros_and_residual(
+def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_and_residual(
     benchmark: Any, backend: str, package: str
 ) -> None:
     pytest.importorskip(package)
@@ -165,10 +165,10 @@ def test_bytes_of_transformers_quantised_layers_are_those_of_codes_scales_zeros_
     config = RandomModel(Shape(layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=64, vocab=64)).model.config
     make = Contender("transformers", backend, 4).make
     tokens = 32 + 128 + 64
-    # The first chunk is quantised at once, the next four when their residual is full, the last two not yet.
-    quantised, residual = 32 + 128, 64
+    # The first chunk is quantized at once, the next four when their residual is full, the last two not yet.
+    quantized, residual = 32 + 128, 64
     of_a_vector = 64 // 2 + 2 + 2
-    expected = 2 * 2 * 2 * (quantised * of_a_vector + residual * 64 * 2) / tokens
+    expected = 2 * 2 * 2 * (quantized * of_a_vector + residual * 64 * 2) / tokens
     assert measure_bytes(make, config, tokens - 64, 64, 32)["last_bytes"] == expected
 
 

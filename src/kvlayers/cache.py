@@ -47,6 +47,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self.layers = [] if layers is None else layers
         self.layer_class_to_replicate = layer_class_to_replicate
 
+    def for_cross_attention(self) -> "Cache":
+        """An empty cache for the cross-attention of a model whose self-attention has this one: one that grows."""
+        # Late, as it is a subclass.
+        from .dynamic_cache import DynamicCache
+
+        return DynamicCache()
+
     # Taking in states
 
     def update(

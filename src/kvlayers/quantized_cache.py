@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from typing_extensions import override
 
 from . import compat
 from .cache import Cache
@@ -162,6 +163,13 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         if head_dims is not None:
             self.quantization.quantizers(*head_dims)
         super().__init__(layers=quantized_layers(config, self.quantization, quantize_sliding, length_hint))
+
+    @override
+    def for_cross_attention(self) -> Cache:
+        cross = QuantizedCache.__new__(QuantizedCache)
+        cross.quantization = self.quantization
+        Cache.__init__(cross, layer_class_to_replicate=functools.partial(QuantizedLayer, self.quantization))
+        return cross
 
     @property
     def is_compileable(self) -> bool:

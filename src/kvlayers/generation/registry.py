@@ -157,8 +157,9 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
             "factory."
         )
     if request.config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
-        pair = EncoderDecoderCache if isinstance(cache, Cache) else transformers.EncoderDecoderCache
-        return pair(cache, DynamicCache())
+        if isinstance(cache, Cache):
+            return EncoderDecoderCache(cache, cache.for_cross_attention())
+        return transformers.EncoderDecoderCache(cache, DynamicCache())
     return cache
 
 

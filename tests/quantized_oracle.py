@@ -35,7 +35,11 @@ class QuantizedOracle(Oracle):
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         first = self.first_attended(self.length)
         tokens = keys.shape[2]
-        passes_through = self.room is not None and not self.recording and self.length - first + tokens > self.room
+        # A chunk that fills the window by itself leaves nothing of what was held.
+        fills = self.window is not None and tokens >= min(self.window - 1, self.length - first + tokens)
+        passes_through = (
+            fills and self.room is not None and not self.recording and self.length - first + tokens > self.room
+        )
         if self.length:
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.keys, self.values = keys, values

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers.quantizers.base import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.base import WIDTHS, CodeFormat, QuantizedGroups, Side
 from kvlayers.stores.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.stores.packing import WIDTHS, pack, padded_columns, row_bytes, unpack
+from kvlayers.stores.packing import pack, padded_columns, row_bytes, unpack
 
 pytestmark = pytest.mark.fast
 

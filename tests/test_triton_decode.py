@@ -55,6 +55,25 @@ def test_packed_and_dense_tokens_merge_to_attention_over_all(interpreted: dict[s
 
 
 @with_triton
+def test_nan_comes_of_tokens_of_the_history_alone(interpreted: dict[str, Any]) -> None:
+    # The log-sum-exp is of the scores, which stay finite.
+    assert interpreted["nan"] == {
+        "neither": [False, True],
+        "first": [True, True],
+        "last": [True, True],
+        "both": [True, True],
+    }
+
+
+@with_triton
+def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, Any]) -> None:
+    assert interpreted["device"]["launched"] == [["cpu"], ["cpu"]]
+    of_cuda, of_cpu = interpreted["device"]["contexts"]
+    assert of_cuda == "current cuda:1"
+    assert "nullcontext" in of_cpu
+
+
+@with_triton
 def test_what_does_not_belong_together_is_refused(interpreted: dict[str, Any]) -> None:
     raised = interpreted["refusals"]["raised"]
     assert all(message.startswith("expected") for message in raised.values()), raised

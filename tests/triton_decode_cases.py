@@ -7,11 +7,14 @@ before anything imports triton: not in the process of other tests.
 import json
 import sys
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from kvlayers.attention import triton_decode
 from kvlayers.attention.merging import merge
 from kvlayers.attention.triton_decode import Launch, attend_packed, supports
 from kvlayers.errors import KVLayersError
@@ -50,6 +53,8 @@ def per_token(bits: int, group: int = 64) -> dict[str, CodeFormat]:
 
 FLOAT8 = CodeFormat(8, 64, 1, floating=True), CodeFormat(8, 1, 64, floating=True)
 ENDS = torch.tensor([64, 0, 41], dtype=torch.int32)
+CUT = {"ends": torch.tensor([64, 0, 23], dtype=torch.int32), "first": 35}
+"""Blocks of which whole groups of 16 and 32 tokens are not part of the history, at both ends."""
 
 CASES: dict[str, Case] = {
     "2 bits": Case(**native(2), batch=2, blocks=3),
@@ -73,6 +78,11 @@ CASES: dict[str, Case] = {
     "scales of half blocks": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1)),
     "longer blocks": Case(**native(4), block_tokens=128),
     "shorter blocks": Case(CodeFormat(4, 32, 1), CodeFormat(4, 1, 64), block_tokens=32),
+    # Rows of few channels are padded, and slots of a byte that no channel has are beyond the last scale.
+    "head_dim 4": Case(CodeFormat(4, 64, 1), CodeFormat(4, 1, 4), key_dim=4, value_dim=4),
+    "head_dim 4, 2 bits": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 4), key_dim=4, value_dim=4),
+    "head_dim 12": Case(CodeFormat(4, 64, 1), CodeFormat(4, 1, 4), key_dim=12, value_dim=12),
+    "head_dim 12, 2 bits": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 12), key_dim=12, value_dim=12),
     "one query head a kv head": Case(**native(4), groups=1),
     "rows that do not fill a tile": Case(**native(4), groups=7, q_tokens=3),
     "rows of several programs": Case(**native(4), groups=5, q_tokens=16, blocks=1),
@@ -81,6 +91,20 @@ CASES: dict[str, Case] = {
     "tokens dropped in front": Case(**native(4), options={"first": 17}),
     "blocks that are not full": Case(**native(4), blocks=3, options={"ends": ENDS}),
     "both": Case(**native(2), blocks=3, options={"ends": ENDS, "first": 63}),
+    "both, 8 bits in float16": Case(**native(8), blocks=3, options=CUT, dtype=torch.float16),
+    "both, float8": Case(*FLOAT8, blocks=3, options=CUT),
+    "both, shorter blocks": Case(
+        CodeFormat(4, 32, 1),
+        CodeFormat(4, 1, 64),
+        block_tokens=32,
+        blocks=3,
+        options={"ends": torch.tensor([32, 32, 3], dtype=torch.int32), "first": 30},
+    ),
+    "both, scales of each token": Case(
+        CodeFormat(4, 1, 32), CodeFormat(4, 1, 8), blocks=3, options=CUT, dtype=torch.bfloat16
+    ),
+    "both, scales of each channel": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1), blocks=3, options=CUT),
+    "both, scales of each channel, float8": Case(FLOAT8[0], CodeFormat(8, 16, 1, floating=True), blocks=3, options=CUT),
     "scale": Case(**native(4), options={"scale": 0.3}),
     "negative scale": Case(**native(4), options={"scale": -0.1}),
     "no scale": Case(**native(4), options={"scale": 0.0}),
@@ -96,8 +120,17 @@ CASES: dict[str, Case] = {
 }
 
 
+def counted(blocks: int, block_tokens: int, options: dict[str, Any]) -> Tensor:
+    """Which tokens of a run of blocks are part of the history."""
+    tokens = torch.arange(blocks * block_tokens)
+    held = tokens >= options.get("first", 0)
+    if options.get("ends") is not None:
+        held &= tokens % block_tokens < options["ends"][tokens // block_tokens]
+    return held
+
+
 def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) -> PackedSide:
-    """A random side within larger buffers, whose other blocks hold nan."""
+    """A random side within larger buffers, whose other blocks hold nan, as do groups of tokens that were forgotten."""
     shape = (case.batch, KV_HEADS, case.blocks * case.block_tokens, head_dim)
     grid = (*shape[:2], shape[2] // code_format.group_tokens, head_dim // code_format.group_channels)
     if code_format.floating:
@@ -108,7 +141,9 @@ def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) ->
         # States of about unit size around a mean that is not zero.
         scale = torch.rand(grid).add(0.5) * 4 / 2**code_format.bits
         numbers = scale, torch.randn(grid) - 1.5
-    scale, zero = (None if part is None else part.to(case.dtype) for part in numbers)
+    held = torch.unflatten(counted(case.blocks, case.block_tokens, case.options), 0, (-1, code_format.group_tokens))
+    forgotten = ~held.any(1, keepdim=True)
+    scale, zero = (None if part is None else part.to(case.dtype).masked_fill(forgotten, torch.nan) for part in numbers)
     packed, parameters = pack_side(QuantizedGroups(codes, scale, zero), code_format, side, case.block_tokens)
     spare_codes = torch.full((case.batch, KV_HEADS + 1, case.blocks + 3, packed.shape[3]), 0x7F, dtype=torch.uint8)
     spare_parameters = torch.full((case.batch, KV_HEADS + 1, case.blocks + 3, parameters.shape[3]), torch.nan).to(
@@ -123,10 +158,7 @@ def reference(
     query: Tensor, keys: PackedSide, values: PackedSide, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition, in float64."""
-    tokens = torch.arange(keys.blocks * keys.block_tokens)
-    held = tokens >= options.get("first", 0)
-    if options.get("ends") is not None:
-        held &= tokens % keys.block_tokens < options["ends"][tokens // keys.block_tokens]
+    held = counted(keys.blocks, keys.block_tokens, options)
     groups = query.shape[1] // KV_HEADS
     key_states, value_states = (
         side.dequantized()[:, :, held].double().repeat_interleave(groups, 1) for side in (keys, values)
@@ -169,7 +201,7 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
     spread = query.double().norm(dim=-1).amax() * case.options.get("scale", case.key_dim**-0.5)
     score_limit = rounding * (1 + 2 * abs(float(spread)))
-    size = values.dequantized().abs().amax() if values.blocks else torch.tensor(1.0)
+    size = values.dequantized().abs().nan_to_num(0).amax() if values.blocks else torch.tensor(1.0)
     seen = lse != -torch.inf
     return {
         "out": float((out - expected).abs().amax() / (size * (score_limit + rounding))) if out.numel() else 0.0,
@@ -210,6 +242,59 @@ def check_merge() -> dict[str, Any]:
         "out": float((out - expected).abs().amax()),
         "lse": float((lse - torch.logsumexp(scores, -1)).abs().amax()),
     }
+
+
+def check_nan() -> dict[str, Any]:
+    """Whether queries get nan: of a token that is not finite, as long as it is part of the history."""
+    case = CASES["4 bits"]
+    keys, values = quantized(case.keys, "keys", 128, case), quantized(case.values, "values", 128, case)
+    parameters = torch.unflatten(values.parameters, -1, (2, values.block_tokens, -1))
+    parameters[:, :, 0, :, 9] = torch.nan
+    parameters[:, :, 1, :, 40] = torch.nan
+    query = torch.randn(1, 4, 1, 128)
+    cuts: dict[str, tuple[int, int]] = {"neither": (10, 40), "first": (9, 40), "last": (10, 41), "both": (0, 64)}
+    found = {}
+    for name, (first, end) in cuts.items():
+        ends = torch.tensor([64, end], dtype=torch.int32)
+        out, lse = attend_packed(query, keys, values, first=first, ends=ends)
+        found[name] = [bool(out.isnan().any()), bool(lse.isfinite().all())]
+    return found
+
+
+def check_device() -> dict[str, Any]:
+    """Devices that are current as the kernels are launched, and those that are made current for a device."""
+    case = CASES["4 bits"]
+    keys, values = quantized(case.keys, "keys", 128, case), quantized(case.values, "values", 128, case)
+    current: list[str] = []
+    launched: list[list[str]] = []
+
+    class Current:
+        """Stands for the context of a device."""
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(str(self.device))
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    class Kernel:
+        """Launches nothing."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: launched.append([*current])
+
+    kernels = SimpleNamespace(attend_split=Kernel(), merge_splits=Kernel(), DTYPES={torch.float32: None})
+    with (
+        mock.patch.object(triton_decode, "_kernels", return_value=kernels),
+        mock.patch.object(triton_decode, "_launching_on", Current),
+    ):
+        attend_packed(torch.randn(1, 4, 1, 128), keys, values)
+    with mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"):
+        contexts = [str(triton_decode._launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
+    return {"launched": launched, "contexts": contexts}
 
 
 def check_refusals() -> dict[str, Any]:
@@ -254,4 +339,11 @@ def check_refusals() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump({"cases": check_cases(), "merge": check_merge(), "refusals": check_refusals()}, sys.stdout)
+    found = {
+        "cases": check_cases(),
+        "merge": check_merge(),
+        "nan": check_nan(),
+        "device": check_device(),
+        "refusals": check_refusals(),
+    }
+    json.dump(found, sys.stdout)

@@ -66,14 +66,15 @@ def layer_specs(config: object) -> list[LayerSpec]:
 def head_dims(config: object) -> tuple[int, int] | None:
     """head_dim of the keys and of the values that the model caches, `None` where its config does not say."""
     decoder = decoder_config(config)
-    sizes = vars(decoder)
-    if sizes.get("qk_rope_head_dim") is not None:
+    # By attribute, as configs have other names for some of these.
+    if getattr(decoder, "qk_rope_head_dim", None) is not None:
         # Multi-head latent attention caches what it expands to, or what it expands from: the model's own affair.
         return None
-    head_dim = sizes.get("head_dim")
-    if head_dim is None and sizes.get("hidden_size") and sizes.get("num_attention_heads"):
-        head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
-    return None if head_dim is None else (head_dim, head_dim)
+    head_dim = getattr(decoder, "head_dim", None)
+    hidden_size, heads = getattr(decoder, "hidden_size", None), getattr(decoder, "num_attention_heads", None)
+    if head_dim is None and isinstance(hidden_size, int) and isinstance(heads, int):
+        head_dim = hidden_size // heads
+    return (head_dim, head_dim) if isinstance(head_dim, int) else None
 
 
 def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 
 import torch
 
@@ -33,26 +34,46 @@ FLAGS = (
 COMPILE_SECONDS = 120
 
 
-def compiled_library(source: pathlib.Path) -> ctypes.CDLL | None:
-    """A source file, compiled for this CPU and loaded; `None` where that cannot be done, which is logged."""
+def compiled_library(source: pathlib.Path, *functions: str) -> ctypes.CDLL | None:
+    """A source file, compiled for this CPU and loaded; `None` where that cannot be done, which is logged.
+
+    Args:
+        source: the file.
+        functions: what it must have.
+    """
     try:
-        return ctypes.CDLL(str(_compiled(source)))
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        target = _compiled(source)
+        try:
+            return _loaded(target, functions)
+        except (OSError, AttributeError):
+            # Whatever has become of the file: once more from the source.
+            target.unlink(missing_ok=True)
+            return _loaded(_compiled(source), functions)
+    except (OSError, AttributeError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         logger.warning(
-            "kvlayers does the work of %s in plain torch, which is slower, as it could not be compiled (install g++, "
-            "or set CXX to a C++ compiler): %s",
+            "kvlayers does the work of %s in plain torch, which is slower, as it could not be compiled: install g++ "
+            "(or set CXX to a C++ compiler), and see that there is a directory to write to ($KVLAYERS_CACHE): %s",
             source.name,
-            reason,
+            said or error,
         )
         return None
 
 
+def _loaded(library: pathlib.Path, functions: Sequence[str]) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library))
+    for function in functions:
+        getattr(loaded, function)
+    return loaded
+
+
 def cache_directory() -> pathlib.Path:
     """Where compiled kernels are kept: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
-    if "KVLAYERS_CACHE" in os.environ:
-        return pathlib.Path(os.environ["KVLAYERS_CACHE"])
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvlayers"
+    if os.environ.get("KVLAYERS_CACHE"):
+        return pathlib.Path(os.environ["KVLAYERS_CACHE"]).expanduser().resolve()
+    if os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "kvlayers"
+    return pathlib.Path.home() / ".cache" / "kvlayers"
 
 
 def _compiled(source: pathlib.Path) -> pathlib.Path:
@@ -61,7 +82,9 @@ def _compiled(source: pathlib.Path) -> pathlib.Path:
     compiler = shlex.split(os.environ.get("CXX") or found or "")
     if not compiler:
         raise FileNotFoundError("no g++ or clang++ on the PATH")
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=30
+    ).stdout
     command = [*compiler, *FLAGS, str(source), *_openmp_of_torch()]
     facts = "\n".join([source.read_text(), version, _processor(), *command])
     target = cache_directory() / f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
@@ -71,7 +94,14 @@ def _compiled(source: pathlib.Path) -> pathlib.Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = pathlib.Path(scratch) / target.name
-        subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+        subprocess.run(
+            [*command, "-o", str(made)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+            timeout=COMPILE_SECONDS,
+        )
         # In one step, as other processes may be doing the same.
         made.replace(target)
     return target

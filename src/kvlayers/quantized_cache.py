@@ -11,6 +11,7 @@ from . import compat
 from .cache import Cache
 from .errors import OptionError
 from .layers import QuantizedLayer
+from .layers.base import whole_number
 from .layers.dispatch import quantized_layers
 from .options import checks_options
 from .stores.quantization import Quantization
@@ -143,6 +144,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
                 f"expected the name of a backend as the first argument, but saw a {type(backend).__name__}: pass the "
                 "model's config as config=...."
             )
+        if not isinstance(quantize_sliding, bool):
+            raise OptionError(f"expected quantize_sliding to be True or False, but saw {quantize_sliding!r}.")
+        if length_hint is not None:
+            length_hint = whole_number(length_hint, "length_hint")
         given = {
             "nbits": nbits,
             "axis_key": axis_key,

@@ -35,11 +35,10 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     Returns:
         `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
     """
-    batch, heads, queries, _ = query.shape
-    first = history.runs[0]
-    kv_heads = first.keys.shape[1] if isinstance(first, DenseRun) else first.keys.codes.shape[1]
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = history.kv_heads
     rows = heads // kv_heads * queries
-    scaled = query.reshape(batch, kv_heads, rows, -1).float() * scale
+    scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
     highest = scaled.new_full((batch, kv_heads, rows, 1), -torch.inf)
     total = torch.zeros_like(highest)
     sums: dict[bool, Tensor] = {}
@@ -68,7 +67,33 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     result = sum(rotate(part) if rotated else part for rotated, part in sums.items()) / total
     # As torch does: a query that may attend to nothing gets zeros.
     result = torch.where(total == 0, 0.0, result)
-    return result.reshape(batch, heads, queries, -1).to(query.dtype)
+    return result.reshape(batch, heads, queries, result.shape[3]).to(query.dtype)
+
+
+def scores(query: Tensor, history: History) -> Tensor:
+    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
+    batch, heads, queries, head_dim = query.shape
+    rows = heads // history.kv_heads * queries
+    plain = query.reshape(batch, history.kv_heads, rows, head_dim).float()
+    queries_of = {False: plain, True: rotate(plain)}
+    products = [queries_of[piece.keys_rotated] @ piece.keys.transpose(2, 3) for piece in _pieces(history, rows)]
+    return torch.cat(products, dim=3).reshape(batch, heads, queries, history.tokens).to(query.dtype)
+
+
+def combine(weights: Tensor, history: History) -> Tensor:
+    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
+    batch, heads, queries, tokens = weights.shape
+    rows = heads // history.kv_heads * queries
+    by_kv_head = weights.reshape(batch, history.kv_heads, rows, tokens)
+    sums: dict[bool, Tensor] = {}
+    position = 0
+    for piece in _pieces(history, rows):
+        some = by_kv_head.narrow(3, position, piece.values.shape[2]).float() @ piece.values
+        position += piece.values.shape[2]
+        rotated = piece.values_rotated
+        sums[rotated] = sums[rotated] + some if rotated in sums else some
+    result = torch.stack([rotate(part) if rotated else part for rotated, part in sums.items()]).sum(0)
+    return result.reshape(batch, heads, queries, result.shape[3]).to(weights.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +108,10 @@ class _Piece:
 
 def _pieces(history: History, rows: int) -> Iterator[_Piece]:
     for run in history.runs:
+        if not run.tokens:
+            continue
         block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(run, DenseRun) else run.keys.block_tokens
-        tokens = min(max(SCORES_AT_ONCE // rows, block_tokens), MOST_TOKENS_AT_ONCE)
+        tokens = min(max(SCORES_AT_ONCE // max(rows, 1), block_tokens), MOST_TOKENS_AT_ONCE)
         if isinstance(run, DenseRun):
             for keys, values in zip(torch.split(run.keys, tokens, 2), torch.split(run.values, tokens, 2), strict=True):
                 yield _Piece(keys.float(), values.float())

@@ -206,4 +206,4 @@ def _loaded() -> ctypes.CDLL:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; `None` where it cannot be compiled, which is logged once."""
-    return compiled_library(SOURCE)
+    return compiled_library(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine")

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from . import blocks, cpu, cuda
 from .history import History
 
@@ -26,21 +27,24 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float | 
         mask = mask.expand(batch, heads, queries, history.tokens)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     rows = heads // history.kv_heads * queries
-    if rows <= cpu.MOST_ROWS and cpu.supports(query, history):
-        return cpu.attend(query, history, mask, scale)
-    if rows <= cuda.MOST_ROWS and cuda.supports(query, history):
-        return cuda.attend(query, history, mask, scale)
-    return blocks.attend(query, history, mask, scale)
+    with without_autocast(query.device):
+        if rows <= cpu.MOST_ROWS and cpu.supports(query, history):
+            return cpu.attend(query, history, mask, scale)
+        if rows <= cuda.MOST_ROWS and cuda.supports(query, history):
+            return cuda.attend(query, history, mask, scale)
+        return blocks.attend(query, history, mask, scale)
 
 
-def scores(query: Tensor, history: History) -> Tensor | None:
-    """Products `[batch, heads, queries, tokens]` of queries and all keys; `None` where no kernel is for them."""
-    return cpu.scores(query, history) if _few(query, history) else None
+def scores(query: Tensor, history: History) -> Tensor:
+    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
+    with without_autocast(query.device):
+        return cpu.scores(query, history) if _few(query, history) else blocks.scores(query, history)
 
 
-def combine(weights: Tensor, history: History) -> Tensor | None:
-    """Sums `[batch, heads, queries, value_head_dim]` of weighted values; `None` where no kernel is for them."""
-    return cpu.combine(weights, history) if _few(weights, history) else None
+def combine(weights: Tensor, history: History) -> Tensor:
+    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
+    with without_autocast(weights.device):
+        return cpu.combine(weights, history) if _few(weights, history) else blocks.combine(weights, history)
 
 
 def _few(rows: Tensor, history: History) -> bool:

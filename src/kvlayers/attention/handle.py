@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from ..autocast import without_autocast
 from ..errors import ReadOnlyStatesError, StaleStatesError
 from ..quantizers.base import Side
 from . import fused
@@ -117,7 +118,8 @@ class PackedStates(Tensor):
         Raises:
             StaleStatesError: the cache has changed since it returned the handle.
         """
-        states = self.attended.read().dense(self.side, self.attended.dtype)
+        with without_autocast(self.attended.device):
+            states = self.attended.read().dense(self.side, self.attended.dtype)
         view = self.view_of
         if view.grouped:
             return states[:, :, None].expand(-1, -1, view.copies, -1, -1)
@@ -202,10 +204,12 @@ def _attention(
     whole_groups = heads == kv_heads or (enable_gqa and heads % kv_heads == 0)
     if not whole_groups or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         return None
-    if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return None
+    if _converts(query) or any(given.device != key.device for given in (query, attn_mask) if given is not None):
         return None
     history = key.attended.read()
-    if fused.wants_gradients(query, *history.dense_states()):
+    if fused.wants_gradients(query, *history.dense_states(), *(() if attn_mask is None else (attn_mask,))):
         return None
     if is_causal:
         if attn_mask is not None:
@@ -218,7 +222,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor | None:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
     if not isinstance(right, PackedStates) or isinstance(left, PackedStates):
         return None
-    if left.dim() != 4 or right.view_of.grouped or left.dtype != right.dtype:
+    if left.dim() != 4 or right.view_of.grouped or left.dtype != right.dtype or left.device != right.device:
+        return None
+    if _converts(left):
         return None
     if left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[2]:
         return None
@@ -230,6 +236,12 @@ def _product(left: Tensor, right: Tensor) -> Tensor | None:
     if right.side == "values" and not right.view_of.swapped:
         return fused.combine(left, history)
     return None
+
+
+def _converts(states: Tensor) -> bool:
+    """Whether autocast would have the computation in another dtype."""
+    kind = states.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != states.dtype
 
 
 def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | None:

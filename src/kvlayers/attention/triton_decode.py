@@ -151,6 +151,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a device the current one, which triton launches on, wherever the pointers that it is given point."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def attend_packed(
     query: Tensor,
     keys: PackedSide,
@@ -225,77 +230,78 @@ def attend_packed(
 
     partial_outs = torch.empty((batch, heads, q_tokens, splits, value_dim), **options)
     partial_lses = torch.empty((batch, heads, q_tokens, splits), **options)
-    kernels = _kernels()
-    kernels.attend_split[(splits, batch * kv_heads, row_tiles)](
-        query,
-        key_codes,
-        keys.parameters,
-        value_codes,
-        values.parameters,
-        nothing if ends is None else ends,
-        nothing if starts is None else starts,
-        nothing if mask_states is None else mask_states,
-        partial_outs,
-        partial_lses,
-        *query.stride()[:3],
-        *key_codes.stride()[:3],
-        *keys.parameters.stride()[:3],
-        *value_codes.stride()[:3],
-        *values.parameters.stride()[:3],
-        *((0, 0, 0, 0) if mask_states is None else mask_states.stride()),
-        blocks,
-        per_split,
-        splits,
-        first,
-        _kernel_scale(scale, keys),
-        KV_HEADS=kv_heads,
-        GROUPS=groups,
-        Q_TOKENS=q_tokens,
-        BLOCK_TOKENS=block_tokens,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_BITS=keys.format.bits,
-        VALUE_BITS=values.format.bits,
-        KEY_FLOATING=keys.format.floating,
-        VALUE_FLOATING=values.format.floating,
-        KEY_ROW_GROUP=keys.row_group,
-        KEY_COLUMN_GROUP=keys.column_group,
-        VALUE_ROW_GROUP=values.row_group,
-        VALUE_COLUMN_GROUP=values.column_group,
-        KEY_FOLD=keys.column_group == block_tokens,
-        VALUE_FOLD=value_fold,
-        VALUE_CHUNKS=chunks,
-        VALUE_WORDS=words,
-        CHANNELS=max(16, _power_of_two(key_dim)),
-        ROWS=rows,
-        COLUMNS=max(8, _power_of_two(words)),
-        MASK=mask_kind,
-        FIRST=first > 0,
-        ENDS=ends is not None,
-        DTYPE=kernels.DTYPES[query.dtype],
-        BOOST=_FLOAT16_BOOSTS[values.format.bits] if query.dtype == torch.float16 else 1.0,
-        KEY_ASSEMBLY=_assembly(keys, launch),
-        VALUE_ASSEMBLY=_assembly(values, launch),
-        EMULATED=_interpreted(),
-        num_warps=warps,
-        num_stages=launch.stages,
-        # Not the default of every version of triton.
-        enable_fp_fusion=True,
-    )
     outs = torch.empty((batch, heads, q_tokens, value_dim), **options)
     lses = torch.empty((batch, heads, q_tokens), **options)
-    kernels.merge_splits[(batch * heads * q_tokens,)](
-        partial_outs,
-        partial_lses,
-        outs,
-        lses,
-        splits,
-        VALUE_DIM=value_dim,
-        CHANNELS=_power_of_two(value_dim),
-        ALL_SPLITS=_power_of_two(splits),
-        SOME_SPLITS=min(_SPLITS_MERGED_AT_ONCE, _power_of_two(splits)),
-        num_warps=4,
-    )
+    kernels = _kernels()
+    with _launching_on(query.device):
+        kernels.attend_split[(splits, batch * kv_heads, row_tiles)](
+            query,
+            key_codes,
+            keys.parameters,
+            value_codes,
+            values.parameters,
+            nothing if ends is None else ends,
+            nothing if starts is None else starts,
+            nothing if mask_states is None else mask_states,
+            partial_outs,
+            partial_lses,
+            *query.stride()[:3],
+            *key_codes.stride()[:3],
+            *keys.parameters.stride()[:3],
+            *value_codes.stride()[:3],
+            *values.parameters.stride()[:3],
+            *((0, 0, 0, 0) if mask_states is None else mask_states.stride()),
+            blocks,
+            per_split,
+            splits,
+            first,
+            _kernel_scale(scale, keys),
+            KV_HEADS=kv_heads,
+            GROUPS=groups,
+            Q_TOKENS=q_tokens,
+            BLOCK_TOKENS=block_tokens,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_BITS=keys.format.bits,
+            VALUE_BITS=values.format.bits,
+            KEY_FLOATING=keys.format.floating,
+            VALUE_FLOATING=values.format.floating,
+            KEY_ROW_GROUP=keys.row_group,
+            KEY_COLUMN_GROUP=keys.column_group,
+            VALUE_ROW_GROUP=values.row_group,
+            VALUE_COLUMN_GROUP=values.column_group,
+            KEY_FOLD=keys.column_group == block_tokens,
+            VALUE_FOLD=value_fold,
+            VALUE_CHUNKS=chunks,
+            VALUE_WORDS=words,
+            CHANNELS=max(16, _power_of_two(key_dim)),
+            ROWS=rows,
+            COLUMNS=max(8, _power_of_two(words)),
+            MASK=mask_kind,
+            FIRST=first > 0,
+            ENDS=ends is not None,
+            DTYPE=kernels.DTYPES[query.dtype],
+            BOOST=_FLOAT16_BOOSTS[values.format.bits] if query.dtype == torch.float16 else 1.0,
+            KEY_ASSEMBLY=_assembly(keys, launch),
+            VALUE_ASSEMBLY=_assembly(values, launch),
+            EMULATED=_interpreted(),
+            num_warps=warps,
+            num_stages=launch.stages,
+            # Not the default of every version of triton.
+            enable_fp_fusion=True,
+        )
+        kernels.merge_splits[(batch * heads * q_tokens,)](
+            partial_outs,
+            partial_lses,
+            outs,
+            lses,
+            splits,
+            VALUE_DIM=value_dim,
+            CHANNELS=_power_of_two(value_dim),
+            ALL_SPLITS=_power_of_two(splits),
+            SOME_SPLITS=min(_SPLITS_MERGED_AT_ONCE, _power_of_two(splits)),
+            num_warps=4,
+        )
     return outs, lses
 
 
@@ -363,8 +369,11 @@ def _value_plan(values: PackedSide) -> tuple[bool, int]:
     """Whether scales of values can be multiplied into the weights, and the parts that a row is read in for that.
 
     They can where the channels of a tile of codes all share a scale: those of the same slot of a row, or of a part.
+    In a row that is padded there are tiles which have no scale.
     """
     row_bytes, group = values.row_bytes, values.column_group
+    if row_bytes * 8 != values.head_dim * values.format.bits:
+        return False, 1
     if group % row_bytes == 0:
         return True, 1
     chunks = row_bytes // group

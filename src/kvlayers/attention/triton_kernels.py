@@ -210,6 +210,16 @@ def _of_parts(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.cons
 
 
 @_jit
+def _of_seen(numbers, seen, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales, or zeros, with zeros for tokens that are not seen: theirs may be nan, which no weight of 0 takes away."""
+    kept = ()
+    for part in tl.static_range(PARTS):
+        for group in tl.static_range(GROUPS):
+            kept = kept + (tl.where(seen[part], numbers[part * GROUPS + group], 0.0),)
+    return kept
+
+
+@_jit
 def _centres(
     shares,
     scales,
@@ -236,12 +246,14 @@ def _weighted_tile(
     scales,
     parameters,
     tokens,
+    seen,
     INDEX: tl.constexpr,
     FIRST_CHANNEL: tl.constexpr,
     FIRST_SCALE: tl.constexpr,
     BITS: tl.constexpr,
     FLOATING: tl.constexpr,
     FOLD: tl.constexpr,
+    CUT: tl.constexpr,
     ROW_GROUP: tl.constexpr,
     COLUMN_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -253,7 +265,10 @@ def _weighted_tile(
     ASSEMBLY: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """`sums` and the weighted values of a part of the tokens, of every second channel of a tile."""
+    """`sums` and the weighted values of a part of the tokens, of every second channel of a tile.
+
+    Where blocks are cut, `seen` are the tokens that count; `scales` are zeros for the others already.
+    """
     codes = _codes(words, INDEX, BITS, FLOATING, DTYPE, ASSEMBLY)
     if FOLD:
         scale = scales[FIRST_SCALE + FIRST_CHANNEL // COLUMN_GROUP]
@@ -267,6 +282,8 @@ def _weighted_tile(
         columns = tl.arange(0, COLUMNS)
         channels = FIRST_CHANNEL + 2 * columns + INDEX % 2
         held = ((channels < HEAD_DIM) & (columns < WORDS))[None, :]
+        if CUT:
+            held = held & seen[:, None]
         place = parameters + (tokens // ROW_GROUP)[:, None] * GROUPS + (channels // COLUMN_GROUP)[None, :]
         scale = tl.load(place, mask=held, other=0.0).to(tl.float32)
         if FLOATING:
@@ -376,6 +393,7 @@ def attend_split(
     # The inner dimension of a product, which the columns of a part become, is 16 at least.
     JOINED: tl.constexpr = KEY_WORDS < 16
     PARTS: tl.constexpr = KEY_TILES // 2 if JOINED else KEY_TILES
+    CUT: tl.constexpr = FIRST or ENDS
 
     key_words = tl.arange(0, KEY_WORDS)
     value_words = tl.arange(0, COLUMNS)
@@ -433,6 +451,7 @@ def attend_split(
 
         lead = tl.where(block == 0, first, 0)
         scores = ()
+        seen_of_parts = ()
         for part in tl.static_range(PARTS):
             tokens = _tokens(part, JOINED, KEY_WORDS)
             for half in tl.static_range(2 if JOINED else 1):
@@ -458,8 +477,8 @@ def attend_split(
                     of_part = tile
                 else:
                     of_part = tl.reshape(tl.join(of_part, tile), [ROWS, 2 * KEY_WORDS])
-            if FIRST or ENDS:
-                seen = tokens >= lead
+            seen = tokens >= lead
+            if CUT:
                 if ENDS:
                     seen = seen & (tokens < tl.load(ends + block))
                 of_part = tl.where(seen[None, :], of_part, float("-inf"))
@@ -469,7 +488,7 @@ def attend_split(
                 else:
                     start = block * BLOCK_TOKENS - first
                 asking = asked[:, None] & (tokens < BLOCK_TOKENS)[None, :]
-                if FIRST or ENDS:
+                if CUT:
                     asking = asking & seen[None, :]
                 addend = tl.load(
                     mask
@@ -484,6 +503,7 @@ def attend_split(
                 else:
                     of_part = of_part * scale + addend.to(tl.float32) * 1.4426950408889634
             scores = scores + (of_part,)
+            seen_of_parts = seen_of_parts + (seen,)
 
         # `scale` is positive, so the largest is so before it also, and scaling and subtraction are one instruction.
         factor = 1.0 if MASK == 2 else scale
@@ -509,6 +529,10 @@ def attend_split(
             scales = _of_parts(loaded, 0, PARTS, JOINED, VALUE_GROUPS)
             if not VALUE_FLOATING:
                 zeros = _of_parts(loaded, 1, PARTS, JOINED, VALUE_GROUPS)
+            if CUT:
+                scales = _of_seen(scales, seen_of_parts, PARTS, VALUE_GROUPS)
+                if not VALUE_FLOATING:
+                    zeros = _of_seen(zeros, seen_of_parts, PARTS, VALUE_GROUPS)
             loaded = _value_parameters(
                 value_parameters + following * value_parameters_block,
                 PARTS,
@@ -552,12 +576,14 @@ def attend_split(
                         scales,
                         value_parameters + block * value_parameters_block,
                         _tokens(part, JOINED, KEY_WORDS),
+                        seen_of_parts[part],
                         index,
                         (index // 2) * VALUE_ROW_BYTES + chunk * (2 * VALUE_WORDS),
                         part * VALUE_GROUPS,
                         VALUE_BITS,
                         VALUE_FLOATING,
                         VALUE_FOLD,
+                        CUT,
                         VALUE_ROW_GROUP,
                         VALUE_COLUMN_GROUP,
                         VALUE_DIM,

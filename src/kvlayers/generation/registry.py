@@ -225,6 +225,12 @@ def _hybrid(request: CacheRequest) -> HybridCache:
 
 
 def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:
+    for option, meant in preset.items():
+        if request.options.get(option, meant) != meant:
+            raise OptionError(
+                f"expected {option}={meant!r}, as the name of the cache says, but saw {request.options[option]!r}: use "
+                "the name 'quantized', or leave the option out."
+            )
     return QuantizedCache(**{"length_hint": request.length_hint, **preset, **request.options, "config": request.config})
 
 

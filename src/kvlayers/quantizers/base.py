@@ -4,11 +4,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import OptionError, StateMismatchError
 
 Side = Literal["keys", "values"]
+
+WIDTHS = (1, 2, 3, 4, 8)
+"""Bits that a code may have."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,16 @@ class CodeFormat:
     floating: bool = False
     rotated: bool = False
 
+    def __post_init__(self) -> None:
+        sizes = (self.group_tokens, self.group_channels)
+        if self.bits not in WIDTHS or not all(map(_is_whole, sizes)) or min(sizes) < 1 or 1 not in sizes:
+            raise OptionError(
+                f"expected codes of {', '.join(map(str, WIDTHS))} bits, in groups along tokens or along channels, but "
+                f"saw {self.bits!r} bits in groups of {sizes[0]!r} tokens and {sizes[1]!r} channels."
+            )
+        if self.floating and self.bits != 8:
+            raise OptionError(f"expected floating codes of 8 bits, but saw {self.bits}.")
+
     @property
     def parameters(self) -> int:
         """Numbers beside the codes of a group: scale and zero, or the scale alone."""
@@ -48,6 +62,34 @@ class QuantizedGroups:
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
+
+
+def check_groups(groups: QuantizedGroups, code_format: CodeFormat, states: Tensor) -> None:
+    """Raise `StateMismatchError` where `groups` is not what quantizing `states` in a format gives.
+
+    That codes are no larger than the format says is checked on a CPU alone, as elsewhere it would mean to wait.
+    """
+    batch, kv_heads, tokens, head_dim = states.shape
+    grid = (batch, kv_heads, tokens // code_format.group_tokens, head_dim // code_format.group_channels)
+    expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
+        ("codes", groups.codes, tuple(states.shape), torch.uint8),
+        ("scale", groups.scale, grid, states.dtype),
+    ]
+    if not code_format.floating:
+        expected.append(("zero", groups.zero, grid, states.dtype))
+    for name, seen, shape, dtype in expected:
+        if seen is None or tuple(seen.shape) != shape or seen.dtype != dtype or seen.device != states.device:
+            shown = None if seen is None else f"{list(seen.shape)} of {seen.dtype} on {seen.device}"
+            raise StateMismatchError(
+                f"expected a quantizer to return {name} {list(shape)} of {dtype} on {states.device}, but saw {shown}: "
+                "correct the quantizer."
+            )
+    largest = (1 << code_format.bits) - 1
+    if largest < 255 and groups.codes.device.type == "cpu" and groups.codes.numel() and groups.codes.max() > largest:
+        raise StateMismatchError(
+            f"expected codes up to {largest}, for {code_format.bits} bits, but saw {int(groups.codes.max())}: correct "
+            "the quantizer."
+        )
 
 
 class Quantizer(ABC):
@@ -110,18 +152,18 @@ class Backend(ABC):
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` where the backend does not take the options. Also where its package is missing."""
-        if options.nbits not in self.widths:
+        if not _is_whole(options.nbits) or options.nbits not in self.widths:
             raise OptionError(
                 f"expected nbits of the {self.name} backend to be one of {', '.join(map(str, self.widths))}, but saw "
                 f"{options.nbits!r} for {options.side}."
             )
-        if options.axis is not None and options.axis not in self.axes:
+        if options.axis is not None and (not _is_whole(options.axis) or options.axis not in self.axes):
             taken = f"to be one of {', '.join(map(str, self.axes))}" if self.axes else "to be left out"
             raise OptionError(
                 f"expected {options.axis_name} of the {self.name} backend {taken}, but saw {options.axis!r}."
             )
         size = options.group_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        if size is not None and (not _is_whole(size) or size < 1):
             raise OptionError(f"expected a group size of at least 1, but saw {size!r} for {options.side}.")
 
     @abstractmethod
@@ -131,6 +173,10 @@ class Backend(ABC):
         Raises:
             OptionError: the group size does not divide the head_dim.
         """
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def channel_group(options: SideOptions, head_dim: int) -> int:

@@ -18,7 +18,7 @@ def rotation_size(head_dim: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _matrix(size: int, device: torch.device) -> Tensor:
-    matrix = torch.ones((1, 1), dtype=torch.float32)
+    matrix = torch.ones((1, 1), dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     with torch.inference_mode(False):

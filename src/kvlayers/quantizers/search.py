@@ -27,7 +27,7 @@ class _Search(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled search; `None` where it cannot be compiled, which is logged once."""
-    return compiled_library(SOURCE)
+    return compiled_library(SOURCE, "kvlayers_search")
 
 
 def supports(states: Tensor) -> bool:
@@ -54,10 +54,10 @@ def search(
     kernel = library()
     if kernel is None:
         raise RuntimeError("expected a compiled search, but there is none: ask supports() first.")
-    rows = rows.contiguous()
+    rows = rows.float().contiguous()
     groups, size = rows.shape
-    codes = torch.empty((groups, size), dtype=torch.uint8)
-    scale, zero = torch.empty((2, groups, 1), dtype=torch.float32).unbind()
+    codes = torch.empty((groups, size), dtype=torch.uint8, device="cpu")
+    scale, zero = torch.empty((2, groups, 1), dtype=torch.float32, device="cpu").unbind()
     given = (ctypes.c_float * len(clips))(*clips)
     numbers = torch.finfo(dtype)
     call = _Search(

@@ -1,7 +1,7 @@
 """Tokens in full precision, in buffers that grow in place."""
 
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from .buffer import form_of
 from .contiguous import ContiguousStore
@@ -59,6 +59,17 @@ class DenseStore(ContiguousStore):
         # One pass over the buffers, where taking the live tokens out and writing them back would be two.
         self._keys, self._values = self._keys.selected(indices), self._values.selected(indices)
         self._key_form, self._value_form = form_of(self._keys.tensor), form_of(self._values.tensor)
+
+    def selected(self, indices: Tensor) -> Self:
+        """A store of those sequences, in memory of its own; this one stays what it is."""
+        if self.length * 2 < self._capacity or self._tracks_gradients:
+            # Only what is live is copied before it is written over.
+            twin = self.fork()
+        else:
+            twin = self.__class__.__new__(self.__class__)
+            twin.__dict__.update(self.__dict__)
+        twin.select(indices)
+        return twin
 
     @override
     def reserve(self, tokens: int) -> None:

@@ -8,8 +8,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ..attention.history import PackedRun
+from ..autocast import without_autocast
 from ..errors import StateMismatchError
-from ..quantizers.base import CodeFormat, Quantizer, Side
+from ..quantizers.base import CodeFormat, Quantizer, Side, check_groups
 from .buffer import StateForm
 from .dense import DenseStore
 from .packed_side import PackedSide, pack_side, side_bytes
@@ -24,6 +25,7 @@ BLOCKS_AT_ONCE = 16
 """Blocks that are quantized together, which bounds what a long prefill needs besides."""
 
 SIDES: tuple[Side, Side] = ("keys", "values")
+StatePair = tuple[Tensor, Tensor]
 
 
 class PackedBlocks:
@@ -54,6 +56,7 @@ class PackedBlocks:
         """For each block the tokens that count, from its beginning: all but where it was cropped."""
         self._first = 0
         """Tokens of the first block that have been dropped."""
+        self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -61,7 +64,7 @@ class PackedBlocks:
     @property
     def tokens(self) -> int:
         """Tokens held."""
-        return sum(self._ends) - self._first
+        return self._tokens
 
     def reserve(self, blocks: int) -> None:
         """Make room for more blocks: in new memory where there is none, never by moving what has been returned."""
@@ -69,18 +72,29 @@ class PackedBlocks:
             store.reserve(len(self._ends) + blocks)
 
     @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Quantize states, `[batch, kv_heads, tokens, head_dim]`, of a whole number of blocks, and hold their codes."""
+    def quantized(self, keys: Tensor, values: Tensor) -> dict[Side, StatePair]:
+        """Codes and parameters of states `[batch, kv_heads, tokens, head_dim]` of a whole number of blocks."""
         finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
+        packed: dict[Side, StatePair] = {}
         for side, states in zip(SIDES, (keys, values), strict=True):
             quantizer = self._quantizers[side]
-            groups = quantizer.quantize(torch.where(finite, states, 0))
+            with without_autocast(states.device):
+                groups = quantizer.quantize(torch.where(finite, states, 0))
+            check_groups(groups, quantizer.format, states)
             codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
             if side == "values":
                 parameters = self._marked(parameters, finite)
+            packed[side] = codes, parameters
+        return packed
+
+    def append(self, packed: dict[Side, StatePair]) -> None:
+        """Hold what `quantized` returned. There must be room for it."""
+        for side, (codes, parameters) in packed.items():
             self._packed[side].admit(codes, parameters)
             self._packed[side].append(codes, parameters)
-        self._ends += [self.block_tokens] * (keys.shape[2] // self.block_tokens)
+        new = packed["keys"][0].shape[2]
+        self._ends += [self.block_tokens] * new
+        self._tokens += self.block_tokens * new
 
     def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
         """Parameters of values, with those not-a-number that belong to tokens which are not finite."""
@@ -118,6 +132,7 @@ class PackedBlocks:
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens; a block goes when none of its tokens counts."""
         self._first += tokens
+        self._tokens -= tokens
         gone = 0
         while gone < len(self._ends) and self._first >= self._ends[gone]:
             self._first -= self._ends[gone]
@@ -139,17 +154,20 @@ class PackedBlocks:
             store.truncate(kept)
         if not kept:
             self._first = 0
+        self._tokens = sum(self._ends) - self._first
 
-    def select(self, indices: Tensor) -> None:
-        """Make batch row `i` what row `indices[i]` was."""
-        for store in self._packed.values():
-            store.select(indices)
+    def selected(self, indices: Tensor) -> Self:
+        """Blocks whose batch row `i` is what row `indices[i]` is here, in memory of their own."""
+        twin = copy.copy(self)
+        twin._packed = {side: store.selected(indices) for side, store in self._packed.items()}
+        twin._ends = list(self._ends)
+        return twin
 
     def clear(self) -> None:
         """Forget all tokens, keep the memory."""
         for store in self._packed.values():
             store.clear()
-        self._ends, self._first = [], 0
+        self._ends, self._first, self._tokens = [], 0, 0
 
     def fork(self) -> Self:
         """An independent copy of the live blocks."""
@@ -167,10 +185,13 @@ class PackedBlocks:
         """Copies of codes and parameters, and what counts of each block; empty where there is no block."""
         if not self._ends:
             return {}
-        tensors = {"block_ends": torch.tensor([self._first, *self._ends], dtype=torch.int64)}
+        tensors: dict[str, Tensor] = {}
         for side in SIDES:
             held = self._packed[side].state()
             tensors[f"{side}_codes"], tensors[f"{side}_parameters"] = held["keys"], held["values"]
+        # On one device with the rest, so that a state moves as a whole.
+        ends = [self._first, *self._ends]
+        tensors["block_ends"] = torch.tensor(ends, dtype=torch.int64, device=tensors["keys_codes"].device)
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
@@ -182,6 +203,7 @@ class PackedBlocks:
             held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
             self._packed[side].load_state(held)
         self._first, *self._ends = tensors["block_ends"].tolist()
+        self._tokens = sum(self._ends) - self._first
 
 
 PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")
@@ -196,8 +218,8 @@ def check_packed_state(
     Raises:
         StateMismatchError: it is no state of blocks that such quantizers make of states of such forms.
     """
-    if tensors["block_ends"].dim() != 1:
-        raise StateMismatchError("expected block_ends in one dimension: take the state again.")
+    if tensors["block_ends"].dim() != 1 or tensors["block_ends"].is_floating_point():
+        raise StateMismatchError("expected block_ends in one dimension, of whole numbers: take the state again.")
     ends: list[Any] = tensors["block_ends"].tolist()
     for side, form in zip(SIDES, forms, strict=True):
         packed = packed_forms(quantizers[side].format, side, form, block_tokens)

@@ -11,9 +11,6 @@ from torch import Tensor
 COLUMNS_MULTIPLE = 8
 """Rows are padded to a multiple of so many columns, where codes are smaller than a byte."""
 
-WIDTHS = (1, 2, 3, 4, 8)
-"""Bits that a code may have."""
-
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import OptionError
 from ..quantizers.base import Backend, Quantizer, Side, SideOptions
 from ..quantizers.registry import backend as backend_called
+from ..quantizers.registry import quantizer_names
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
@@ -53,7 +54,8 @@ class Quantization:
     sink_tokens: int = DEFAULT_SINK_TOKENS
 
     def __post_init__(self) -> None:
-        if isinstance(self.backend, str):
+        # transformers 4 wrote some names in capitals.
+        if isinstance(self.backend, str) and self.backend not in quantizer_names():
             object.__setattr__(self, "backend", self.backend.lower())
         for name in ("residual_length", "sink_tokens"):
             number = getattr(self, name)

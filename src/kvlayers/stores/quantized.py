@@ -20,6 +20,9 @@ from .quantization import Quantization, block_tokens
 
 StatePair = tuple[Tensor, Tensor]
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of states that are quantized. The arithmetic is in float32."""
+
 
 class QuantizedStore(TokenStore):
     """Packed blocks between two runs in full precision: the sinks, and the residual of the newest tokens.
@@ -92,7 +95,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def admit(self, keys: Tensor, values: Tensor) -> int:
-        forms = checked_forms(keys, values)
+        forms = _of_one_dtype(*checked_forms(keys, values))
         self._admitted = None
         if forms != self._forms:
             if self.length and self._forms is not None:
@@ -109,13 +112,16 @@ class QuantizedStore(TokenStore):
             OptionError: a group size does not divide its head_dim.
         """
         check_one_batch(key_form, value_form)
-        if key_form[1] != value_form[1] or key_form[3:] != value_form[3:]:
+        if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):
             raise StateMismatchError(
-                f"expected keys and values of as many kv_heads, one dtype and one device, but saw {key_form} and "
-                f"{value_form}: pass the states of one forward pass together."
+                f"expected keys and values of as many kv_heads, of a head_dim of at least 1, and on one device, but "
+                f"saw {key_form} and {value_form}: pass the states of one forward pass together."
             )
-        if not key_form[3].is_floating_point:
-            raise StateMismatchError(f"expected states of a floating dtype, but saw {key_form[3]}: convert them first.")
+        if key_form[3] not in DTYPES:
+            raise StateMismatchError(
+                f"expected states of {', '.join(map(str, DTYPES))}, but saw {key_form[3]}: convert them first, or "
+                "use a DynamicCache."
+            )
         return self.quantization.quantizers(key_form[2], value_form[2])
 
     @override
@@ -142,6 +148,7 @@ class QuantizedStore(TokenStore):
         self._blocks = PackedBlocks(quantizers, forms, size, hint)
         self._sinks = DenseStore(length_hint=given.sink_tokens)
         self._recent = DenseStore()
+        self._recent.reserve_form(*forms)
         self._changed()
 
     @override
@@ -149,12 +156,18 @@ class QuantizedStore(TokenStore):
         self._take_form()
         if self._recent_may_move:
             self._changed()
-        keys, values = as_dense(keys).detach(), as_dense(values).detach()
+        keys, values = self._as_held(keys).detach(), self._as_held(values).detach()
         blocks = self._blocks_to_pack(keys.shape[2])
         if blocks:
             self._pack(keys, values, blocks)
         else:
             _put(self._recent, (keys, values))
+
+    def _as_held(self, states: Tensor) -> Tensor:
+        """States in full precision and in the dtype of those that are held."""
+        states = as_dense(states)
+        dtype = states.dtype if self._forms is None else self._forms[0][3]
+        return states if states.dtype == dtype else states.to(dtype)
 
     def _blocks_to_pack(self, new: int) -> int:
         """Blocks that must be packed so that the residual has room for `new` tokens."""
@@ -179,11 +192,14 @@ class QuantizedStore(TokenStore):
         history = self._history_with(keys, values, past)
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
-            self._start_over(self._forms)
-            keys, values = keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept)
+            fresh = QuantizedStore(self.quantization, self.length_hint)
+            fresh._start_over(self._forms)
+            fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
+            self._sinks, self._blocks, self._recent = fresh._sinks, fresh._blocks, fresh._recent
+            self._forget_runs()
         else:
-            self.drop_oldest(self.length + new - kept)
-        self.append(keys, values)
+            self.append(keys, values)
+            self.drop_oldest(self.length - kept)
         return self._returned(history)
 
     def _pack(self, keys: Tensor, values: Tensor, count: int) -> None:
@@ -192,25 +208,25 @@ class QuantizedStore(TokenStore):
         if blocks is None:
             raise StateMismatchError("expected admitted states before any are packed: update the layer first.")
         sinks, held = self._missing_sinks, self._recent.length
-        parts = [(keys, values)]
-        if held:
-            # Copies, since the residual is about to move to the front of its memory.
-            recent_keys, recent_values = self._recent.newest(held)
-            parts.insert(0, (recent_keys.clone(), recent_values.clone()))
-        if sinks:
-            _put(self._sinks, _tokens_of(parts, 0, sinks))
-        if not blocks:
-            # What was returned before the first block was packed are plain views of the old memory: it is let go.
-            self._recent = DenseStore()
-        blocks.reserve(count)
+        parts = [*([self._recent.newest(held)] if held else []), (keys, values)]
         size = blocks.block_tokens
-        for done in range(0, count, BLOCKS_AT_ONCE):
-            at_once = min(BLOCKS_AT_ONCE, count - done)
-            blocks.append(*_tokens_of(parts, sinks + done * size, at_once * size))
         packed = sinks + count * size
-        self._recent.clear()
-        self._changed()
-        _put(self._recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
+        # All that can fail comes first, and into new memory: what is held, and what was returned, stays true.
+        quantized = [
+            blocks.quantized(*_tokens_of(parts, sinks + done * size, min(BLOCKS_AT_ONCE, count - done) * size))
+            for done in range(0, count, BLOCKS_AT_ONCE)
+        ]
+        new_sinks = self._sinks
+        if sinks:
+            new_sinks = self._sinks.fork()
+            _put(new_sinks, _tokens_of(parts, 0, sinks))
+        recent = DenseStore(length_hint=self.quantization.residual_length + size)
+        _put(recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
+        blocks.reserve(count)
+        for some in quantized:
+            blocks.append(some)
+        self._sinks, self._recent = new_sinks, recent
+        self._forget_runs()
 
     # Reading
 
@@ -268,10 +284,11 @@ class QuantizedStore(TokenStore):
         return before, packed
 
     def _history_with(self, keys: Tensor, values: Tensor, past: int) -> History:
-        """The newest `past` tokens that are held, and new ones: true whatever happens to the residual."""
+        """The newest `past` tokens that are held, and new ones."""
         history = self._history(past)
-        copied = tuple(DenseRun(run.keys.clone(), run.values.clone()) for run in history.after)
-        return History(history.before, history.packed, (*copied, DenseRun(as_dense(keys), as_dense(values))))
+        return History(
+            history.before, history.packed, (*history.after, DenseRun(self._as_held(keys), self._as_held(values)))
+        )
 
     # Dropping, cropping and the batch
 
@@ -313,8 +330,9 @@ class QuantizedStore(TokenStore):
     def select(self, indices: Tensor) -> None:
         if self._forms is None or self._blocks is None:
             return
-        for part in (self._sinks, self._blocks, self._recent):
-            part.select(indices)
+        # All of them before any is put in place: where there is no memory for one, nothing has changed.
+        sinks, recent = self._sinks.selected(indices), self._recent.selected(indices)
+        self._blocks, self._sinks, self._recent = self._blocks.selected(indices), sinks, recent
         key_form, value_form = self._forms
         batch = indices.shape[0]
         self._forms = (batch, *key_form[1:]), (batch, *value_form[1:])
@@ -331,6 +349,10 @@ class QuantizedStore(TokenStore):
     def _changed(self) -> None:
         """What was returned so far is no longer true."""
         self._edition.advance()
+        self._forget_runs()
+
+    def _forget_runs(self) -> None:
+        """What is returned next is made anew; what was returned stays true."""
         self._old_runs = self._held = None
         self._recent_may_move = False
         self._recent.length_hint = self._room
@@ -364,8 +386,6 @@ class QuantizedStore(TokenStore):
     def state(self) -> dict[str, Tensor]:
         if self._forms is None or self._blocks is None:
             return {}
-        if self._recent.key_form is None:
-            self._recent.reserve_form(*self._forms)
         tensors = {**self._recent.state(), **self._blocks.state()}
         if self._sinks.length:
             tensors.update({f"sink_{name}": states for name, states in self._sinks.state().items()})
@@ -383,7 +403,13 @@ class QuantizedStore(TokenStore):
         forms = form_of(tensors["keys"]), form_of(tensors["values"])
         quantizers = self._quantizers_for(*forms)
         sinks = {name: tensors[f"sink_{name}"] for name in ("keys", "values") if f"sink_{name}" in tensors}
-        tokens += check_dense_state(sinks)
+        sink_tokens = check_dense_state(sinks)
+        if sink_tokens > self.quantization.sink_tokens:
+            raise StateMismatchError(
+                f"expected a state of at most {self.quantization.sink_tokens} sinks, but saw {sink_tokens}: take the "
+                "state again."
+            )
+        tokens += sink_tokens
         if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
             raise StateMismatchError("expected sinks of the form of the other tokens: take the state again.")
         return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)
@@ -400,6 +426,12 @@ class QuantizedStore(TokenStore):
         if "block_ends" in tensors and self._blocks is not None:
             self._blocks.load_state(tensors)
         self._changed()
+
+
+def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:
+    """The forms as they are held: where autocast has made keys and values of two dtypes, in that which holds both."""
+    dtype = torch.promote_types(key_form[3], value_form[3])
+    return (*key_form[:3], dtype, key_form[4]), (*value_form[:3], dtype, value_form[4])
 
 
 def _blocks_beyond(tokens: int, room: int, block_tokens: int) -> int:

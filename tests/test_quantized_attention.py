@@ -637,7 +637,6 @@ CHANGES: dict[str, Callable[[kvlayers.QuantizedLayer], Any]] = {
     "crop of the residual": lambda layer: layer.crop(-1),
     "crop into codes": lambda layer: layer.crop(100),
     "crop to nothing": lambda layer: layer.crop(-layer.length),
-    "tokens that are packed": lambda layer: layer.update(*some_states(100)),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
     "select": lambda layer: layer.batch_select_indices(torch.tensor([0])),
     "repeat": lambda layer: layer.batch_repeat_interleave(2),
@@ -675,18 +674,12 @@ def test_a_handle_stays_true_while_tokens_are_appended() -> None:
     before = keys.clone(), values.clone()
     query = some_query()
     attended = with_gqa(query, keys, values)
-    stale_after = None
-    for appended in range(80):
-        layer.update(*some_states(1))
-        try:
-            assert torch.equal(keys.clone(), before[0])
-            assert torch.equal(values.clone(), before[1])
-            assert torch.equal(with_gqa(query, keys, values), attended)
-        except kvlayers.StaleStatesError:
-            stale_after = appended
-            break
-    # 300 tokens are 4 sinks, 4 blocks and 40 in full precision, of which there may be 72: 31 more fit.
-    assert stale_after == 31
+    # Beyond two packings: 300 tokens are 4 sinks, 4 blocks and 40 in full precision, of which there may be 72.
+    for tokens in (*[1] * 100, 200, 1):
+        layer.update(*some_states(tokens))
+        assert torch.equal(keys.clone(), before[0])
+        assert torch.equal(values.clone(), before[1])
+        assert torch.equal(with_gqa(query, keys, values), attended)
 
 
 def test_a_handle_of_a_window_is_true_or_refused_as_the_window_moves_on() -> None:
@@ -849,7 +842,11 @@ def test_without_the_kernel_the_results_are_the_same(no_kernel: None, attention:
     keys, values = some_handles(3, dtype)
     query = some_query(2, 3, dtype)
     seen, expected = (ATTENTIONS[attention](query, *pair) for pair in ((keys, values), (keys.dense(), values.dense())))
-    close(seen, expected)
+    if dtype == torch.bfloat16 and attention.startswith("eager"):
+        # A score of up to 16 that is rounded the other way is a sixteenth larger, and so is its weight.
+        torch.testing.assert_close(seen, expected, rtol=0.0625, atol=0.0625)
+    else:
+        close(seen, expected)
 
 
 def test_without_the_kernel_attention_goes_block_by_block(

@@ -1,5 +1,6 @@
 """A quantized store holds what it says, in the memory it says, and refuses what it cannot hold."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -362,7 +363,8 @@ def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -
 FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
     "batches that differ": ((torch.zeros(2, 1, 3, 8), torch.zeros(1, 1, 3, 8)), StateMismatchError),
     "head counts that differ": ((torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)), StateMismatchError),
-    "dtypes that differ": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8).half()), StateMismatchError),
+    "a dtype that is not quantized": ((torch.zeros(1, 1, 3, 8).double(),) * 2, StateMismatchError),
+    "no channels": ((torch.zeros(1, 1, 3, 0), torch.zeros(1, 1, 3, 8)), StateMismatchError),
     "devices that differ": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8, device="meta")), StateMismatchError),
     "whole numbers": ((torch.zeros(1, 1, 3, 8).long(), torch.zeros(1, 1, 3, 8).long()), StateMismatchError),
     "a head_dim that the group does not divide": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 12)), OptionError),
@@ -587,3 +589,135 @@ def test_no_more_tokens_than_the_hint_take_no_spare_blocks() -> None:
     more = some_states(500)
     assert torch.equal(add(hinted, *more)[0][:, :, -500:], more[0])
     assert hinted.length == 1100
+
+
+class Failing(Quantizer):
+    """Quantizes as another does, until it is told to fail."""
+
+    def __init__(self, other: Quantizer) -> None:
+        super().__init__(other.format)
+        self.other = other
+        self.fails = False
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        if self.fails:
+            raise MemoryError("no memory for these codes")
+        return self.other.quantize(states)
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize("past", [50, 70, 76, 140, 300])
+@pytest.mark.parametrize("window", [None, 40, 120])
+def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: int, window: int | None) -> None:
+    quantization = Quantization(q_group_size=2, residual_length=4, sink_tokens=4 if window is None else 0)
+    layer = (
+        kvlayers.QuantizedLayer(quantization)
+        if window is None
+        else kvlayers.SlidingLayer(window, kvlayers.QuantizedStore(quantization))
+    )
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, 2, past + 2 * tokens + 200, 8, generator=generator) for _ in range(2)]
+    layer.update(*(side[:, :, :past] for side in states))
+    blocks = layer._store._blocks
+    # The keys are quantized first: where the values fail, those of the keys must not stay behind.
+    failing = blocks._quantizers["values"] = Failing(blocks._quantizers["values"])
+    twin = layer.fork()
+    before = layer.state()
+    failing.fails = True
+    for more in (tokens, 200):
+        with contextlib.suppress(MemoryError):
+            layer.update(*(side[:, :, past : past + more] for side in states))
+            twin.load_state(layer.state())
+            before = layer.state()
+    after = layer.state()
+    assert after.facts == before.facts
+    assert set(after.tensors) == set(before.tensors)
+    assert all(torch.equal(after.tensors[name], before.tensors[name]) for name in before.tensors)
+    failing.fails = False
+    for layers in (layer, twin):
+        layers.update(*(side[:, :, -200:] for side in states))
+    assert torch.equal(layer.keys + 0, twin.keys + 0)
+
+
+def test_sequences_are_selected_in_all_parts_or_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4, sink_tokens=4))
+    layer.update(torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8))
+    before = layer.state()
+
+    def fails(self: object, indices: Tensor) -> None:
+        raise MemoryError("no memory for these sequences")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer._store._blocks), "selected", fails)
+        with pytest.raises(MemoryError):
+            layer.batch_select_indices(torch.tensor([1, 0, 1]))
+    after = layer.state()
+    assert layer.batch_size == 2
+    assert all(torch.equal(after.tensors[name], before.tensors[name]) for name in before.tensors)
+
+
+@pytest.mark.parametrize("backend", ["native", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_code(backend: str, dtype: torch.dtype) -> None:
+    states = [torch.randn(1, 2, 300, 16).to(dtype) for _ in range(2)]
+    plain, under = (kvlayers.QuantizedLayer(Quantization(backend, residual_length=4)) for _ in range(2))
+    plain.update(*states)
+    with torch.autocast("cpu", torch.bfloat16):
+        under.update(*states)
+        assert torch.equal(under.keys + 0, plain.keys + 0)
+    for name, tensor in plain.state().tensors.items():
+        assert torch.equal(under.state().tensors[name], tensor)
+
+
+def test_a_default_device_is_not_that_of_states() -> None:
+    states = [torch.randn(1, 2, 300, 16) for _ in range(2)]
+    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
+    with torch.device("meta"):
+        layer.update(*states)
+        keys, values = layer.update(*(side[:, :, :1] for side in states))
+    query = torch.randn(1, 4, 1, 16)
+    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    assert attended.isfinite().all()
+
+
+def test_a_state_of_packed_blocks_is_on_one_device() -> None:
+    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
+    layer.update(torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16))
+    assert {tensor.device for tensor in layer.state().tensors.values()} == {torch.device("cpu")}
+
+
+WRONG_GROUPS: dict[str, Callable[[QuantizedGroups], QuantizedGroups]] = {
+    "codes of another dtype": lambda groups: dataclasses.replace(groups, codes=groups.codes.long()),
+    "codes of fewer heads": lambda groups: dataclasses.replace(groups, codes=groups.codes[:, :1]),
+    "codes that are too large": lambda groups: dataclasses.replace(groups, codes=groups.codes + 200),
+    "scales of another dtype": lambda groups: dataclasses.replace(groups, scale=groups.scale.double()),
+    "scales of another shape": lambda groups: dataclasses.replace(groups, scale=groups.scale[..., :1]),
+    "no zeros": lambda groups: dataclasses.replace(groups, zero=None),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GROUPS)
+def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
+    class Wrong(Failing):
+        def quantize(self, states: Tensor) -> QuantizedGroups:
+            return WRONG_GROUPS[wrong](self.other.quantize(states))
+
+    layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4))
+    layer.update(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
+    blocks = layer._store._blocks
+    blocks._quantizers["keys"] = Wrong(blocks._quantizers["keys"])
+    with pytest.raises(StateMismatchError, match="correct the quantizer"):
+        layer.update(torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8))
+    assert layer.length == 50
+
+
+@pytest.mark.parametrize("asked", [{"bits": 5}, {"group_tokens": 0}, {"group_tokens": 4, "group_channels": 4}])
+def test_a_format_that_no_kernel_reads_is_refused(asked: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match="expected codes of"):
+        CodeFormat(**{"bits": 4, "group_tokens": 1, "group_channels": 1, **asked})
+
+
+@pytest.mark.parametrize("option", [{"nbits": 4.0}, {"nbits": True}, {"nbits": "4"}, {"axis_key": False}])
+def test_an_option_of_another_type_is_refused_at_construction(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="expected"):
+        Quantization("hqq" if "axis_key" in option else "native", **option)

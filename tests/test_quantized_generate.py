@@ -178,9 +178,6 @@ def test_a_quantized_cache_by_name_gives_the_tokens_of_its_states_in_full_precis
     model, given = tiny_model(family), inputs(family)
     with attention(model, implementation):
         slow = reference(model)
-        if family in ENCODER_DECODERS:
-            # By name, cross-attention stays in full precision.
-            slow = kvlayers.EncoderDecoderCache(slow.self_attention_cache, kvlayers.DynamicCache())
         expected = generated(model, given, past_key_values=slow)
         with kvlayers.installed():
             seen = generated(model, given, cache_implementation="quantized", cache_config=SMALL)

@@ -140,17 +140,24 @@ def test_a_quantized_name_has_its_backend_and_its_bits(name: str, installed: Non
     assert bits(hybrid) == QUANTIZED[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("int8", {"nbits": 2}), ("fp8", {"backend": "native"}), ("int2", {"nbits": 4})]
+)
+def test_an_option_does_not_say_other_than_the_name(name: str, option: dict[str, Any]) -> None:
+    with pytest.raises(kvlayers.OptionError, match="as the name of the cache says"):
+        kvlayers.make_cache(name, tiny_model("llama"), **option)
+
+
 GIVEN = {"nbits": 2, "value_nbits": 8, "residual_length": 32, "sink_tokens": 0, "key_group_size": 16}
 CONFIGS = {"dict": dict, "QuantizedCacheConfig": kvlayers.QuantizedCacheConfig}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("name", ["quantized", "int8"])
+@pytest.mark.parametrize("name", ["quantized", "int2"])
 def test_a_cache_config_reaches_a_quantized_cache(name: str, kind: str, installed: None, tmp_path: Path) -> None:
     given = CONFIGS[kind](**GIVEN)
 
     def check(cache: Any) -> None:
-        # Options that are given win over those of the name.
         assert bits(cache) == ("native", 2, 8)
         seen = facts(cache)
         assert (seen["residual_length"], seen["sink_tokens"], seen["key_group_size"]) == (32, 0, 16)

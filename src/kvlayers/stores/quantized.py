@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import Attended, Edition, PackedStates, as_dense, handles
+from ..attention.handle import Attended, Edition, PackedStates, as_dense
 from ..attention.history import DenseRun, History, PackedRun
+from ..attention.on_handles import handles
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch

@@ -1,0 +1,160 @@
+"""What is computed on packed states as they are held: attention, and the steps in which models write it out."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import fused
+from .handle import AS_HELD, Attended, PackedStates, View, computes
+
+
+def handles(attended: Attended, kv_heads: int, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The two handles of what an update returns: keys and values, each `[batch, kv_heads, tokens, head_dim]`."""
+    batch, tokens = attended.history.batch, attended.history.tokens
+    keys = PackedStates(attended, "keys", (batch, kv_heads, tokens, head_dims[0]))
+    values = PackedStates(attended, "values", (batch, kv_heads, tokens, head_dims[1]))
+    return keys, values
+
+
+@computes(scaled_dot_product_attention)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    if not isinstance(key, PackedStates) or not isinstance(value, PackedStates) or isinstance(query, PackedStates):
+        return None
+    if key.attended is not value.attended or (key.side, value.side) != ("keys", "values") or dropout_p:
+        return None
+    view = key.view_of
+    if view != value.view_of or view.swapped or view.grouped or query.dim() != 4 or query.dtype != key.dtype:
+        return None
+    heads, kv_heads = query.shape[1], key.shape[1]
+    whole_groups = heads == kv_heads or (enable_gqa and heads % kv_heads == 0)
+    if not whole_groups or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        return None
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return None
+    if _converts(query) or any(given.device != key.device for given in (query, attn_mask) if given is not None):
+        return None
+    history = key.attended.read()
+    if fused.wants_gradients(query, *history.dense_states(), *(() if attn_mask is None else (attn_mask,))):
+        return None
+    if is_causal:
+        if attn_mask is not None:
+            return None
+        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return fused.attend(query, history, attn_mask, scale)
+
+
+@computes(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _product(left: Tensor, right: Tensor) -> Tensor | None:
+    """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
+    if not isinstance(right, PackedStates) or isinstance(left, PackedStates):
+        return None
+    if left.dim() != 4 or right.view_of.grouped or left.dtype != right.dtype or left.device != right.device:
+        return None
+    if _converts(left):
+        return None
+    if left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[2]:
+        return None
+    history = right.attended.read()
+    if fused.wants_gradients(left, *history.dense_states()):
+        return None
+    if right.side == "keys" and right.view_of.swapped:
+        return fused.scores(left, history)
+    if right.side == "values" and not right.view_of.swapped:
+        return fused.combine(left, history)
+    return None
+
+
+def _converts(states: Tensor) -> bool:
+    """Whether autocast would have the computation in another dtype."""
+    kind = states.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != states.dtype
+
+
+@computes(Tensor.transpose, torch.transpose, Tensor.swapaxes)
+def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | None:
+    if not isinstance(states, PackedStates) or states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
+        return None
+    batch, heads, rows, columns = states.shape
+    view = replace(states.view_of, swapped=not states.view_of.swapped)
+    return PackedStates(states.attended, states.side, (batch, heads, columns, rows), view)
+
+
+# The three steps in which modelling code repeats kv heads for the query heads that share them.
+
+_WITH_AN_AXIS_FOR_COPIES = (slice(None), slice(None), None, slice(None), slice(None))
+
+
+@computes(Tensor.__getitem__)
+def _item(states: Tensor, index: Any) -> Tensor | None:
+    if not isinstance(states, PackedStates) or states.view_of != AS_HELD or not isinstance(index, tuple):
+        return None
+    if not all(part is None or isinstance(part, slice) for part in index):
+        return None
+    if index not in (_WITH_AN_AXIS_FOR_COPIES, _WITH_AN_AXIS_FOR_COPIES[:3]):
+        return None
+    batch, kv_heads, *rest = states.shape
+    return PackedStates(states.attended, states.side, (batch, kv_heads, 1, *rest), View(grouped=True))
+
+
+@computes(Tensor.expand)
+def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | None:
+    shape = _numbers(sizes)
+    if named or not isinstance(states, PackedStates) or states.view_of != View(grouped=True) or len(shape) != 5:
+        return None
+    batch, kv_heads, _, tokens, head_dim = states.shape
+    copies = shape[2]
+    if shape != (batch, kv_heads, copies, tokens, head_dim) or copies < 1:
+        return None
+    return PackedStates(states.attended, states.side, shape, View(copies, grouped=True))
+
+
+@computes(Tensor.reshape, Tensor.view)
+def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | None:
+    shape = _numbers(sizes)
+    if named or not isinstance(states, PackedStates):
+        return None
+    if shape == tuple(states.shape):
+        return states
+    if not states.view_of.grouped:
+        return None
+    batch, kv_heads, copies, tokens, head_dim = states.shape
+    if shape != (batch, kv_heads * copies, tokens, head_dim):
+        return None
+    return PackedStates(states.attended, states.side, shape, View(copies))
+
+
+@computes(Tensor.repeat_interleave, torch.repeat_interleave)
+def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | None:
+    if not isinstance(states, PackedStates) or states.view_of != AS_HELD or dim != 1:
+        return None
+    if not isinstance(repeats, int) or repeats < 1:
+        return None
+    batch, kv_heads, tokens, head_dim = states.shape
+    return PackedStates(states.attended, states.side, (batch, kv_heads * repeats, tokens, head_dim), View(repeats))
+
+
+def _numbers(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+
+
+@computes(Tensor.contiguous, Tensor.detach, Tensor.to)
+def _unchanged(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    asked = {*args, *kwargs.values()}
+    return states if isinstance(states, PackedStates) and asked <= {states.dtype, states.device} else None
+
+
+@computes(Tensor.mT.__get__)  # type: ignore[attr-defined]
+def _matrix_transposed(states: Tensor) -> Tensor | None:
+    return _transposed(states, 2, 3)

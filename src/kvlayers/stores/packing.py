@@ -49,15 +49,12 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     if bits == 8:
         return packed
     padded = padded_columns(columns, bits)
-    codes: Tensor | None = None
+    codes = torch.zeros((), dtype=torch.uint8, device=packed.device)
     start = shift = 0
     for width in _PLANES[bits]:
         plane = packed[..., start : start + padded * width // 8]
         slots = [(plane >> (slot * width)) & ((1 << width) - 1) for slot in range(8 // width)]
-        unpacked = torch.cat(slots, dim=-1) << shift
-        codes = unpacked if codes is None else codes | unpacked
+        codes = codes | (torch.cat(slots, dim=-1) << shift)
         start += padded * width // 8
         shift += width
-    if codes is None:
-        raise AssertionError("every width has a plane")
     return codes[..., :columns]

@@ -325,7 +325,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def shrink(self, tokens: int) -> None:
-        """Nothing: no more is held than what is needed."""
+        """Nothing: the residual is short, and packed blocks have next to no spare room to give back."""
 
     @override
     def select(self, indices: Tensor) -> None:

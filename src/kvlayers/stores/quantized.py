@@ -16,10 +16,8 @@ from .admission import check_dense_state, check_one_batch, checked_forms, mismat
 from .base import Fact, TokenStore
 from .buffer import StateForm, form_of
 from .dense import DenseStore
-from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
+from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, StatePair, check_packed_state
 from .quantization import Quantization, block_tokens
-
-StatePair = tuple[Tensor, Tensor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""

@@ -67,7 +67,7 @@ def test_the_length_of_a_static_cache_is_an_int_that_stays() -> None:
 
 
 def test_static_layers_crop_repeat_and_select_and_keep_their_address() -> None:
-    cache = kvlayers.StaticCache(LLAMA, max_cache_len=16)
+    cache = kvlayers.StaticCache(LLAMA, max_cache_len=16, max_batch_size=4)
     keys, _ = cache.update(*states(9, batch=2), 0)
     address = keys.data_ptr()
     cache.reorder_cache(torch.tensor([1, 0]))

@@ -37,8 +37,8 @@ from .layers import (
 from .operations import CacheState
 from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
-from .static_cache import HybridCache, SlidingWindowCache, StaticCache
-from .stores import DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
+from .static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ _FROM_INSTALL = ("install", "installed", "is_installed", "uninstall")
 
 __all__ = [
     "BatchIndexError",
+    "Buckets",
     "Cache",
     "CacheLayer",
     "CacheRequest",
@@ -61,6 +62,7 @@ __all__ = [
     "FixedStore",
     "HQQQuantizedCache",
     "HybridCache",
+    "HybridChunkedCache",
     "KVLayersError",
     "LayerIndexError",
     "LayerState",

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from . import compat
 from .errors import ConfigError, LayerIndexError, UnsupportedLayerError
+from .layers import CacheLayer
 from .layers.base import unbounded_as_minus_one
+from .layers.dispatch import share_readings
 from .legacy import LegacySurface
 from .operations import LayerwiseOperations
 from .options import checks_options
@@ -45,6 +47,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if layers is not None and len({id(layer) for layer in layers}) != len(layers):
             raise ConfigError("expected a layer of its own for each layer of the model, but saw one that comes twice.")
         self.layers = [] if layers is None else layers
+        share_readings(self.layers)
         self.layer_class_to_replicate = layer_class_to_replicate
 
     def for_cross_attention(self) -> "Cache":
@@ -149,13 +152,20 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         """Tokens that a layer has seen. Where layer 0 does not attend, it stands for the first one that does."""
         if layer_idx >= len(self.layers):
             return 0
-        return int(self.layers[self._attending(layer_idx)].get_seq_length())
+        seen = self.layers[self._attending(layer_idx)].get_seq_length()
+        # A layer of transformers may count in a tensor, and in compiled code all static ones do.
+        return seen if torch.compiler.is_compiling() else int(seen)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token."""
         if layer_idx >= len(self.layers):
             return query_length, 0
-        kv_length, kv_offset = self.layers[self._attending(layer_idx)].get_mask_sizes(query_length)
+        asked = self.layers[self._attending(layer_idx)]
+        if asked.is_compileable:
+            for layer in self.layers:
+                if isinstance(layer, CacheLayer):
+                    layer.make_room(query_length)
+        kv_length, kv_offset = asked.get_mask_sizes(query_length)
         return kv_length, kv_offset
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

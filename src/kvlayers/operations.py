@@ -13,6 +13,7 @@ from .errors import BatchIndexError, StateMismatchError
 from .layers import CacheLayer, LayerState, TransformersLayer
 from .layers.base import crop_target, whole_number
 from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
+from .layers.dispatch import share_readings
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class LayerwiseOperations(ABC):
         """An independent continuation: what happens to the one never shows in the other. Copies live tokens only."""
         twin = copy.copy(self)
         twin.layers = [layer.fork() for layer in self.operable()]
+        share_readings(twin.layers)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:

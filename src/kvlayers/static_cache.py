@@ -1,12 +1,15 @@
 """The caches that reserve their memory once."""
 
+import torch
 import transformers
 
 from . import compat
 from .cache import Cache
 from .errors import ConfigError
-from .layers.dispatch import WINDOWED, static_layers
+from .layers import StaticLayer, StaticSlidingLayer
+from .layers.dispatch import WINDOWED, Reservation, static_layers
 from .options import checks_options, refuse_offloading
+from .stores import Buckets
 
 
 class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
@@ -14,16 +17,26 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
 
     Sliding and chunked attention reserve their window and some room to move it in.
 
+    Eager code attends to the tokens that are there. Compiled code attends to a bucket, the smallest of a few sizes that
+    holds them: it is compiled once for each, however many tokens come, and costs what they cost, not what is reserved.
+
     Args:
         config: config of the model.
         max_cache_len: tokens to reserve: prompt and continuation together.
         offloading: must be False for now. Here, as in transformers, so that code which says so goes on working.
         offload_only_non_sliding: which layers would be offloaded.
+        max_batch_size: sequences to reserve for, as many as come first where not given. Fewer use part of it.
+        buckets: sizes of what compiled code attends to.
+        grow: take a larger reservation where this one is too small, instead of raising `CapacityError`. Compiled code
+            cannot, and raises.
+        compiled: whether `generate()` may compile the forward pass around this cache: its masks, which it makes
+            outside, are then those of buckets. Where not given, wherever there is an accelerator. A function that you
+            compile with the model and its masks in it needs nothing.
 
     Raises:
         NotYetError: offloading is asked for.
         ConfigError: the config does not describe the model's layers.
-        OptionError: an option that does not exist, or `max_cache_len` is no number of tokens.
+        OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
 
     Example:
         >>> import torch, kvlayers, transformers
@@ -44,26 +57,47 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         max_cache_len: int,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+        compiled: bool | None = None,
     ) -> None:
         refuse_offloading(offloading)
-        super().__init__(layers=static_layers(config, max_cache_len))
+        super().__init__(layers=static_layers(config, Reservation(max_cache_len, max_batch_size, buckets, grow)))
+        self.compiled = torch.accelerator.is_available() if compiled is None else compiled
+
+    @property
+    def compiled(self) -> bool:
+        """Whether masks that are made outside of compiled code are those of buckets."""
+        return any(layer.reading.compiled for layer in self._fixed_layers())
+
+    @compiled.setter
+    def compiled(self, compiled: bool) -> None:
+        for layer in self._fixed_layers():
+            layer.reading.compiled = compiled
+
+    def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]
 
 
 class HybridCache(StaticCache):
     """A `StaticCache` by the name that models with some sliding and some full layers had for it.
 
-    Args:
-        config: config of the model.
-        max_cache_len: tokens to reserve: prompt and continuation together.
+    Args: those of `StaticCache`.
+    """
+
+
+class HybridChunkedCache(StaticCache):
+    """A `StaticCache` by the name that models with some chunked and some full layers had for it.
+
+    Args: those of `StaticCache`.
     """
 
 
 class SlidingWindowCache(StaticCache):
     """A `StaticCache` for models that attend within a window.
 
-    Args:
-        config: config of a model with sliding or chunked attention.
-        max_cache_len: tokens that are expected: prompt and continuation together.
+    Args: those of `StaticCache`, with the config of a model that has sliding or chunked attention.
 
     Raises:
         ConfigError: no layer of the model attends within a window.
@@ -76,6 +110,10 @@ class SlidingWindowCache(StaticCache):
         max_cache_len: int,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+        compiled: bool | None = None,
     ) -> None:
         layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
         if layer_types.isdisjoint(WINDOWED):
@@ -83,4 +121,6 @@ class SlidingWindowCache(StaticCache):
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
                 f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
             )
-        super().__init__(config, max_cache_len, offloading, offload_only_non_sliding)
+        super().__init__(
+            config, max_cache_len, offloading, offload_only_non_sliding, max_batch_size, buckets, grow, compiled
+        )

@@ -139,6 +139,13 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         """Prepare for states of these forms before the first ones arrive."""
 
+    def make_room(self, tokens: int) -> None:
+        """Do ahead of compiled code what it leaves to eager code, where `tokens` more come next. Mostly nothing.
+
+        Raises:
+            CapacityError: so many do not fit.
+        """
+
     def activate_past_recording(self) -> None:
         """Keep what a later `truncate` may need. Nothing to do for a layer that drops no tokens of its own accord."""
 

@@ -1,13 +1,15 @@
 """From what a model config says to the layers of a cache: the one table."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import compat
 from ..compat import LayerSpec
+from ..stores.buckets import Buckets
 from ..stores.quantization import Quantization
 from ..stores.quantized import QuantizedStore
+from ..stores.reading import Reading
 from .dynamic import DynamicLayer
 from .quantized import QuantizedLayer
 from .sliding import SlidingLayer
@@ -18,18 +20,29 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
 
 DynamicFactory = Callable[[LayerSpec, int | None], Any]
-StaticFactory = Callable[[LayerSpec, int, int | None], Any]
+StaticFactory = Callable[[LayerSpec, "Reservation", int | None], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """What the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
+
+    max_cache_len: int
+    max_batch_size: int | None = None
+    buckets: Buckets | None = None
+    grow: bool = False
+
 
 DYNAMIC: dict[str, DynamicFactory] = {
     "full_attention": lambda spec, length_hint: DynamicLayer(length_hint=length_hint),
     **dict.fromkeys(WINDOWED, lambda spec, length_hint: SlidingLayer(spec.options["sliding_window"])),
 }
 STATIC: dict[str, StaticFactory] = {
-    "full_attention": lambda spec, max_cache_len, token_limit: StaticLayer(max_cache_len),
+    "full_attention": lambda spec, reserved, token_limit: StaticLayer(**vars(reserved)),
     **dict.fromkeys(
         WINDOWED,
-        lambda spec, max_cache_len, token_limit: StaticSlidingLayer(
-            max_cache_len, spec.options["sliding_window"], token_limit
+        lambda spec, reserved, token_limit: StaticSlidingLayer(
+            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **vars(reserved)
         ),
     ),
 }
@@ -43,19 +56,29 @@ def dynamic_layers(config: object, length_hint: int | None = None) -> list[Any]:
     ]
 
 
-def static_layers(config: object, max_cache_len: int) -> list[Any]:
+def static_layers(config: object, reserved: Reservation) -> list[Any]:
     """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
     specs = compat.layer_specs(config)
     # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
     # others have not could not be taken back.
     holds_all = any(spec.layer_type not in WINDOWED for spec in specs)
-    token_limit = max_cache_len if holds_all else None
+    token_limit = reserved.max_cache_len if holds_all else None
     return [
-        STATIC[spec.layer_type](spec, max_cache_len, token_limit)
+        STATIC[spec.layer_type](spec, reserved, token_limit)
         if spec.layer_type in STATIC
-        else compat.upstream_layer(spec, max_cache_len)
+        else compat.upstream_layer(spec, reserved.max_cache_len)
         for spec in specs
     ]
+
+
+def share_readings(layers: Iterable[Any]) -> None:
+    """Let static layers of one kind agree on what attention reads, as a mask is made for one of them and used by all."""
+    readings: dict[object, Reading] = {}
+    for layer in layers:
+        if isinstance(layer, StaticLayer):
+            layer.reading = readings.setdefault(StaticLayer, layer.reading)
+        elif isinstance(layer, StaticSlidingLayer):
+            layer.reading = readings.setdefault(layer.sliding_window, layer.reading)
 
 
 def quantized_layers(

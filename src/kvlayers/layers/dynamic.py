@@ -28,7 +28,7 @@ class DynamicLayer(TokenLayer):
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         store.admit(key_states, value_states)
-        return store.extend(key_states, value_states, store.length)
+        return store.extend(key_states, value_states)
 
     @property
     @override

@@ -50,18 +50,18 @@ class SlidingLayer(TokenLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        store = self._store
+        store, seen = self._store, self._seen
         tokens = store.admit(key_states, value_states)
-        past = min(self._seen, self.sliding_window - 1)
+        past = min(seen, self.sliding_window - 1)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
             kept = min(self.sliding_window - 1, past + tokens)
             attended = store.pass_through(key_states, value_states, past, kept)
-            self._seen += tokens
+            self._seen = seen + tokens
             return attended
         attended = store.extend(key_states, value_states, past)
-        self._seen += tokens
+        self._seen = seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
         return attended

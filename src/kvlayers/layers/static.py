@@ -1,49 +1,107 @@
 """A layer that keeps every token, up to a fixed number."""
 
+import torch
 from typing_extensions import override
 
 from ..errors import CapacityError, OptionError
 from ..options import checks_options
-from ..stores import FixedStore
+from ..stores import Buckets, FixedStore
 from ..stores.base import Fact
+from ..stores.reading import Reading
 from .dynamic import DynamicLayer
 
 
-def check_max_cache_len(max_cache_len: object) -> None:
-    """Raise `OptionError` where `max_cache_len` is no number of tokens."""
-    if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
+def check_reserved(number: object, name: str, what: str) -> None:
+    """Raise `OptionError` where `number` cannot be reserved for."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise OptionError(
-            f"expected max_cache_len to be a whole number of tokens, at least 1, but saw {max_cache_len!r}: pass the "
-            "longest prompt and continuation together."
+            f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}: pass the most of them "
+            "that will be held at once."
         )
+
+
+def check_reservation(max_cache_len: object, max_batch_size: object) -> None:
+    """Raise `OptionError` where `max_cache_len` is no number of tokens, or `max_batch_size` none of sequences."""
+    check_reserved(max_cache_len, "max_cache_len", "tokens")
+    if max_batch_size is not None:
+        check_reserved(max_batch_size, "max_batch_size", "sequences")
 
 
 class StaticLayer(DynamicLayer):
     """Full attention over memory that is reserved once, at an address that does not change.
 
-    Attention reads the tokens that are there, not the reservation.
+    In eager code attention reads the tokens that are there. In compiled code it reads the smallest bucket that holds
+    them, so that one compiled function serves many lengths.
 
     Args:
         max_cache_len: tokens to reserve. One more raises `CapacityError`.
+        max_batch_size: sequences to reserve for, as many as come first where not given. One more raises
+            `CapacityError`.
+        buckets: sizes of what compiled code reads.
+        grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
+    _store: FixedStore
+
     @checks_options
-    def __init__(self, max_cache_len: int) -> None:
-        check_max_cache_len(max_cache_len)
-        super().__init__(store=FixedStore(max_cache_len))
-        self.max_cache_len = max_cache_len
+    def __init__(
+        self,
+        max_cache_len: int,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+    ) -> None:
+        check_reservation(max_cache_len, max_batch_size)
+        super().__init__(store=FixedStore(max_cache_len, max_batch_size, buckets, grow=grow))
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens reserved."""
+        return self._store.capacity
 
     @property
     @override
     def capacity(self) -> int | None:
-        return self.max_cache_len
+        return self._store.capacity
+
+    @property
+    def reading(self) -> Reading:
+        """What attention reads, which the layers of a cache agree on."""
+        return self._store.reading
+
+    @reading.setter
+    def reading(self, reading: Reading) -> None:
+        self._store.reading = reading
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether masks are made for what compiled code reads."""
+        return self._store.reading.buckets_now
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        if self.is_compileable:
+            self._store.bucket_for(tokens)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        store = self._store
+        self.make_room(query_length)
+        if store.reading.announce(store.place):
+            return store.bucket_for(query_length), 0
+        return super().mask_sizes(query_length)
+
+    @override
+    def get_seq_length(self) -> int:
+        """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
+        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
     @override
     def settings(self) -> dict[str, Fact]:
-        return {**super().settings(), "max_cache_len": self.max_cache_len}
+        return {**super().settings(), "max_cache_len": None if self._store.grow else self.max_cache_len}
 
     @override
     def check_held(self, held: int, seen: int) -> None:
         super().check_held(held, seen)
-        if held > self.max_cache_len:
+        if held > self.max_cache_len and not self._store.grow:
             raise CapacityError(f"expected a state of at most {self.max_cache_len} tokens, but saw {held}.")

@@ -1,18 +1,24 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ..errors import CapacityError
 from ..options import checks_options
-from ..stores import FixedStore
+from ..stores import Buckets, FixedStore
 from ..stores.base import Fact
+from ..stores.reading import Reading
 from .sliding import SlidingLayer, check_window, window_room
-from .static import check_max_cache_len
+from .static import check_reservation
 
 
 class StaticSlidingLayer(SlidingLayer):
-    """Sliding-window and chunked attention over memory that is reserved once.
+    """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
+
+    The window has spare room, and moves to the front when that is used up: a token is written once, and moved once in
+    so many tokens. In compiled code attention reads the slots from the first one on, and the mask leaves out those that
+    the window has passed: tokens stay in the order of their positions, which is what a mask goes by.
 
     Args:
         max_cache_len: the most tokens that are expected. Where that is less than the window, no more is reserved, and
@@ -20,29 +26,118 @@ class StaticSlidingLayer(SlidingLayer):
         sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
         token_limit: tokens after which `CapacityError` is raised although the window could go on, `None` for no limit.
             Beside layers that hold every token, it makes all of them refuse the same one.
+        max_batch_size: sequences to reserve for, as many as come first where not given. One more raises
+            `CapacityError`.
+        buckets: sizes of what compiled code reads while the window fills.
+        grow: reserve for the window even where fewer tokens are expected, and for more sequences where they come.
     """
 
+    _store: FixedStore
+
     @checks_options
-    def __init__(self, max_cache_len: int, sliding_window: int, token_limit: int | None = None) -> None:
-        check_max_cache_len(max_cache_len)
+    def __init__(
+        self,
+        max_cache_len: int,
+        sliding_window: int,
+        token_limit: int | None = None,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+    ) -> None:
+        check_reservation(max_cache_len, max_batch_size)
         check_window(sliding_window)
-        fits_window = max_cache_len >= sliding_window
+        fits_window = grow or max_cache_len >= sliding_window
         room = window_room(sliding_window) if fits_window else max_cache_len
-        super().__init__(sliding_window, store=FixedStore(room))
+        whole_from = sliding_window - 1 if fits_window else None
+        super().__init__(sliding_window, store=FixedStore(room, max_batch_size, buckets, whole_from, grow))
         self.room = room
         self.max_cache_len = max_cache_len
-        self.token_limit = token_limit if fits_window else max_cache_len
+        self.token_limit = None if grow else token_limit if fits_window else max_cache_len
+
+    # The store counts what it takes in, as compiled code cannot count here without becoming code for one length.
+
+    @property  # type: ignore[override]
+    def _seen(self) -> int:
+        return self._store.total
+
+    @_seen.setter
+    def _seen(self, seen: int) -> None:
+        self._store.total = seen
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if self._store.reads_bucket and not self.record_past:
+            return self._update_bucket(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
-            new = key_states.shape[2]
-            if self._seen + new > self.token_limit:
-                raise CapacityError(
-                    f"expected at most {self.token_limit} tokens, the size of the reservation, but saw {self._seen} "
-                    f"held and {new} new: reserve {self._seen + new} or more, or crop the cache first."
-                )
+            self._check_token_limit(key_states.shape[2])
         return super().update(key_states, value_states)
+
+    def _check_token_limit(self, tokens: int) -> None:
+        if self.token_limit is not None and self._seen + tokens > self.token_limit:
+            raise CapacityError(
+                f"expected at most {self.token_limit} tokens, the size of the reservation, but saw {self._seen} held "
+                f"and {tokens} new: reserve {self._seen + tokens} or more, or crop the cache first."
+            )
+
+    @property
+    def _past(self) -> int:
+        # Not the minimum: compiled code then knows that this is one number.
+        most = self.sliding_window - 1
+        return most if self._seen >= most else self._seen
+
+    @property
+    def reading(self) -> Reading:
+        """What attention reads, which the layers of a cache agree on."""
+        return self._store.reading
+
+    @reading.setter
+    def reading(self, reading: Reading) -> None:
+        self._store.reading = reading
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether masks are made for what compiled code reads."""
+        return self._store.reading.buckets_now and not self.record_past
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        store = self._store
+        if self.is_compileable and store.lacks_room_for(tokens) and self._past + tokens <= self.room:
+            store.move_to_front(self._past)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        store = self._store
+        self.make_room(query_length)
+        if self.record_past or not store.reading.announce(store.place):
+            return super().mask_sizes(query_length)
+        if store.lacks_room_for(query_length):
+            self._check_token_limit(query_length)
+            return super().mask_sizes(query_length)
+        return store.bucket_for(query_length), store.passed
+
+    @override
+    def get_seq_length(self) -> int:
+        """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
+        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+
+    def _update_bucket(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        store = self._store
+        tokens = store.admit(key_states, value_states)
+        if not torch.compiler.is_compiling() or store.lacks_room_for(tokens):
+            self._check_token_limit(tokens)
+        if not store.lacks_room_for(tokens):
+            return store.extend(key_states, value_states)
+        seen, past = self._seen, self._past
+        if past + tokens <= self.room:
+            store.move_to_front(past)
+            return store.extend(key_states, value_states)
+        kept = past + tokens
+        if kept >= self.sliding_window - 1:
+            kept = self.sliding_window - 1
+        attended = store.pass_through(key_states, value_states, past, kept)
+        self._seen = seen + tokens
+        return attended
 
     @property
     @override

@@ -56,13 +56,13 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def extend(self, keys: Tensor, values: Tensor, past: int) -> tuple[Tensor, Tensor]:
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
         """Append admitted states; return what their queries attend to.
 
         Args:
             keys: `[batch, kv_heads, new, key_head_dim]`.
             values: `[batch, kv_heads, new, value_head_dim]`.
-            past: how many of the newest tokens that were held before are attended to.
+            past: how many of the newest tokens that were held before are attended to, `None` for all of them.
 
         Returns:
             Keys and values of `past` tokens and the new ones, in order.

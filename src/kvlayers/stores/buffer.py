@@ -1,6 +1,6 @@
 """One tensor with room for tokens: the memory behind keys, or behind values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class TokenBuffer:
         # Read once: asking a tensor for these costs as much as the view itself.
         self._batch, self._kv_heads, self.capacity, self._head_dim = tensor.shape
         self._strides = tensor.stride()
-        self._offset = tensor.storage_offset()
+        # Asked for when it is needed, as compiled code cannot.
+        self._offset: int | None = None
         self.tracks_gradients = tensor.requires_grad
         self._slots: Sequence[Tensor] = ()
         self._first_slot = 0
@@ -55,21 +56,25 @@ class TokenBuffer:
         return TokenBuffer, (self.tensor,)
 
     @classmethod
-    def allocate(cls, form: StateForm, capacity: int) -> "TokenBuffer":
-        """An unfilled buffer for `capacity` tokens of the given form."""
+    def allocate(
+        cls, form: StateForm, capacity: int, create: Callable[..., Tensor] = torch.empty
+    ) -> "TokenBuffer":
+        """A buffer for `capacity` tokens of the given form, unfilled unless `create` fills it."""
         batch, kv_heads, head_dim, dtype, device = form
         # A tensor born in inference mode could never be written to outside of it.
         with torch.inference_mode(False):
-            return cls(torch.empty((batch, kv_heads, capacity, head_dim), dtype=dtype, device=device))
+            return cls(create((batch, kv_heads, capacity, head_dim), dtype=dtype, device=device))
 
     def read(self, start: int, count: int) -> Tensor:
         """View of `count` tokens from `start`: `[batch, kv_heads, count, head_dim]`."""
-        if self.tracks_gradients:
+        if self.tracks_gradients or torch.compiler.is_compiling():
             return self.tensor.narrow(2, start, count)
         # The same view as `narrow` gives, at half its dispatch time; and quicker yet where the offset stays the same.
         size = (self._batch, self._kv_heads, count, self._head_dim)
         if start == 0:
             return self.tensor.as_strided(size, self._strides)
+        if self._offset is None:
+            self._offset = self.tensor.storage_offset()
         return self.tensor.as_strided(size, self._strides, self._offset + start * self._strides[2])
 
     def write(self, start: int, states: Tensor) -> None:

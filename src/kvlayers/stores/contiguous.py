@@ -104,10 +104,10 @@ class ContiguousStore(TokenStore):
         self._end = end + tokens
 
     @override
-    def extend(self, keys: Tensor, values: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        self.append(keys, values)
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
         tokens = keys.shape[2]
-        attended = self.newest(past + tokens)
+        self.append(keys, values)
+        attended = self.newest(self.length if past is None else past + tokens)
         return (attended_by_one_query(attended[0]), attended[1]) if tokens == 1 else attended
 
     @override

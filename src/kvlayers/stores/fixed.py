@@ -1,34 +1,332 @@
 """Tokens in full precision, in buffers that are reserved once and stay where they are."""
 
-from typing_extensions import override
+from typing import Any
 
-from .buffer import StateForm
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from ..errors import CapacityError, StateMismatchError
+from .admission import mismatch
+from .buckets import Buckets, Place, bucket_for, places
+from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
+from .reading import Reading
 
 
 class FixedStore(ContiguousStore):
     """Full-precision states in buffers of `capacity` tokens, reserved when the first states come.
 
+    What a reservation has no room for raises `CapacityError`, or moves to a larger one where `grow` says so.
+
+    Tokens are counted twice. The host's count is what every operation goes by. The device's, a tensor, is what compiled
+    code writes and masks by, so that no number becomes part of what is compiled; eager code keeps it up to date.
+
     Args:
         capacity: tokens to reserve.
+        max_batch_size: sequences to reserve for, `None` for as many as come first.
+        buckets: how much of the reservation compiled code reads.
+        whole_from: tokens from which on compiled code reads all of the reservation, `None` for its end.
+        grow: whether to take a larger reservation where this one is too small.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        whole_from: int | None = None,
+        grow: bool = False,
+    ) -> None:
+        self.max_batch_size = max_batch_size
+        self.buckets = Buckets() if buckets is None else buckets
+        self.whole_from = whole_from
+        self.grow = grow
+        self.reading = Reading()
+        self._lay_out(capacity)
+        self._place = self._places.at(0)
+        self._beyond = 0
+        self._passed = 0
+        self._reserved: tuple[Tensor, Tensor] | None = None
+        self._cursor: Tensor | None = None
+        self._passed_on_device: Tensor | None = None
         super().__init__(limit=capacity)
-        self.capacity = capacity
+
+    def _lay_out(self, capacity: int) -> None:
+        self.capacity = self.limit = capacity
+        self._sizes = self.buckets.sizes(capacity, self.whole_from)
+        self._places = places(self._sizes)
+
+    # Where tokens are. Eager code goes by numbers, compiled code by places and by the device's count.
+
+    @property  # type: ignore[override]
+    def _end(self) -> int:
+        return self._place.length + self._beyond
+
+    @_end.setter
+    def _end(self, slot: int) -> None:
+        self._place, self._beyond = self._places.at(slot), 0
+
+    @property
+    def passed(self) -> int:
+        """Tokens that were taken in before the one in the first slot."""
+        return self._passed
+
+    @property
+    def total(self) -> int:
+        """Tokens taken in and not truncated, with those that are not held any more."""
+        return self._passed + self._end
+
+    @total.setter
+    def total(self, total: int) -> None:
+        passed = total - self._end
+        if passed != self._passed:
+            if self._passed_on_device is not None:
+                self._passed_on_device.add_(passed - self._passed)
+            self._passed = passed
+
+    def total_on_device(self) -> Tensor:
+        """`total` as compiled code knows it: int64, without a dimension, and its own from now on."""
+        if self._cursor is None or self._passed_on_device is None:
+            return torch.zeros((), dtype=torch.int64)
+        return self._cursor + self._passed_on_device
+
+    def _stand_at(self, end: int, total: int) -> None:
+        self._start = 0
+        if is_one_number(end):
+            self._end = end
+        else:
+            self._place, self._beyond = self._places.at(0), end
+        self._tell_device()
+        self.total = total
+
+    def _tell_device(self) -> None:
+        if self._cursor is not None:
+            self._cursor.fill_(self._end)
+
+    def is_step(self, tokens: int) -> bool:
+        """Whether `tokens` more lead from one place to the next, so that no number needs to be read."""
+        return tokens == 1 and self._beyond == 0
+
+    def lacks_room_for(self, tokens: int) -> bool:
+        """Whether fewer than `tokens` slots are left behind those in use."""
+        if self.is_step(tokens):
+            return self._place.next is None
+        return self._end + tokens > self.capacity
+
+    def _advance(self, tokens: int) -> None:
+        if self.is_step(tokens):
+            self._place = self._place.next  # type: ignore[assignment]
+        elif is_one_number(tokens) and is_one_number(self._end):
+            self._end += tokens
+        else:
+            self._beyond += tokens
+
+    # What attention reads
+
+    @property
+    def place(self) -> Place:
+        """Where the next token goes."""
+        return self._place
+
+    @property
+    def reads_bucket(self) -> bool:
+        """Whether `extend` returns a bucket, as was announced, or the tokens that are there."""
+        return self.reading.is_of_bucket(self._place)
+
+    def bucket_for(self, tokens: int) -> int:
+        """Size of the bucket that holds `tokens` more.
+
+        Raises:
+            CapacityError: the reservation has no such bucket.
+        """
+        if self.lacks_room_for(tokens):
+            self._check_limit(tokens)
+            self._take_more(self.length + tokens)
+        return self._place.bucket if self.is_step(tokens) else bucket_for(self._sizes, self._end + tokens)
+
+    @override
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
+        if not self.reads_bucket:
+            return super().extend(keys, values, past)
+        bucket = self.bucket_for(keys.shape[2])
+        self.append(keys, values)
+        key_buffer, value_buffer = self._buffers()
+        return key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
+
+    # Taking in states
+
+    @override
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self._append_at_cursor(keys, values)
+        else:
+            super().append(keys, values)
+            self._tell_device()
+
+    def _append_at_cursor(self, keys: Tensor, values: Tensor) -> None:
+        tokens = keys.shape[2]
+        self._reserve_in_graph(tokens)
+        if self.lacks_room_for(tokens):
+            self._check_limit(tokens)
+            self.move_to_front(self.length)
+        cursor: Tensor = self._cursor  # type: ignore[assignment]
+        slots = cursor + torch.arange(tokens, device=cursor.device)
+        for buffer, states in zip(self._buffers(), (keys, values), strict=True):
+            buffer.tensor.index_copy_(2, slots, states.detach())
+        cursor.add_(tokens)
+        self._advance(tokens)
+
+    def _reserve_in_graph(self, tokens: int) -> None:
+        if self._admitted is not None:
+            self._take_form(tokens)
+        if self._cursor is None or self._capacity < self.capacity:
+            self._allocate(self.capacity)
+
+    @override
+    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            return super().pass_through(keys, values, past, kept)
+        total = self.total + keys.shape[2]
+        self._reserve_in_graph(kept)
+        attended = keys.detach(), values.detach()
+        if past:
+            held = self.newest(past)
+            attended = torch.cat([held[0], attended[0]], dim=2), torch.cat([held[1], attended[1]], dim=2)
+        for buffer, states in zip(self._buffers(), attended, strict=True):
+            buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
+        self._stand_at(kept, total)
+        return attended
+
+    def move_to_front(self, kept: int) -> None:
+        """Move the newest `kept` tokens to the first slots, and forget those before them."""
+        total, start = self.total, self._end - kept
+        if torch.compiler.is_compiling():
+            for buffer in self._buffers():
+                buffer.tensor[:, :, :kept].copy_(buffer.tensor.narrow(2, start, kept).clone())
+        else:
+            for buffer in self._buffers():
+                buffer.shift_to_front(start, kept)
+        self._stand_at(kept, total)
+
+    @override
+    def _shift_to_front(self) -> None:
+        self.move_to_front(self.length)
+
+    # The reservation
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        super().reserve_form(key_form, value_form)
+        self.check_reservation(key_form, value_form)
+        self._release()
+        self._key_form, self._value_form = key_form, value_form
         self._allocate(self.capacity)
+
+    def check_reservation(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Check that states of these forms can be held where others were reserved for.
+
+        Raises:
+            StateMismatchError: the reservation is for other kv_heads, head_dim or dtype, or on another device.
+            CapacityError: it is for fewer sequences, and may not grow.
+        """
+        if self._reserved is not None:
+            reserved = tuple(form_of(tensor) for tensor in self._reserved)
+            seen = (reserved[0][0], *key_form[1:]), (reserved[1][0], *value_form[1:])
+            if seen != reserved:
+                raise mismatch(seen, reserved, self.length)
+        self._check_batch(key_form[0])
+
+    def _check_batch(self, batch_size: int) -> None:
+        reserved = self.reserved_batch_size
+        if reserved is not None and batch_size > reserved and not self.grow:
+            raise CapacityError(
+                f"expected at most {reserved} sequences, the size of the reservation, but saw {batch_size}: make the "
+                f"cache with max_batch_size={batch_size} or more, or with grow=True."
+            )
+
+    @property
+    def reserved_batch_size(self) -> int | None:
+        """Sequences that there is room for, `None` where that is not settled yet."""
+        return self.max_batch_size if self._reserved is None else self._reserved[0].shape[0]
+
+    @override
+    def _check_limit(self, tokens: int) -> None:
+        # The address that compiled code writes to is settled: only eager code may change it.
+        if not self.grow or torch.compiler.is_compiling():
+            super()._check_limit(tokens)
+
+    @override
+    def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
+        if self._keys is None or self._values is None:
+            self._allocate(self.capacity)
+        return self._keys, self._values  # type: ignore[return-value]
+
+    @override
+    def _allocate(self, capacity: int) -> None:
+        """Bring what is held to the front of a reservation of `capacity` tokens: a new one, where there is none."""
+        if self._key_form is None or self._value_form is None:
+            raise StateMismatchError("expected admitted states before any are read: update the layer first.")
+        length, total = self.length, self.total
+        held = self.newest(length) if length else None
+        reserved = self._reservation(self._key_form, self._value_form, capacity)
+        if held is not None and reserved is self._reserved:
+            held = held[0].clone(), held[1].clone()
+        self._sit_on(reserved, self._key_form, self._value_form, held, 0)
+        if capacity != self.capacity:
+            self._lay_out(capacity)
+        self._stand_at(length, total)
+
+    def _reservation(self, key_form: StateForm, value_form: StateForm, capacity: int) -> tuple[Tensor, Tensor]:
+        """The reservation that there is, where it is of the size that is wanted, or else a new one of zeros."""
+        reserved, batch_size = self._reserved, key_form[0]
+        if reserved is not None and reserved[0].shape[2] == capacity and reserved[0].shape[0] >= batch_size:
+            return reserved
+        self._check_batch(batch_size)
+        rows = max(batch_size, self.reserved_batch_size or 0)
+        keys, values = (
+            TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros) for form in (key_form, value_form)
+        )
+        return keys.tensor, values.tensor
+
+    def _sit_on(
+        self,
+        reserved: tuple[Tensor, Tensor],
+        key_form: StateForm,
+        value_form: StateForm,
+        held: tuple[Tensor, Tensor] | None,
+        start: int,
+    ) -> None:
+        """Use the first rows of a reservation, with states `held` from slot `start` on."""
+        keys, values = (TokenBuffer(_rows(tensor, key_form[0])) for tensor in reserved)
+        if held is not None:
+            with torch.no_grad():
+                keys.write(start, held[0])
+                values.write(start, held[1])
+        self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, reserved[0].shape[2]
+        self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
+        if self._cursor is None or self._passed_on_device is None:
+            self._cursor, self._passed_on_device = (_count(number, keys.tensor.device) for number in (self._end, self._passed))
+        if not torch.compiler.is_compiling():
+            # What is allocated within a compiled function is a result of it, and has no fixed address.
+            for tensor in (keys.tensor, values.tensor, self._cursor, self._passed_on_device):
+                torch._dynamo.mark_static_address(tensor)
 
     @override
     def _make_room(self, tokens: int) -> None:
+        needed = self.length + tokens
         # What autograd follows may be the caller's own, and is moved out of rather than within.
-        if self._capacity < self.capacity or self._tracks_gradients:
+        if needed > self.capacity:
+            self._take_more(needed)
+        elif self._capacity < self.capacity or self._tracks_gradients:
             self._allocate(self.capacity)
         else:
             self._shift_to_front()
+
+    def _take_more(self, needed: int) -> None:
+        capacity = self.capacity
+        while capacity < needed:
+            capacity = self.buckets.after(capacity)
+        self._allocate(capacity)
 
     @override
     def reserve(self, tokens: int) -> None:
@@ -42,7 +340,108 @@ class FixedStore(ContiguousStore):
         if tokens < self.capacity:
             self._resize(tokens)
 
-    def _resize(self, tokens: int) -> None:
-        self.capacity = self.limit = tokens
+    def _resize(self, capacity: int) -> None:
         if self._keys is not None and not self._tracks_gradients:
-            self._allocate(tokens)
+            self._allocate(capacity)
+        else:
+            start, end = self._start, self._end
+            self._lay_out(capacity)
+            self._start, self._end = start, end
+
+    @override
+    def _adopt(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape[2] > self.capacity:
+            self._lay_out(keys.shape[2])
+        super()._adopt(keys, values)
+
+    # Operations in place
+
+    @override
+    def truncate(self, length: int) -> None:
+        end = self._end
+        super().truncate(length)
+        self._erase(self._end, end)
+        self._tell_device()
+
+    @override
+    def clear(self) -> None:
+        # A window has moved over slots that are behind it now.
+        self._erase(0, self.capacity if self._passed else self._end)
+        super().clear()
+        self._tell_device()
+        self.total = 0
+
+    def _erase(self, start: int, end: int) -> None:
+        """Leave zeros, since attention reads a bucket's free slots too: masked, but a NaN is not masked by a zero."""
+        if self._reserved is not None and self._keys is not None and not self._tracks_gradients and start < end:
+            for buffer in self._buffers():
+                buffer.read(start, end - start).zero_()
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        if self._key_form is None or self._value_form is None:
+            return
+        batch_size, length = indices.shape[0], self.length
+        key_form, value_form = (batch_size, *self._key_form[1:]), (batch_size, *self._value_form[1:])
+        self._check_batch(batch_size)
+        held = None
+        if length:
+            keys, values = self.newest(length)
+            held = keys.index_select(0, indices.to(keys.device)), values.index_select(0, indices.to(values.device))
+        if self._tracks_gradients and held is not None:
+            self._key_form, self._value_form = key_form, value_form
+            self._adopt(*held)
+        else:
+            self._sit_on(self._reservation(key_form, value_form, self.capacity), key_form, value_form, held, self._start)
+
+    @override
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        tokens = super().check_state(tensors)
+        if tensors:
+            self.check_reservation(form_of(tensors["keys"]), form_of(tensors["values"]))
+        return tokens
+
+    @override
+    def fork(self) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__getstate__())
+        if twin._keys is not None and not twin._tracks_gradients:
+            twin._allocate(twin.capacity)
+        return twin
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        live = super().__getstate__()
+        # Only live tokens travel; the reservation is taken again.
+        length = live.pop("_end")
+        live["_place"], live["_beyond"], live["_passed"] = self._places.at(length), 0, self.total - length
+        live["_reserved"] = live["_cursor"] = live["_passed_on_device"] = None
+        live["reading"] = Reading(self.reading.compiled)
+        return live
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        tensors = [*(self._reserved or ()), *(buffer.tensor for buffer in (self._keys, self._values) if buffer is not None)]
+        tensors += [count for count in (self._cursor, self._passed_on_device) if count is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+
+def is_one_number(number: int) -> bool:
+    """Whether a number is the same in every run of what is being compiled, and needs no guard to be."""
+    if not torch.compiler.is_compiling():
+        return True
+    # Here, as sympy takes long to import.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(number)
+
+
+def _count(number: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), number, dtype=torch.int64, device=device)
+
+
+def _rows(reserved: Tensor, batch_size: int) -> Tensor:
+    return reserved if reserved.shape[0] == batch_size else reserved[:batch_size]

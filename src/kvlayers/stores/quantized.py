@@ -174,7 +174,8 @@ class QuantizedStore(TokenStore):
         return _blocks_beyond(self._recent.length + new, self._room, size)
 
     @override
-    def extend(self, keys: Tensor, values: Tensor, past: int) -> StatePair:
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> StatePair:
+        past = self.length if past is None else past
         self._take_form()
         new = keys.shape[2]
         differentiable = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)

@@ -1,0 +1,139 @@
+"""How much of a reservation attention sees: the smallest of a few sizes that holds the tokens."""
+
+import functools
+import gc
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import OptionError
+
+ALIGNMENT = 8
+"""Sizes are multiples of so many tokens, which attention kernels want of a mask's rows."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes that grow geometrically, up to the reservation itself.
+
+    A larger factor means fewer sizes, each compiled once, and more slots without a token that attention reads over.
+
+    Args:
+        minimum: tokens in the smallest bucket.
+        factor: how many times as large as a bucket the next one is.
+
+    Raises:
+        OptionError: a minimum below one token, or a factor that does not grow.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.Buckets().sizes(4096)
+        (256, 512, 1024, 2048, 4096)
+    """
+
+    minimum: int = 256
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
+            raise OptionError(f"expected a smallest bucket of at least one token, but saw minimum={self.minimum!r}.")
+        if not isinstance(self.factor, int | float) or not math.isfinite(self.factor) or self.factor <= 1:
+            raise OptionError(f"expected buckets that grow, by a factor above 1, but saw factor={self.factor!r}.")
+
+    def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
+        """Sizes of the buckets of a reservation of `capacity` tokens, the smallest first.
+
+        Args:
+            capacity: tokens reserved, the last size.
+            whole_from: tokens from which on no smaller size is of use, `None` for `capacity`.
+        """
+        sizes, size = [], self.minimum
+        while size < (capacity if whole_from is None else min(whole_from, capacity)):
+            sizes.append(size)
+            size = self.after(size)
+        return (*sizes, capacity)
+
+    def after(self, size: int) -> int:
+        """The size that follows `size`."""
+        return max(math.ceil(size * self.factor / ALIGNMENT) * ALIGNMENT, size + ALIGNMENT)
+
+
+def bucket_for(sizes: Iterable[int], tokens: int) -> int:
+    """The first of ascending `sizes` that holds `tokens`."""
+    return next(size for size in sizes if size >= tokens)
+
+
+class Place:
+    """A count of tokens in a reservation, in a form that compiled code takes a step from without reading a number.
+
+    Where a compiled function reads an `int`, that number becomes part of what is compiled, and the function is compiled
+    again when it differs: for a count, at every token. Places are linked instead: code that adds one token goes from a
+    place to the `next`, and all that it reads is the bucket.
+
+    Attributes:
+        length: tokens held.
+        bucket: the smallest bucket that holds one token more, 0 at the end.
+        next: the place after one token more, `None` at the end of the reservation.
+    """
+
+    __slots__ = ("bucket", "length", "next", "sizes")
+
+    def __init__(self, length: int, bucket: int, following: "Place | None", sizes: tuple[int, ...]) -> None:
+        self.length = length
+        self.bucket = bucket
+        self.next = following
+        self.sizes = sizes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return place_of, (self.sizes, self.length)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Place":
+        return self
+
+
+class Places:
+    """Every place in a reservation. They are attributes, so that compiled code reaches one without seeing the others.
+
+    Args:
+        sizes: sizes of the buckets, the last one that of the reservation.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        place = Place(sizes[-1], 0, None, sizes)
+        places = {str(place.length): place}
+        bounds = (0, *sizes)
+        for lower, size in reversed(list(zip(bounds[:-1], sizes, strict=True))):
+            for length in range(size - 1, lower - 1, -1):
+                place = Place(length, size, place, sizes)
+                places[str(length)] = place
+        self.__dict__.update(places)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return places, (self.at(0).sizes,)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Places":
+        return self
+
+    def at(self, length: int) -> Place:
+        """The place of so many tokens."""
+        place: Place = getattr(self, str(length))
+        return place
+
+
+@functools.lru_cache(maxsize=32)
+def places(sizes: tuple[int, ...]) -> Places:
+    """The places of a reservation with buckets of these sizes, shared by all layers that have the same."""
+    # So many small objects at once set off collections of everything that the process holds: ten times the work itself.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return Places(sizes)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def place_of(sizes: tuple[int, ...], length: int) -> Place:
+    """One place of a reservation."""
+    return places(sizes).at(length)

@@ -33,8 +33,8 @@ WINDOW_IN_CODES = Quantization(residual_length=0, sink_tokens=0)
 KINDS: dict[str, Callable[[], CacheLayer]] = {
     "DynamicLayer": DynamicLayer,
     "SlidingLayer": lambda: SlidingLayer(WINDOW),
-    "StaticLayer": lambda: StaticLayer(RESERVED),
-    "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW),
+    "StaticLayer": lambda: StaticLayer(RESERVED, max_batch_size=6),
+    "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW, max_batch_size=6),
     "QuantizedLayer": lambda: QuantizedLayer(IN_CODES),
     "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),
 }
@@ -129,6 +129,8 @@ NOTES = {
     ("rolls back (`crop`, `truncate`)", "SlidingLayer"): "until the window is full",
     ("rolls back (`crop`, `truncate`)", "StaticSlidingLayer"): "until the window is full",
     ("rolls back (`crop`, `truncate`)", "SlidingLayer, quantized"): "until the window is full",
+    ("repeats (`batch_repeat_interleave`)", "StaticLayer"): "within the reserved batch",
+    ("repeats (`batch_repeat_interleave`)", "StaticSlidingLayer"): "within the reserved batch",
     ("lets gradients through", "QuantizedLayer"): "to the newest update alone",
     ("lets gradients through", "SlidingLayer, quantized"): "to the newest update alone",
 }

@@ -24,7 +24,7 @@ CLASSES = {
     "static": kvlayers.StaticCache,
     "sliding_window": kvlayers.SlidingWindowCache,
     "hybrid": kvlayers.HybridCache,
-    "hybrid_chunked": kvlayers.HybridCache,
+    "hybrid_chunked": kvlayers.HybridChunkedCache,
     "quantized": kvlayers.QuantizedCache,
     "fp8": kvlayers.QuantizedCache,
     "int8": kvlayers.QuantizedCache,

@@ -25,6 +25,7 @@ from .errors import (
     UnsupportedLayerError,
 )
 from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+from .generation.reservations import free_reservations
 from .layers import (
     CacheLayer,
     DynamicLayer,
@@ -89,6 +90,7 @@ __all__ = [
     "UnsupportedLayerError",
     "__version__",
     "cache_names",
+    "free_reservations",
     "install",
     "installed",
     "is_installed",

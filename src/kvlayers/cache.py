@@ -50,8 +50,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         share_readings(self.layers)
         self.layer_class_to_replicate = layer_class_to_replicate
 
-    def for_cross_attention(self) -> "Cache":
-        """An empty cache for the cross-attention of a model whose self-attention has this one: one that grows."""
+    def for_cross_attention(self, encoder_length: int | None = None) -> "Cache":
+        """An empty cache for the cross-attention of a model whose self-attention has this one: one that grows.
+
+        Args:
+            encoder_length: tokens of the encoder's output, where that is known, for a cache that must reserve them.
+        """
         # Late, as it is a subclass.
         from .dynamic_cache import DynamicCache
 

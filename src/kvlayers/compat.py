@@ -99,6 +99,13 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
+def replaces_cross_attention_cache(model: Any) -> bool:
+    """Whether a model (t5gemma) makes another cache of the same class for cross-attention, from a config alone."""
+    from transformers.generation.utils import GenerationMixin
+
+    return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
+
+
 def makes_its_own_cache(model: Any, name: str) -> bool:
     """Whether the caches of a static name must be left to transformers for `model`.
 

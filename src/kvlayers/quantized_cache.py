@@ -170,7 +170,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         super().__init__(layers=quantized_layers(config, self.quantization, quantize_sliding, length_hint))
 
     @override
-    def for_cross_attention(self) -> Cache:
+    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
         cross = QuantizedCache.__new__(QuantizedCache)
         cross.quantization = self.quantization
         Cache.__init__(cross, layer_class_to_replicate=functools.partial(QuantizedLayer, self.quantization))

@@ -1,7 +1,10 @@
 """The caches that reserve their memory once."""
 
+import dataclasses
+
 import torch
 import transformers
+from typing_extensions import override
 
 from . import compat
 from .cache import Cache
@@ -63,7 +66,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         compiled: bool | None = None,
     ) -> None:
         refuse_offloading(offloading)
-        super().__init__(layers=static_layers(config, Reservation(max_cache_len, max_batch_size, buckets, grow)))
+        self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
+        super().__init__(layers=static_layers(config, self._reservation))
         self.compiled = torch.accelerator.is_available() if compiled is None else compiled
 
     @property
@@ -75,6 +79,28 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     def compiled(self, compiled: bool) -> None:
         for layer in self._fixed_layers():
             layer.reading.compiled = compiled
+
+    def settle(self) -> None:
+        """Let compiled steps go on from any number of tokens without being compiled for it.
+
+        Needed only between a compiled function that took in prompts of many different lengths and compiled steps, where
+        no eager code of the cache runs between the two. `generate()` does it by itself.
+        """
+        for layer in self._fixed_layers():
+            layer.settle()
+
+    @override
+    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
+        """An empty cache for the cross-attention of a model whose self-attention has this one.
+
+        Args:
+            encoder_length: tokens to reserve. Where not given, the cache grows.
+        """
+        if encoder_length is None:
+            return super().for_cross_attention()
+        # Its masks are the encoder's, and it is filled once, so it reads what is there in compiled code as well.
+        reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
+        return Cache(layers=[StaticLayer(**vars(reservation)) for _ in self.layers])
 
     def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:
         return [layer for layer in self.layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]

@@ -8,6 +8,8 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
 
+import copy
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -25,10 +27,14 @@ from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
 from ..legacy import LegacyStates
-from . import registry
+from ..static_cache import StaticCache
+from . import registry, reservations
 
 CONTINUOUS_BATCHING = "paged"
 """A name that is no cache: generate() turns to another way of batching."""
+
+COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+"""Ways of generating whose steps transformers compiles; with a prefill in chunks, it compiles those in every way."""
 
 _lock = threading.RLock()
 _wrappers: dict[str, Callable[..., Any]] = {}
@@ -92,6 +98,7 @@ def _sleep() -> None:
             setattr(GenerationMixin, name, _originals.pop(name))
             del _wrappers[name]
     _offer_names()
+    reservations.free_reservations()
 
 
 def _chain(method: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -143,13 +150,17 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(past, tuple | list):
             past = kwargs[cache_name] = _cache_from_tuples(self.config, past)
         recorded = past is not None and _is_recording(past)
-        output = original(self, *args, **kwargs)
+        with reservations.lending() as loans:
+            output = original(self, *args, **kwargs)
         cache = output.get(cache_name) if isinstance(output, ModelOutput) else past
         # A draft model's cache is rolled back between its calls of generate(); all others are whole when they end.
         if isinstance(cache, Cache) and not recorded and not (config is not None and config.is_assistant):
             cache.deactivate_past_recording()
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
             output[cache_name] = _tuples_from_cache(cache)
+        if not isinstance(output, ModelOutput):
+            for lent, request in loans:
+                reservations.give_back(self, lent, request)
         return output
 
     return generate
@@ -202,8 +213,11 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         cache_name = compat.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
+        past = model_kwargs.get(cache_name)
+        if isinstance(past, StaticCache) and generation_config.compile_config is not None:
+            past.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)
         if (
-            model_kwargs.get(cache_name) is not None
+            past is not None
             or generation_config.use_cache is False
             or not self._supports_default_dynamic_cache()
             or not registry.is_registered(name)
@@ -212,6 +226,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return
         drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
+        encoder = None if compat.replaces_cross_attention_cache(self) else model_kwargs.get("encoder_outputs")
         # A draft model's config has the options of the main model's cache, without the name that they belong to.
         of_another = generation_config.is_assistant and generation_config.cache_implementation is None
         options = None if of_another else generation_config.cache_config
@@ -223,8 +238,9 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             + (_draft_length(generation_config) if drafting else 0),
             device=self.device,
             dtype=self.dtype,
+            encoder_length=None if encoder is None else encoder[0].shape[1],
         )
-        cache = registry.cache_for(name, request)
+        cache = _cache_for(self, generation_config, generation_mode, cache_name, name, request)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         if drafting:
@@ -233,6 +249,45 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         model_kwargs[cache_name] = cache
 
     return prepare_cache_for_generation
+
+
+def _cache_for(
+    model: Any, generation_config: Any, mode: GenerationMode, cache_name: str, name: str, request: registry.CacheRequest
+) -> transformers.Cache:
+    cache = registry.cache_for(name, request)
+    static = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if not isinstance(static, StaticCache):
+        return cache
+    compiled = _will_be_compiled(model, generation_config, mode, cache_name, cache)
+    if compiled and request.length_hint is not None:
+        # Another length would be another shape, and be compiled again.
+        length = reservations.length_compiled_for(model, request.length_hint)
+        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=length))
+    cache = reservations.lend(model, cache, request)
+    static = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    static.compiled = compiled
+    return cache
+
+
+def _will_be_compiled(
+    model: Any, generation_config: Any, mode: GenerationMode, cache_name: str, cache: transformers.Cache
+) -> bool:
+    """Whether generate() is going to compile the forward pass around a cache of reserved memory."""
+    static = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
+        return False
+    if generation_config.compile_config is not None:
+        # transformers leaves a CPU out even where it is asked to compile.
+        generation_config.compile_config = copy.copy(generation_config.compile_config)
+        generation_config.compile_config._compile_all_devices = True
+    before, static.compiled = static.compiled, True
+    try:
+        return bool(model._valid_auto_compile_criteria({cache_name: cache}, generation_config)) and (
+            # Some models ask for their forward pass as it is.
+            model.get_compiled_call(generation_config.compile_config) != model.__call__
+        )
+    finally:
+        static.compiled = before
 
 
 def _draft_length(generation_config: Any) -> int:

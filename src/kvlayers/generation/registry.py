@@ -15,7 +15,7 @@ from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, RegistryError
 from ..quantized_cache import QuantizedCache
-from ..static_cache import HybridCache, SlidingWindowCache, StaticCache
+from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""
@@ -32,6 +32,7 @@ class CacheRequest:
         length_hint: the most tokens that are expected, where known.
         device: device of the model, where known.
         dtype: dtype of the model, where known.
+        encoder_length: tokens of the encoder's output, where there is an encoder and that is known.
     """
 
     config: PreTrainedConfig
@@ -40,6 +41,7 @@ class CacheRequest:
     length_hint: int | None = None
     device: torch.device | None = None
     dtype: torch.dtype | None = None
+    encoder_length: int | None = None
 
 
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
@@ -158,7 +160,7 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
         )
     if request.config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
         if isinstance(cache, Cache):
-            return EncoderDecoderCache(cache, cache.for_cross_attention())
+            return EncoderDecoderCache(cache, cache.for_cross_attention(request.encoder_length))
         return transformers.EncoderDecoderCache(cache, DynamicCache())
     return cache
 
@@ -219,9 +221,13 @@ def _sliding_window(request: CacheRequest) -> SlidingWindowCache:
 
 
 @register("hybrid")
-@register("hybrid_chunked")
 def _hybrid(request: CacheRequest) -> HybridCache:
     return HybridCache(request.config, **_sized(request))
+
+
+@register("hybrid_chunked")
+def _hybrid_chunked(request: CacheRequest) -> HybridChunkedCache:
+    return HybridChunkedCache(request.config, **_sized(request))
 
 
 def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:

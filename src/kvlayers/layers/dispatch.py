@@ -72,7 +72,7 @@ def static_layers(config: object, reserved: Reservation) -> list[Any]:
 
 
 def share_readings(layers: Iterable[Any]) -> None:
-    """Let static layers of one kind agree on what attention reads, as a mask is made for one of them and used by all."""
+    """Let static layers of one kind agree on what attention reads: a mask made for one of them is used by all."""
     readings: dict[object, Reading] = {}
     for layer in layers:
         if isinstance(layer, StaticLayer):

@@ -78,9 +78,14 @@ class StaticLayer(DynamicLayer):
         """Whether masks are made for what compiled code reads."""
         return self._store.reading.buckets_now
 
+    def settle(self) -> None:
+        """See `StaticCache.settle`."""
+        self._store.settle()
+
     @override
     def make_room(self, tokens: int) -> None:
         if self.is_compileable:
+            self._store.settle()
             self._store.bucket_for(tokens)
 
     @override
@@ -95,6 +100,14 @@ class StaticLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+
+    def holds_as_much_as(self, other: object, batch_size: int | None) -> bool:
+        """Whether this layer can stand in for another one, and for so many sequences, with the memory that it has."""
+        return (
+            isinstance(other, StaticLayer)
+            and self.max_cache_len >= other.max_cache_len
+            and self._store.has_what_is_asked_of(other._store, batch_size)
+        )
 
     @override
     def settings(self) -> dict[str, Fact]:

@@ -56,7 +56,7 @@ class StaticSlidingLayer(SlidingLayer):
 
     # The store counts what it takes in, as compiled code cannot count here without becoming code for one length.
 
-    @property  # type: ignore[override]
+    @property
     def _seen(self) -> int:
         return self._store.total
 
@@ -99,10 +99,17 @@ class StaticSlidingLayer(SlidingLayer):
         """Whether masks are made for what compiled code reads."""
         return self._store.reading.buckets_now and not self.record_past
 
+    def settle(self) -> None:
+        """See `StaticCache.settle`."""
+        self._store.settle()
+
     @override
     def make_room(self, tokens: int) -> None:
+        if not self.is_compileable:
+            return
         store = self._store
-        if self.is_compileable and store.lacks_room_for(tokens) and self._past + tokens <= self.room:
+        store.settle()
+        if store.lacks_room_for(tokens) and self._past + tokens <= self.room:
             store.move_to_front(self._past)
 
     @override
@@ -143,6 +150,16 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def capacity(self) -> int | None:
         return min(self.max_cache_len, self.sliding_window)
+
+    def holds_as_much_as(self, other: object, batch_size: int | None) -> bool:
+        """Whether this layer can stand in for another one, and for so many sequences, with the memory that it has."""
+        return (
+            isinstance(other, StaticSlidingLayer)
+            and self.sliding_window == other.sliding_window
+            and self.max_cache_len >= other.max_cache_len
+            and (self.token_limit is None) == (other.token_limit is None)
+            and self._store.has_what_is_asked_of(other._store, batch_size)
+        )
 
     @override
     def settings(self) -> dict[str, Fact]:

@@ -46,7 +46,6 @@ class TokenBuffer:
         # Read once: asking a tensor for these costs as much as the view itself.
         self._batch, self._kv_heads, self.capacity, self._head_dim = tensor.shape
         self._strides = tensor.stride()
-        # Asked for when it is needed, as compiled code cannot.
         self._offset: int | None = None
         self.tracks_gradients = tensor.requires_grad
         self._slots: Sequence[Tensor] = ()
@@ -56,9 +55,7 @@ class TokenBuffer:
         return TokenBuffer, (self.tensor,)
 
     @classmethod
-    def allocate(
-        cls, form: StateForm, capacity: int, create: Callable[..., Tensor] = torch.empty
-    ) -> "TokenBuffer":
+    def allocate(cls, form: StateForm, capacity: int, create: Callable[..., Tensor] = torch.empty) -> "TokenBuffer":
         """A buffer for `capacity` tokens of the given form, unfilled unless `create` fills it."""
         batch, kv_heads, head_dim, dtype, device = form
         # A tensor born in inference mode could never be written to outside of it.
@@ -73,9 +70,13 @@ class TokenBuffer:
         size = (self._batch, self._kv_heads, count, self._head_dim)
         if start == 0:
             return self.tensor.as_strided(size, self._strides)
+        return self.tensor.as_strided(size, self._strides, self._storage_offset() + start * self._strides[2])
+
+    def _storage_offset(self) -> int:
         if self._offset is None:
-            self._offset = self.tensor.storage_offset()
-        return self.tensor.as_strided(size, self._strides, self._offset + start * self._strides[2])
+            # Not asked for before, as compiled code makes buffers too, and cannot.
+            self._offset = int(self.tensor.storage_offset())
+        return self._offset
 
     def write(self, start: int, states: Tensor) -> None:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the tokens from `start` on."""

@@ -59,7 +59,7 @@ class FixedStore(ContiguousStore):
 
     # Where tokens are. Eager code goes by numbers, compiled code by places and by the device's count.
 
-    @property  # type: ignore[override]
+    @property
     def _end(self) -> int:
         return self._place.length + self._beyond
 
@@ -134,6 +134,11 @@ class FixedStore(ContiguousStore):
         """Whether `extend` returns a bucket, as was announced, or the tokens that are there."""
         return self.reading.is_of_bucket(self._place)
 
+    def settle(self) -> None:
+        """Stand at a place again, where compiled code that took in several tokens at once could not name it."""
+        if self._beyond and not torch.compiler.is_compiling():
+            self._end += 0
+
     def bucket_for(self, tokens: int) -> int:
         """Size of the bucket that holds `tokens` more.
 
@@ -155,6 +160,16 @@ class FixedStore(ContiguousStore):
         return key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
 
     # Taking in states
+
+    @override
+    def admit(self, keys: Tensor, values: Tensor) -> int:
+        if torch.compiler.is_compiling() and self._keys is not None and self._values is not None:
+            # What compiled code knows of the buffers' tensors is checked at each call anyway, and the forms are not.
+            held = self._keys.tensor, self._values.tensor
+            if all(map(_fits, (keys, values), held)) and keys.shape[2] == values.shape[2]:
+                self._admitted = None
+                return keys.shape[2]
+        return super().admit(keys, values)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -230,7 +245,7 @@ class FixedStore(ContiguousStore):
             CapacityError: it is for fewer sequences, and may not grow.
         """
         if self._reserved is not None:
-            reserved = tuple(form_of(tensor) for tensor in self._reserved)
+            reserved = form_of(self._reserved[0]), form_of(self._reserved[1])
             seen = (reserved[0][0], *key_form[1:]), (reserved[1][0], *value_form[1:])
             if seen != reserved:
                 raise mismatch(seen, reserved, self.length)
@@ -248,6 +263,16 @@ class FixedStore(ContiguousStore):
     def reserved_batch_size(self) -> int | None:
         """Sequences that there is room for, `None` where that is not settled yet."""
         return self.max_batch_size if self._reserved is None else self._reserved[0].shape[0]
+
+    def has_what_is_asked_of(self, other: "FixedStore", batch_size: int | None) -> bool:
+        """Whether memory is reserved here for all that `other` would hold of so many sequences, and is read alike."""
+        rows = self.reserved_batch_size if self._reserved is not None else None
+        return (
+            rows is not None
+            and rows >= (batch_size or other.max_batch_size or rows)
+            and self.capacity >= other.capacity
+            and (self.buckets, self.grow, self.max_batch_size) == (other.buckets, other.grow, other.max_batch_size)
+        )
 
     @override
     def _check_limit(self, tokens: int) -> None:
@@ -305,7 +330,8 @@ class FixedStore(ContiguousStore):
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, reserved[0].shape[2]
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
         if self._cursor is None or self._passed_on_device is None:
-            self._cursor, self._passed_on_device = (_count(number, keys.tensor.device) for number in (self._end, self._passed))
+            device = keys.tensor.device
+            self._cursor, self._passed_on_device = _count(self._end, device), _count(self._passed, device)
         if not torch.compiler.is_compiling():
             # What is allocated within a compiled function is a result of it, and has no fixed address.
             for tensor in (keys.tensor, values.tensor, self._cursor, self._passed_on_device):
@@ -392,7 +418,9 @@ class FixedStore(ContiguousStore):
             self._key_form, self._value_form = key_form, value_form
             self._adopt(*held)
         else:
-            self._sit_on(self._reservation(key_form, value_form, self.capacity), key_form, value_form, held, self._start)
+            self._sit_on(
+                self._reservation(key_form, value_form, self.capacity), key_form, value_form, held, self._start
+            )
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
@@ -422,10 +450,18 @@ class FixedStore(ContiguousStore):
     @property
     @override
     def nbytes(self) -> int:
-        tensors = [*(self._reserved or ()), *(buffer.tensor for buffer in (self._keys, self._values) if buffer is not None)]
+        tensors = [
+            *(self._reserved or ()),
+            *(buffer.tensor for buffer in (self._keys, self._values) if buffer is not None),
+        ]
         tensors += [count for count in (self._cursor, self._passed_on_device) if count is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
+
+
+def _fits(states: Tensor, held: Tensor) -> bool:
+    alike = states.dim() == 4 and states.dtype == held.dtype and states.device == held.device
+    return alike and (*states.shape[:2], states.shape[3]) == (*held.shape[:2], held.shape[3])
 
 
 def is_one_number(number: int) -> bool:

@@ -1,0 +1,89 @@
+"""The memory of static caches, used again by the next call of `generate()` on the same model."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ..cache import Cache
+from ..encoder_decoder import EncoderDecoderCache
+from ..layers import StaticLayer, StaticSlidingLayer
+from ..static_cache import StaticCache
+from .registry import CacheRequest
+
+_lock = threading.Lock()
+_idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
+_compiled_lengths: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+Loan = tuple[Cache, CacheRequest]
+_lent: ContextVar[list[Loan] | None] = ContextVar("caches made for the current call of generate()", default=None)
+
+
+def free_reservations() -> None:
+    """Let go of the memory that is kept for the next call of `generate()` with a static cache, of every model."""
+    with _lock:
+        _idle.clear()
+        _compiled_lengths.clear()
+
+
+@contextmanager
+def lending() -> Iterator[list[Loan]]:
+    """Collect the caches that are made within one call of `generate()`."""
+    caches: list[Loan] = []
+    token = _lent.set(caches)
+    try:
+        yield caches
+    finally:
+        _lent.reset(token)
+
+
+def lend(model: Any, made: Cache, request: CacheRequest) -> Cache:
+    """The cache that `model` has left from an earlier call, empty, where it can stand in for `made`; else `made`."""
+    with _lock:
+        idle = _idle.pop(model, None)
+    cache = made
+    if idle is not None and _stands_in(idle, made, request):
+        cache = idle
+        cache.reset()
+    lent = _lent.get()
+    if lent is not None and _parts(cache) is not None:
+        lent.append((cache, request))
+    return cache
+
+
+def give_back(model: Any, cache: Cache, request: CacheRequest) -> None:
+    """Keep a cache that was made for `request`, and that nobody uses any more, for the next call."""
+    # Some models decode more sequences than were asked for, such as those with guidance: that cannot be foreseen.
+    if cache.batch_size == request.batch_size:
+        with _lock:
+            _idle[model] = cache
+
+
+def length_compiled_for(model: Any, length: int) -> int:
+    """Tokens to reserve for a compiled forward pass, so that what was compiled before still fits: never fewer."""
+    with _lock:
+        _compiled_lengths[model] = max(length, _compiled_lengths.get(model, 0))
+        return _compiled_lengths[model]
+
+
+def _parts(cache: Cache) -> list[Cache] | None:
+    """The caches whose layers all reserve memory, `None` where some do not."""
+    parts = (
+        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    )
+    fixed = all(isinstance(layer, StaticLayer | StaticSlidingLayer) for part in parts for layer in part.layers)
+    return parts if fixed and isinstance(parts[0], StaticCache) else None
+
+
+def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:
+    have, want = _parts(idle), _parts(made)
+    if have is None or want is None or len(have) != len(want) or type(have[0]) is not type(want[0]):
+        return False
+    if any(len(old.layers) != len(new.layers) for old, new in zip(have, want, strict=True)):
+        return False
+    pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old.layers, new.layers, strict=True)]
+    return all(
+        old.holds_as_much_as(new, request.batch_size) and (old.dtype, old.device) == (request.dtype, request.device)
+        for old, new in pairs
+    )

@@ -1,8 +1,9 @@
-"""All that depends on a version of transformers. Nothing else in kvlayers asks which one is installed."""
+"""All that depends on a version of transformers or torch. Nothing else in kvlayers asks which one is installed."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 import transformers.cache_utils as upstream
 from packaging.version import Version
@@ -18,6 +19,9 @@ it returned one dict for all."""
 
 BLOOM_MASKS_WHAT_IS_THERE = Version("5.21")
 """From here on BLOOM pads its mask to the length of a static cache only where it is compiled; before, always."""
+
+COMPILES_TENSOR_SUBCLASSES = Version(Version(torch.__version__).base_version) >= Version("2.13")
+"""From here on TorchDynamo is known to trace what `attention/single_query_compiled.py` asks of it."""
 
 LINEAR_LAYER = upstream.LinearAttentionCacheLayerMixin
 ATTENTION_LAYER = upstream.CacheLayerMixin

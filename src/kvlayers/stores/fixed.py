@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from ..attention.single_query_compiled import shared_in_graph
 from ..errors import CapacityError, StateMismatchError
 from .admission import mismatch
 from .buckets import Buckets, Place, bucket_for, places
@@ -154,10 +155,12 @@ class FixedStore(ContiguousStore):
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
         if not self.reads_bucket:
             return super().extend(keys, values, past)
-        bucket = self.bucket_for(keys.shape[2])
+        tokens = keys.shape[2]
+        bucket = self.bucket_for(tokens)
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
-        return key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
+        attended = key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
+        return shared_in_graph(*attended) if tokens == 1 else attended
 
     # Taking in states
 

@@ -85,16 +85,13 @@ class StaticLayer(DynamicLayer):
     @override
     def make_room(self, tokens: int) -> None:
         if self.is_compileable:
-            self._store.settle()
-            self._store.bucket_for(tokens)
+            self._store.make_room(tokens)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        store = self._store
         self.make_room(query_length)
-        if store.reading.announce(store.place):
-            return store.bucket_for(query_length), 0
-        return super().mask_sizes(query_length)
+        bucket = self._store.announce(query_length)
+        return (self._store.length + query_length if bucket is None else bucket), 0
 
     @override
     def get_seq_length(self) -> int:

@@ -66,8 +66,8 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if self._store.reads_bucket and not self.record_past:
-            return self._update_bucket(key_states, value_states)
+        if self.is_compileable:
+            return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
         return super().update(key_states, value_states)
@@ -105,46 +105,39 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        if not self.is_compileable:
-            return
-        store = self._store
-        store.settle()
-        if store.lacks_room_for(tokens) and self._past + tokens <= self.room:
-            store.move_to_front(self._past)
+        if self.is_compileable:
+            self._store.settle()
+            if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
+                self._store.move_to_front(self._past)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        store = self._store
         self.make_room(query_length)
-        if self.record_past or not store.reading.announce(store.place):
-            return super().mask_sizes(query_length)
-        if store.lacks_room_for(query_length):
-            self._check_token_limit(query_length)
-            return super().mask_sizes(query_length)
-        return store.bucket_for(query_length), store.passed
+        bucket = None if self.record_past else self._store.announce(query_length)
+        return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.passed)
 
     @override
     def get_seq_length(self) -> int:
         """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
-    def _update_bucket(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         tokens = store.admit(key_states, value_states)
-        if not torch.compiler.is_compiling() or store.lacks_room_for(tokens):
+        if not torch.compiler.is_compiling() or not store.reads_bucket(tokens):
             self._check_token_limit(tokens)
-        if not store.lacks_room_for(tokens):
+        if store.reads_bucket(tokens):
             return store.extend(key_states, value_states)
         seen, past = self._seen, self._past
-        if past + tokens <= self.room:
-            store.move_to_front(past)
-            return store.extend(key_states, value_states)
-        kept = past + tokens
-        if kept >= self.sliding_window - 1:
-            kept = self.sliding_window - 1
-        attended = store.pass_through(key_states, value_states, past, kept)
-        self._seen = seen + tokens
-        return attended
+        if past + tokens > self.room:
+            kept = past + tokens
+            if kept >= self.sliding_window - 1:
+                kept = self.sliding_window - 1
+            attended = store.pass_through(key_states, value_states, past, kept)
+            self._seen = seen + tokens
+            return attended
+        self.make_room(tokens)
+        return store.extend(key_states, value_states, past)
 
     @property
     @override

@@ -3,7 +3,6 @@
 import functools
 import gc
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +56,6 @@ class Buckets:
     def after(self, size: int) -> int:
         """The size that follows `size`."""
         return max(math.ceil(size * self.factor / ALIGNMENT) * ALIGNMENT, size + ALIGNMENT)
-
-
-def bucket_for(sizes: Iterable[int], tokens: int) -> int:
-    """The first of ascending `sizes` that holds `tokens`."""
-    return next(size for size in sizes if size >= tokens)
 
 
 class Place:

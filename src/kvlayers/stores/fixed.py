@@ -9,10 +9,14 @@ from typing_extensions import Self, override
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import CapacityError, StateMismatchError
 from .admission import mismatch
-from .buckets import Buckets, Place, bucket_for, places
+from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
 from .reading import Reading
+
+
+SPECIAL_SIZES = 2
+"""Sizes below this one TorchDynamo takes for constants, always."""
 
 
 class FixedStore(ContiguousStore):
@@ -47,7 +51,7 @@ class FixedStore(ContiguousStore):
         self._lay_out(capacity)
         self._place = self._places.at(0)
         self._beyond = 0
-        self._passed = 0
+        self._ruler = _ruler(0)
         self._reserved: tuple[Tensor, Tensor] | None = None
         self._cursor: Tensor | None = None
         self._passed_on_device: Tensor | None = None
@@ -71,20 +75,21 @@ class FixedStore(ContiguousStore):
     @property
     def passed(self) -> int:
         """Tokens that were taken in before the one in the first slot."""
-        return self._passed
+        return self._ruler.shape[0] - SPECIAL_SIZES
 
     @property
     def total(self) -> int:
         """Tokens taken in and not truncated, with those that are not held any more."""
-        return self._passed + self._end
+        return self.passed + self._end
 
     @total.setter
     def total(self, total: int) -> None:
         passed = total - self._end
-        if passed != self._passed:
+        further = passed - self.passed
+        if further:
             if self._passed_on_device is not None:
-                self._passed_on_device.add_(passed - self._passed)
-            self._passed = passed
+                self._passed_on_device.add_(further)
+            self._ruler = _ruler(passed)
 
     def total_on_device(self) -> Tensor:
         """`total` as compiled code knows it: int64, without a dimension, and its own from now on."""
@@ -125,42 +130,43 @@ class FixedStore(ContiguousStore):
 
     # What attention reads
 
-    @property
-    def place(self) -> Place:
-        """Where the next token goes."""
-        return self._place
+    def announce(self, tokens: int) -> int | None:
+        """Slots that the next `extend` of `tokens` returns, from the first one on: a bucket, where that is what it reads.
 
-    @property
-    def reads_bucket(self) -> bool:
-        """Whether `extend` returns a bucket, as was announced, or the tokens that are there."""
-        return self.reading.is_of_bucket(self._place)
+        `None` where it returns the tokens that it is asked for. Several tokens at once always read those: there are few
+        such updates, and masks of a bucket would cost more than they save.
+        """
+        at = self._place if self.is_step(tokens) and not self.lacks_room_for(tokens) else None
+        return self._place.bucket if self.reading.announce(at) else None
+
+    def reads_bucket(self, tokens: int) -> bool:
+        """Whether `extend` of `tokens` returns the bucket that was announced."""
+        return self.is_step(tokens) and not self.lacks_room_for(tokens) and self.reading.is_of_bucket(self._place)
+
+    def make_room(self, tokens: int) -> None:
+        """Take a larger reservation ahead of compiled code, which cannot, where so many tokens more do not fit.
+
+        Raises:
+            CapacityError: it may not grow.
+        """
+        self.settle()
+        if self.lacks_room_for(tokens):
+            self._check_limit(tokens)
+            self._take_more(self.length + tokens)
 
     def settle(self) -> None:
         """Stand at a place again, where compiled code that took in several tokens at once could not name it."""
         if self._beyond and not torch.compiler.is_compiling():
             self._end += 0
 
-    def bucket_for(self, tokens: int) -> int:
-        """Size of the bucket that holds `tokens` more.
-
-        Raises:
-            CapacityError: the reservation has no such bucket.
-        """
-        if self.lacks_room_for(tokens):
-            self._check_limit(tokens)
-            self._take_more(self.length + tokens)
-        return self._place.bucket if self.is_step(tokens) else bucket_for(self._sizes, self._end + tokens)
-
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
-        if not self.reads_bucket:
+        if not self.reads_bucket(keys.shape[2]):
             return super().extend(keys, values, past)
-        tokens = keys.shape[2]
-        bucket = self.bucket_for(tokens)
+        bucket = self._place.bucket
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
-        attended = key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
-        return shared_in_graph(*attended) if tokens == 1 else attended
+        return shared_in_graph(key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket])
 
     # Taking in states
 
@@ -334,7 +340,7 @@ class FixedStore(ContiguousStore):
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
         if self._cursor is None or self._passed_on_device is None:
             device = keys.tensor.device
-            self._cursor, self._passed_on_device = _count(self._end, device), _count(self._passed, device)
+            self._cursor, self._passed_on_device = _count(self._end, device), _count(self.passed, device)
         if not torch.compiler.is_compiling():
             # What is allocated within a compiled function is a result of it, and has no fixed address.
             for tensor in (keys.tensor, values.tensor, self._cursor, self._passed_on_device):
@@ -395,7 +401,7 @@ class FixedStore(ContiguousStore):
     @override
     def clear(self) -> None:
         # A window has moved over slots that are behind it now.
-        self._erase(0, self.capacity if self._passed else self._end)
+        self._erase(0, self.capacity if self.passed else self._end)
         super().clear()
         self._tell_device()
         self.total = 0
@@ -445,7 +451,7 @@ class FixedStore(ContiguousStore):
         live = super().__getstate__()
         # Only live tokens travel; the reservation is taken again.
         length = live.pop("_end")
-        live["_place"], live["_beyond"], live["_passed"] = self._places.at(length), 0, self.total - length
+        live["_place"], live["_beyond"], live["_ruler"] = self._places.at(length), 0, _ruler(self.total - length)
         live["_reserved"] = live["_cursor"] = live["_passed_on_device"] = None
         live["reading"] = Reading(self.reading.compiled)
         return live
@@ -460,6 +466,17 @@ class FixedStore(ContiguousStore):
         tensors += [count for count in (self._cursor, self._passed_on_device) if count is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
+
+
+def _ruler(number: int) -> Tensor:
+    """A tensor without elements that is `number` long, and a little: compiled code reads a size without a guard on it.
+
+    A number that it reads from an attribute, it is compiled for alone the first time, and for all others the second.
+    """
+    ruler = torch.empty((number + SPECIAL_SIZES, 0))
+    if not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(ruler, 0)
+    return ruler
 
 
 def _fits(states: Tensor, held: Tensor) -> bool:

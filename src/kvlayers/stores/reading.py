@@ -27,14 +27,12 @@ class Reading:
         # Where autograd follows the states they are concatenated, and there is no bucket.
         return torch.compiler.is_compiling() or (self.compiled and not torch.is_grad_enabled())
 
-    def announce(self, place: Place) -> bool:
-        """Settle what the update of a layer at `place` returns; whether it is the bucket."""
-        bucket = self.buckets_now
+    def announce(self, place: Place | None) -> bool:
+        """Settle what the update of a layer at `place` returns; whether it is the bucket. `None` is no such place."""
+        bucket = place is not None and self.buckets_now
         self._announced = place if bucket else None
         return bucket
 
     def is_of_bucket(self, place: Place) -> bool:
         """Whether the update of a layer at `place` returns the bucket."""
-        if self.compiled and not torch.is_grad_enabled():
-            return True
-        return self._announced is place
+        return self._announced is place or (self.compiled and not torch.is_grad_enabled())

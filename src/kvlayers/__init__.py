@@ -24,6 +24,7 @@ from .errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
+from .export import ExportableDecoder
 from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
 from .generation.reservations import free_reservations
 from .layers import (
@@ -60,6 +61,7 @@ __all__ = [
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
+    "ExportableDecoder",
     "FixedStore",
     "HQQQuantizedCache",
     "HybridCache",

@@ -1,6 +1,7 @@
 """A layer that keeps every token, up to a fixed number."""
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from ..errors import CapacityError, OptionError
@@ -77,6 +78,14 @@ class StaticLayer(DynamicLayer):
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether masks are made for what compiled code reads."""
         return self._store.reading.buckets_now
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that compiled code writes to, which an exported program must have as its buffers.
+
+        `keys` and `values` `[batch, kv_heads, max_cache_len, head_dim]`, and the `position` of the next token, int64.
+        They are reserved by the first update, or by `early_initialization`.
+        """
+        return self._store.tensors()
 
     def settle(self) -> None:
         """See `StaticCache.settle`."""

@@ -14,7 +14,6 @@ from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
 from .reading import Reading
 
-
 SPECIAL_SIZES = 2
 """Sizes below this one TorchDynamo takes for constants, always."""
 
@@ -131,17 +130,26 @@ class FixedStore(ContiguousStore):
     # What attention reads
 
     def announce(self, tokens: int) -> int | None:
-        """Slots that the next `extend` of `tokens` returns, from the first one on: a bucket, where that is what it reads.
+        """How many slots, from the first one on, the next `extend` of `tokens` returns: a bucket.
 
         `None` where it returns the tokens that it is asked for. Several tokens at once always read those: there are few
         such updates, and masks of a bucket would cost more than they save.
         """
-        at = self._place if self.is_step(tokens) and not self.lacks_room_for(tokens) else None
-        return self._place.bucket if self.reading.announce(at) else None
+        self.reading.announce(self._place if self._can_step(tokens) else None)
+        return self._bucket_read(tokens)
 
     def reads_bucket(self, tokens: int) -> bool:
         """Whether `extend` of `tokens` returns the bucket that was announced."""
-        return self.is_step(tokens) and not self.lacks_room_for(tokens) and self.reading.is_of_bucket(self._place)
+        return self._bucket_read(tokens) is not None
+
+    def _bucket_read(self, tokens: int) -> int | None:
+        if torch.compiler.is_exporting():
+            # What is exported serves any number of tokens, which it is told when it runs.
+            return self.capacity
+        return self._place.bucket if self._can_step(tokens) and self.reading.is_of_bucket(self._place) else None
+
+    def _can_step(self, tokens: int) -> bool:
+        return self.is_step(tokens) and self._place.next is not None
 
     def make_room(self, tokens: int) -> None:
         """Take a larger reservation ahead of compiled code, which cannot, where so many tokens more do not fit.
@@ -161,12 +169,17 @@ class FixedStore(ContiguousStore):
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
-        if not self.reads_bucket(keys.shape[2]):
+        bucket = self._bucket_read(keys.shape[2])
+        if bucket is None:
             return super().extend(keys, values, past)
-        bucket = self._place.bucket
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
         return shared_in_graph(key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that compiled code writes to: `keys`, `values`, and the `position` of the next token."""
+        keys, values = self._buffers()
+        return {"keys": keys.tensor, "values": values.tensor, "position": self._cursor}  # type: ignore[dict-item]
 
     # Taking in states
 
@@ -190,8 +203,9 @@ class FixedStore(ContiguousStore):
 
     def _append_at_cursor(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
+        exporting = torch.compiler.is_exporting()
         self._reserve_in_graph(tokens)
-        if self.lacks_room_for(tokens):
+        if not exporting and self.lacks_room_for(tokens):
             self._check_limit(tokens)
             self.move_to_front(self.length)
         cursor: Tensor = self._cursor  # type: ignore[assignment]
@@ -199,7 +213,8 @@ class FixedStore(ContiguousStore):
         for buffer, states in zip(self._buffers(), (keys, values), strict=True):
             buffer.tensor.index_copy_(2, slots, states.detach())
         cursor.add_(tokens)
-        self._advance(tokens)
+        if not exporting:
+            self._advance(tokens)
 
     def _reserve_in_graph(self, tokens: int) -> None:
         if self._admitted is not None:

@@ -10,8 +10,11 @@ from typing import Any
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
 from ..layers import StaticLayer, StaticSlidingLayer
-from ..static_cache import StaticCache
+from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 from .registry import CacheRequest
+
+REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
+"""Caches of which all is known that a reset must forget."""
 
 _lock = threading.Lock()
 _idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
@@ -73,7 +76,7 @@ def _parts(cache: Cache) -> list[Cache] | None:
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     )
     fixed = all(isinstance(layer, StaticLayer | StaticSlidingLayer) for part in parts for layer in part.layers)
-    return parts if fixed and isinstance(parts[0], StaticCache) else None
+    return parts if fixed and type(parts[0]) in REUSABLE else None
 
 
 def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:

@@ -1,7 +1,8 @@
 """Compares kvlayers' caches with those of transformers in one process: time, bytes, and the tokens that come out.
 
-    python benchmarks/decode.py                     # all of it, some fifteen minutes on two cores
+    python benchmarks/decode.py                     # all of it, some forty minutes on two cores
     python benchmarks/decode.py --quick             # a small model, to see that it runs
+    python benchmarks/decode.py --skip static       # without what is compiled, some fifteen minutes
     python benchmarks/decode.py --model DIR_OR_HUB  # another model beside the random one
 
 Contenders alternate in short turns within a trial, in an order that rotates; figures are medians over the trials. Every
@@ -11,14 +12,15 @@ never decide it. `--help` tells the rest.
 "amortised" is our median step and its share of growing, measured over a whole cycle from one growth to the next: the
 plain mean over some tens of steps contains either none of it or too much.
 
+Static caches are measured with reservations of several times the tokens present, in eager and in compiled code, where
+every graph is compiled before the clock starts, and in whole calls of `generate()`, the first of which compiles.
+
 Run it on an idle machine: where other processes want the cores, the threads of torch wait for one another, and every
 figure is one of the scheduler.
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -26,18 +28,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import report
+from compiling import INDUCTOR
 from contenders import CONTENDERS, OURS, QUANTIZED, Maker
 from peak import measure_peak
 from sliding import measure_sliding
+from static import Plan, measure_static
+from static_report import show_static, static_targets, summarise_static
 from timing import Disagreements, measure_decode, measure_growth, measure_update
-from workload import RandomModel, RealModel, Shape, Workload, default_model, default_text
-
-RESULTS = pathlib.Path(__file__).parent / "results"
-SHOWN = 40
-QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
+from workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -50,8 +50,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=8, help="steps before the next contender's turn (8)")
     parser.add_argument("--window", type=int, help="sliding window (512)")
     parser.add_argument("--stations", type=_numbers, help="tokens at which its steps are timed (600,...,6000)")
+    parser.add_argument("--static-lengths", type=_numbers, help="tokens present in static caches (128,1024,8192)")
+    parser.add_argument("--times", type=_numbers, help="their reservations, times the tokens present (1,8,32)")
+    parser.add_argument("--most-reserved", type=int, default=65536, help="tokens, for reservations beyond 1x (65536)")
     parser.add_argument(
-        "--skip", type=lambda text: text.split(","), default=[], help="of decode,update,peak,sliding,quantized"
+        "--generate", type=_numbers, help="prompt, new and reserved tokens of generate() (200,512,4096)"
+    )
+    parser.add_argument("--backend", help="of torch.compile (inductor; eager with --quick, which compiles no kernels)")
+    parser.add_argument(
+        "--skip", type=lambda text: text.split(","), default=[], help="of decode,update,peak,sliding,quantized,static"
     )
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/decode-<date>.json)")
@@ -63,24 +70,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given.steps = given.steps or (8 if quick else 32)
     given.window = given.window or (32 if quick else 512)
     given.stations = given.stations or ([40, 120] if quick else [600, 1500, 3000, 4500, 6000])
+    given.static_lengths = given.static_lengths or ([64] if quick else [128, 1024, 8192])
+    given.times = given.times or ([1, 8] if quick else [1, 8, 32])
+    given.generate = given.generate or ([250, 16, 1024] if quick else [200, 512, 4096])
+    if len(given.generate) != 3 or sum(given.generate[:2]) > given.generate[2]:
+        parser.error("--generate takes three numbers, and more tokens cannot come than are reserved")
+    given.backend = given.backend or ("eager" if quick else INDUCTOR)
     if any(later - earlier <= given.steps for earlier, later in itertools.pairwise(given.stations)):
         parser.error(f"stations must be more than the {given.steps} steps apart that are timed at each")
     given.model = given.model or ("none" if quick else default_model())
-    given.output = given.output or RESULTS / f"decode-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
+    given.output = given.output or report.output_path("decode")
     return given
 
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def real_workload(given: argparse.Namespace, console: Console) -> RealModel | None:
-    if given.model == "none":
-        return None
-    if given.model is None:
-        console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
-        return None
-    return RealModel(given.model, given.text.read_text() if given.text else default_text())
 
 
 def fitting(lengths: list[int], workload: Workload, steps: int, console: Console) -> list[int]:
@@ -91,6 +95,23 @@ def fitting(lengths: list[int], workload: Workload, steps: int, console: Console
     if max(lengths) > most:
         console.print(f"{workload.name} has a context of {workload.limit}: lengths are capped at {most}")
     return sorted({min(length, most) for length in lengths})
+
+
+def plan(given: argparse.Namespace) -> Plan:
+    """Sizes of what is measured of static caches."""
+    prompt, new, reserve = given.generate
+    return Plan(
+        lengths=given.static_lengths,
+        times=given.times,
+        most=given.most_reserved,
+        steps=given.steps,
+        trials=given.trials,
+        block=given.block,
+        prompt=prompt,
+        new=new,
+        reserve=reserve,
+        backend=given.backend,
+    )
 
 
 def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | None = None) -> int:
@@ -105,25 +126,20 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
     """
     given = parse(arguments)
     makers = contenders or CONTENDERS
-    # Without a terminal rich takes 80 columns, which cuts the tables to pieces.
-    console = Console(width=None if sys.stdout.isatty() else 132)
+    console = report.terminal()
     if given.threads:
         torch.set_num_threads(given.threads)
     surroundings = report.surroundings()
     shape = QUICK_SHAPE if given.quick else Shape()
     disagreements = Disagreements()
     workloads: dict[str, Workload] = {"random": RandomModel(shape)}
-    real = real_workload(given, console)
+    real = real_workload(given.model, given.text, console.print)
     if real is not None:
         workloads["real"] = real
-    results: dict[str, Any] = {"decode": {}, "update": {}, "growth": {}, "peak": {}, "sliding": {}, "quantized": {}}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-
-        def ticking(what: str, total: int) -> Any:
-            task = progress.add_task(what, total=total)
-            return lambda: progress.advance(task)
-
+    sections = ("decode", "update", "growth", "peak", "sliding", "quantized", "static")
+    results: dict[str, Any] = {section: {} for section in sections}
+    with report.progress_bars(console) as progress:
+        ticking = report.ticking_in(progress)
         random_model = workloads["random"].model
         if "update" not in given.skip:
             for length in sorted({64, *given.lengths}):
@@ -162,6 +178,9 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
                 report.summarise(measured)
                 report.add_agreement(measured, rounded, length, given.steps * given.trials)
                 results["quantized"][length] = measured
+        if "static" not in given.skip:
+            results["static"] = measure_static(workloads["random"], makers, plan(given), disagreements, ticking)
+            summarise_static(results["static"])
         if "sliding" not in given.skip:
             tick = ticking(f"window {given.window}", given.trials)
             workload = RandomModel(shape, sliding_window=given.window)
@@ -177,45 +196,11 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
                 results["peak"]["caches"][name] = measure_peak(make, random_model.config, tokens, min(1024, tokens))
                 tick()
     report.show(console, results)
+    show_static(console, results["static"])
     # A small model has other costs than the one that the promises are about.
-    promises = [] if given.quick else report.targets(results)
-    for promise in promises:
-        verdict = "[green]met[/]" if promise["met"] else "[red]missed[/]"
-        console.print(f"{verdict}: {promise['what']}: {promise['value']:.3f}, asked {promise['asked']}")
-    return finish(console, given, surroundings, results, promises, disagreements)
-
-
-def finish(
-    console: Console,
-    given: argparse.Namespace,
-    surroundings: dict[str, Any],
-    results: dict[str, Any],
-    promises: list[dict[str, Any]],
-    disagreements: Disagreements,
-) -> int:
-    """Write the JSON, say where caches disagreed, and return the exit code."""
-    plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-    content = {
-        **surroundings,
-        "arguments": plain,
-        "results": results,
-        "targets": promises,
-        "disagreements": disagreements.found,
-    }
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(content, indent=1))
-    console.print(f"written to {given.output}")
-    for entry in sorted(disagreements.found, key=lambda entry: entry["tie"])[:SHOWN]:
-        gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
-        console.print(
-            f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
-            f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, saw {entry['seen']}{gap}"
-        )
-    ties = len(disagreements.found) - disagreements.failures
-    console.print(
-        f"{disagreements.failures} disagreements with transformers' DynamicCache, and {ties} ties in bfloat16"
-    )
-    return 1 if disagreements.failures else 0
+    promises = [] if given.quick else [*report.targets(results), *static_targets(results["static"])]
+    report.show_targets(console, promises)
+    return report.finish(console, given, surroundings, results, promises, disagreements)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ The exit code is 1 where a cache of full precision scores other than zero, or on
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TimeRemainingColumn
 from torch import Tensor
 
 import report
@@ -37,7 +35,6 @@ from quantized import EXACT, FULL, CacheMaker, Contender, contenders, measure_by
 from scores import Scores, read
 from workload import RandomModel, Shape, default_model, default_text
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 BACKENDS = ["kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8"]
 QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
 RANDOM = "random llama"
@@ -74,7 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if any(backend not in known for backend in given.backends):
         parser.error(f"--backends must be of {','.join(known)}")
     given.model = given.model or ([RANDOM] if given.quick else [default_model()])
-    given.output = given.output or RESULTS / f"fidelity-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
+    given.output = given.output or report.output_path("fidelity")
     return given
 
 
@@ -165,8 +162,7 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
         The exit code: 1 where full precision scores other than zero, or a cache of ours fails.
     """
     given = parse(arguments)
-    # Without a terminal rich takes 80 columns, which cuts the tables to pieces.
-    console = Console(width=None if sys.stdout.isatty() else 132)
+    console = report.terminal()
     if None in given.model:
         console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
         return 1
@@ -176,21 +172,14 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     chosen = contenders(given.backends, given.bits)
     caches = {**FULL, **({contender: contender.make for contender in chosen} if makers is None else makers)}
     text = given.text.read_text() if given.text else default_text()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with report.progress_bars(console, TimeRemainingColumn()) as progress:
         results = [measure(source, caches, text, given, progress) for source in given.model]
     for measured in results:
         show(console, measured)
     # A random model attends to everything alike, so that its figures say nothing of fidelity.
     targets = [] if given.quick else [target for measured in results for target in promises(measured)]
-    for target in targets:
-        verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
-        console.print(f"{verdict}: {target['what']}: {target['value']:.4g}, asked {target['asked']}")
-    plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {**surroundings, "arguments": plain, "results": results, "targets": targets}
-    given.output.write_text(json.dumps(content, indent=1))
-    console.print(f"written to {given.output}")
+    report.show_targets(console, targets)
+    report.write(console, given, surroundings, {"results": results, "targets": targets})
     if given.plot:
         plot(console, results, given.plot)
     return exit_code(console, results, given.chunk)

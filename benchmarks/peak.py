@@ -1,6 +1,6 @@
 """Bytes that are alive while a cache grows, counted storage by storage."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -96,3 +96,10 @@ def measure_peak(make: Maker, config: Any, length: int, worst_from: int) -> dict
         "worst_moment": worst,
         "reported": held_bytes(cache) / held,
     }
+
+
+def peak_bytes(call: Callable[[], Any], model: Any) -> int:
+    """The most bytes alive at once that `call` works with in eager code, beside the weights of a model."""
+    with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as counter:
+        call()
+    return counter.peak

@@ -1,21 +1,55 @@
 """What the figures come to: summaries, the targets, the table, and where they were taken."""
 
+import argparse
 import datetime
+import json
 import os
 import pathlib
 import platform
 import statistics
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import kvlayers
 from contenders import EXACT, FLOOR, OURS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
+from timing import Disagreements, Tick, Ticking
 
+RESULTS = pathlib.Path(__file__).parent / "results"
+SHOWN = 40
 MILLI, MICRO = 1e3, 1e6
+
+
+def terminal() -> Console:
+    """Where tables go. Without a terminal rich takes 80 columns, which cuts them to pieces."""
+    return Console(width=None if sys.stdout.isatty() else 132)
+
+
+def progress_bars(console: Console, *more: ProgressColumn) -> Progress:
+    """Bars with what they stand for, counts and times."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, *more, console=console)
+
+
+def ticking_in(progress: Progress) -> Ticking:
+    """Makes bars, and what advances each."""
+
+    def ticking(what: str, total: int) -> Tick:
+        task = progress.add_task(what, total=total)
+        return lambda: progress.advance(task)
+
+    return ticking
+
+
+def output_path(benchmark: str) -> pathlib.Path:
+    """Where a benchmark writes that was not told."""
+    return RESULTS / f"{benchmark}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
 
 
 def summarise(measured: dict[str, Any]) -> None:
@@ -39,6 +73,12 @@ def summarise(measured: dict[str, Any]) -> None:
             entry[key], entry[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
         pairs = zip(measured[REFERENCE]["seconds"], entry["seconds"], strict=True)
         entry["speed_of_means"] = statistics.median(statistics.fmean(t) / statistics.fmean(o) for t, o in pairs)
+
+
+def times_as_fast(measured: dict[str, Any], ours: str, theirs: str) -> float:
+    """How many times as fast one contender is as another: the median of the trials' ratios."""
+    pairs = zip(measured[theirs]["seconds"], measured[ours]["seconds"], strict=True)
+    return statistics.median(statistics.median(t) / statistics.median(o) for t, o in pairs)
 
 
 def summarise_sliding(measured: dict[str, Any]) -> None:
@@ -69,14 +109,19 @@ def add_agreement(measured: dict[str, Any], rounded: Any, length: int, steps: in
         entry["agreement"] = 1 - len(others) / steps
 
 
+def promised(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
+    """A promise: what was asked of a value, and whether it holds."""
+    met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+    asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
+    return {"what": what, "asked": asked, "value": value, "met": met}
+
+
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The project's promises that these figures speak to: what was asked, what was seen, whether it holds."""
     found: list[dict[str, Any]] = []
 
-    def promise(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> None:
-        met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
-        asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
-        found.append({"what": what, "asked": asked, "value": value, "met": met})
+    def promise(what: str, value: float, **bounds: float) -> None:
+        found.append(promised(what, value, **bounds))
 
     decode, update = results["decode"].get("random", {}), results["update"]
     if 16384 in decode:
@@ -97,12 +142,10 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         least = 4 if length == 4096 else 5
         ours, where = measured[OURS_4_BITS], f"4-bit step at {length}"
         for theirs in THEIRS_4_BITS:
-            pairs = zip(measured[theirs]["seconds"], ours["seconds"], strict=True)
-            speed = statistics.median(statistics.median(t) / statistics.median(o) for t, o in pairs)
+            speed = times_as_fast(measured, OURS_4_BITS, theirs)
             promise(f"{where}, times as fast as {theirs}", speed, at_least=least)
         if length == 16384:
-            pairs = zip(ours["seconds"], measured[OURS]["seconds"], strict=True)
-            slower = statistics.median(statistics.median(o) / statistics.median(d) for o, d in pairs)
+            slower = times_as_fast(measured, OURS, OURS_4_BITS)
             promise(f"{where}, time over our DynamicCache's", slower, at_most=1.3)
             dense = length_bytes(measured)
             promise("bytes held at 16k, 4 bits over dense", ours["held"] / dense, at_most=0.295)
@@ -127,28 +170,31 @@ def show(console: Console, results: dict[str, Any]) -> None:
         console.print(_decode_table(kind))
     if results["quantized"]:
         console.print(_quantized_table(results["quantized"]))
-    console.print(_update_table(results["update"], results["growth"]))
+    if results["update"]:
+        console.print(_update_table(results["update"], results["growth"]))
     if results["peak"]:
         console.print(_peak_table(results["peak"]))
     if results["sliding"]:
         console.print(_sliding_table(results["sliding"]))
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table, whose first column says what a row is about."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return table
 
 
-def _span(entry: dict[str, Any], key: str) -> str:
+def span(entry: dict[str, Any], key: str) -> str:
+    """A figure with the least and the greatest of the trials."""
     low, high = entry[f"{key}_spread"]
     return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _decode_table(kind: dict[Any, Any]) -> Table:
     columns = ("ms a step", "mean", "amortised", "times as fast", "to exact length", "MB held", "logits apart")
-    table = _table(f"Decode step, {kind['model']}", "tokens, cache", *columns)
+    table = new_table(f"Decode step, {kind['model']}", "tokens, cache", *columns)
     for length, measured in ((key, value) for key, value in kind.items() if key != "model"):
         for name, entry in measured.items():
             table.add_row(
@@ -156,8 +202,8 @@ def _decode_table(kind: dict[Any, Any]) -> Table:
                 f"{entry['median'] * MILLI:.2f}",
                 f"{entry['mean'] * MILLI:.2f}",
                 f"{entry['amortised'] * MILLI:.2f}" if "amortised" in entry else "",
-                _span(entry, "speed"),
-                _span(entry, "speed_to_floor"),
+                span(entry, "speed"),
+                span(entry, "speed_to_floor"),
                 f"{entry['held'] / 1e6:.1f}",
                 f"{entry['logit_distance']:.3f}",
             )
@@ -167,14 +213,14 @@ def _decode_table(kind: dict[Any, Any]) -> Table:
 
 def _quantized_table(kind: dict[Any, Any]) -> Table:
     columns = ("ms a step", "mean", "times as fast", "MB held", "of dense", "same token", "logits apart")
-    table = _table(f"Decode step with quantized caches, {kind['model']}", "tokens, cache", *columns)
+    table = new_table(f"Decode step with quantized caches, {kind['model']}", "tokens, cache", *columns)
     for length, measured in ((key, value) for key, value in kind.items() if key != "model"):
         for name, entry in measured.items():
             table.add_row(
                 f"{length:>6} {name}",
                 f"{entry['median'] * MILLI:.2f}",
                 f"{entry['mean'] * MILLI:.2f}",
-                _span(entry, "speed"),
+                span(entry, "speed"),
                 f"{entry['held'] / 1e6:.1f}",
                 f"{entry['held'] / length_bytes(measured):.4f}",
                 f"{entry['agreement']:.0%}",
@@ -185,7 +231,9 @@ def _quantized_table(kind: dict[Any, Any]) -> Table:
 
 
 def _update_table(update: dict[int, Any], growth: dict[int, Any]) -> Table:
-    table = _table("Update of one layer", "tokens, cache", "us", "mean", "mean with growth", "growing", "times as fast")
+    table = new_table(
+        "Update of one layer", "tokens, cache", "us", "mean", "mean with growth", "growing", "times as fast"
+    )
     for length, measured in update.items():
         for name, entry in measured.items():
             cycle = growth.get(length) if name == OURS else None
@@ -195,7 +243,7 @@ def _update_table(update: dict[int, Any], growth: dict[int, Any]) -> Table:
                 f"{entry['mean'] * MICRO:.1f}",
                 f"{cycle['mean'] * MICRO:.1f}" if cycle else "",
                 f"{cycle['growth_update'] * MICRO:.0f}" if cycle else "",
-                _span(entry, "speed"),
+                span(entry, "speed"),
             )
         table.add_section()
     return table
@@ -203,7 +251,7 @@ def _update_table(update: dict[int, Any], growth: dict[int, Any]) -> Table:
 
 def _peak_table(peak: dict[str, Any]) -> Table:
     title = f"Bytes while growing to {peak['tokens']} tokens, as multiples of those that are live"
-    table = _table(title, "cache", "peak", "worst moment", "held at the end", "reported / counted")
+    table = new_table(title, "cache", "peak", "worst moment", "held at the end", "reported / counted")
     for name, entry in peak["caches"].items():
         table.add_row(name, *(f"{entry[key]:.3f}" for key in ("peak", "worst_moment", "held", "reported")))
     return table
@@ -211,7 +259,7 @@ def _peak_table(peak: dict[str, Any]) -> Table:
 
 def _sliding_table(sliding: dict[str, Any]) -> Table:
     stations = [f"at {at}" for at in next(iter(sliding.values()))["medians"]]
-    table = _table("Sliding window, ms a step", "cache", *stations, "last / first", "update us", "mean")
+    table = new_table("Sliding window, ms a step", "cache", *stations, "last / first", "update us", "mean")
     for name, entry in sliding.items():
         steps = [f"{seconds * MILLI:.2f}" for seconds in entry["medians"].values()]
         updates = [f"{entry[key] * MICRO:.1f}" for key in ("update_median", "update_mean")]
@@ -230,6 +278,7 @@ def surroundings() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
             "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "versions": {
             "python": platform.python_version(),
@@ -246,3 +295,41 @@ def _cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def show_targets(console: Console, promises: list[dict[str, Any]]) -> None:
+    """Print what was promised, and what was measured."""
+    for promise in promises:
+        verdict = "[green]met[/]" if promise["met"] else "[red]missed[/]"
+        console.print(f"{verdict}: {promise['what']}: {promise['value']:.4g}, asked {promise['asked']}")
+
+
+def write(console: Console, given: argparse.Namespace, surroundings: dict[str, Any], content: dict[str, Any]) -> None:
+    """Write where a benchmark ran, the arguments that it was given and what it found to `given.output`, as JSON."""
+    plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps({**surroundings, "arguments": plain, **content}, indent=1))
+    console.print(f"written to {given.output}")
+
+
+def finish(
+    console: Console,
+    given: argparse.Namespace,
+    surroundings: dict[str, Any],
+    results: dict[str, Any],
+    promises: Sequence[dict[str, Any]],
+    disagreements: Disagreements,
+) -> int:
+    """Write the JSON, say where caches disagreed, and return the exit code."""
+    content = {"results": results, "targets": promises, "disagreements": disagreements.found}
+    write(console, given, surroundings, content)
+    for entry in sorted(disagreements.found, key=lambda entry: entry["tie"])[:SHOWN]:
+        gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
+        console.print(
+            f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
+            f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, saw {entry['seen']}{gap}"
+        )
+    ties = len(disagreements.found) - disagreements.failures
+    dtype = str(disagreements.dtype).removeprefix("torch.")
+    console.print(f"{disagreements.failures} disagreements with transformers' DynamicCache, and {ties} ties in {dtype}")
+    return 1 if disagreements.failures else 0

@@ -3,14 +3,14 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from contenders import REFERENCE, Maker, fill, held_bytes, random_states, rounds_otherwise
+from contenders import REFERENCE, Maker, fill, held_bytes, random_states, roundings
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]
@@ -18,15 +18,25 @@ Trials = dict[str, list[list[float]]]
 
 Tick = Callable[[], None]
 
+Ticking = Callable[[str, int], Tick]
+"""Shows a new bar, by what it stands for and the ticks that fill it."""
+
+Forward = Callable[..., Any]
+"""A model, or what was compiled from it."""
+
 
 class Disagreements:
     """What contenders did otherwise than the reference: other tokens, or other states from an update.
 
     A token is a tie, and no failure, where the contender rounds otherwise by design and the two logits are no further
-    apart than they are rounded in bfloat16. All others compute the very same sums, and must give the very same tokens.
+    apart than that explains. All others compute the very same sums, and must give the very same tokens.
+
+    Args:
+        dtype: that of the models.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
         self.found: list[dict[str, Any]] = []
 
     @property
@@ -36,14 +46,20 @@ class Disagreements:
 
     def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
         """Compare the greedy token of `logits` `[vocab]` with that of `expected`; return how far they are apart."""
-        ours, theirs = int(logits.argmax()), int(expected.argmax())
-        if ours != theirs:
-            gap = float(expected[theirs] - expected[ours])
-            # A step of bfloat16 for each of the two logits.
-            rounding = 2 * float(expected[theirs].abs()) * torch.finfo(torch.bfloat16).eps
-            tie = rounds_otherwise(where["cache"], where["tokens"]) and gap <= rounding
-            self.found.append({**where, "expected": theirs, "seen": ours, "logit_gap": gap, "tie": tie})
+        self.compare_token(where, expected, int(logits.argmax()))
         return float((logits - expected).abs().max())
+
+    def compare_token(self, where: dict[str, Any], expected: Tensor, seen: int) -> None:
+        """Compare a token with the greedy one of the logits `expected` `[vocab]`."""
+        greedy = int(expected.argmax())
+        if seen == greedy:
+            return
+        gap = float(expected[greedy] - expected[seen])
+        allowed = roundings(where["cache"], where["tokens"])
+        # For each of the two logits.
+        rounding = 2 * allowed * float(expected[greedy].abs()) * torch.finfo(self.dtype).eps
+        tie = allowed > 0 and gap <= rounding
+        self.found.append({**where, "expected": greedy, "seen": seen, "logit_gap": gap, "tie": tie})
 
     def compare_states(self, where: dict[str, Any], expected: Tensor, states: Tensor) -> None:
         """Compare the first tokens of `states` `[batch, kv_heads, tokens, head_dim]` with those of `expected`."""
@@ -68,11 +84,11 @@ def in_turns(names: list[str], turn: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def step(model: Any, cache: Any, token: int) -> tuple[float, Tensor]:
+def step(forward: Forward, cache: Any, token: int, device: torch.device | str | None = None) -> tuple[float, Tensor]:
     """One forward pass of one token: its seconds, and its logits `[vocab]` in float32."""
-    ids = torch.tensor([[token]])
+    ids = torch.tensor([[token]], device=device)
     begin = time.perf_counter()
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits = forward(input_ids=ids, past_key_values=cache, use_cache=True).logits
     seconds = time.perf_counter() - begin
     return seconds, logits[0, -1].float()
 
@@ -95,13 +111,16 @@ def measure_decode(
     block: int,
     disagreements: Disagreements,
     tick: Tick,
+    forwards: Mapping[str, Forward] | None = None,
 ) -> dict[str, Any]:
     """Time decode steps from `length` tokens on.
 
     The reference decodes greedily once, which also warms up. In the trials every contender is fed those tokens, so
     that all decode one sequence, each step is compared by itself, and where all agree it is what each would have
-    decoded alone. Contenders take turns of `block` steps, in an order that rotates.
+    decoded alone. Contenders take turns of `block` steps, in an order that rotates. Those with one of `forwards` decode
+    with that, the others with the model as it is.
     """
+    forwards = forwards or {}
     model, config = workload.model, workload.model.config
     first = workload.prepare(length)
     names = list(makers)
@@ -123,7 +142,7 @@ def measure_decode(
             for start in range(0, steps, block):
                 for name in in_turns(names, trial + start // block):
                     for index in range(start, min(start + block, steps)):
-                        took, logits = step(model, caches[name], tokens[index])
+                        took, logits = step(forwards.get(name, model), caches[name], tokens[index])
                         seconds[name][trial].append(took)
                         where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
                         apart = disagreements.compare_step(where, expected[index], logits)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import Any
@@ -32,16 +33,27 @@ class Shape:
     vocab: int = 1024
 
 
+QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
+"""A model to see with that a benchmark runs."""
+
+
 class RandomModel:
-    """A llama-like model of random weights, in bfloat16, over caches of random states.
+    """A llama-like model of random weights, over caches of random states.
 
     Args:
         shape: its size.
         sliding_window: tokens that each layer attends to, `None` for all.
         positions: the most tokens that it must know positions for.
+        dtype: what it computes in.
     """
 
-    def __init__(self, shape: Shape, sliding_window: int | None = None, positions: int = 65536) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        sliding_window: int | None = None,
+        positions: int = 65536,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         sizes: dict[str, Any] = {
             "num_hidden_layers": shape.layers,
             "num_attention_heads": shape.heads,
@@ -60,15 +72,19 @@ class RandomModel:
             else transformers.MistralConfig(**sizes, sliding_window=sliding_window)
         )
         torch.manual_seed(0)
-        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         self.limit: int | None = None
         self.states: list[tuple[Tensor, Tensor]] = []
 
     def prepare(self, length: int) -> int:
         """Make the states of `length` tokens; return the token that decoding begins with."""
         shape = self.shape
-        self.states = random_states(shape.layers, shape.kv_heads, shape.head_dim, length, torch.bfloat16)
+        self.states = random_states(shape.layers, shape.kv_heads, shape.head_dim, length, self.model.dtype)
         return length % shape.vocab
+
+    def prompt(self, tokens: int) -> Tensor:
+        """Random token ids `[1, tokens]`."""
+        return torch.randint(self.shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
 
     def fill(self, cache: Any) -> None:
         """Put the prepared states into a cache, in chunks."""
@@ -76,17 +92,18 @@ class RandomModel:
 
 
 class RealModel:
-    """A model from a directory or a hub, in bfloat16, over real text.
+    """A model from a directory or a hub, over real text.
 
     Args:
         source: directory or hub name.
         text: what it reads.
+        dtype: what it computes in.
     """
 
-    def __init__(self, source: str, text: str) -> None:
+    def __init__(self, source: str, text: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.name = pathlib.Path(source).name
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
         self.limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         # Tokenisers are slow on long text, and no token is shorter than a character.
         most = 8 * (self.limit or 32768)
@@ -96,14 +113,19 @@ class RealModel:
 
     def prepare(self, length: int) -> int:
         """Read `length` tokens of the text; return the one after them."""
-        if self.ids.shape[1] <= length:
-            raise SystemExit(f"the text has {self.ids.shape[1]} tokens, and {length + 1} are needed: use a longer one")
+        first = self.prompt(length + 1)[0, length]
         self.length, self.states = length, []
         if length > OWN_PREFILL_UP_TO:
             cache = transformers.DynamicCache(config=self.model.config)
             self._prefill(cache)
             self.states = [(layer.keys, layer.values) for layer in cache.layers]
-        return int(self.ids[0, length])
+        return int(first)
+
+    def prompt(self, tokens: int) -> Tensor:
+        """Token ids `[1, tokens]` of the text's beginning."""
+        if self.ids.shape[1] < tokens:
+            raise SystemExit(f"the text has {self.ids.shape[1]} tokens, and {tokens} are needed: use a longer one")
+        return self.ids[:, :tokens]
 
     def fill(self, cache: Any) -> None:
         """Prefill a cache with the text that was read."""
@@ -119,6 +141,21 @@ class RealModel:
 
 
 Workload = RandomModel | RealModel
+
+
+def real_workload(
+    source: str | None,
+    text: pathlib.Path | None,
+    say: Callable[[str], object],
+    dtype: torch.dtype = torch.bfloat16,
+) -> RealModel | None:
+    """The model of `--model` with the text of `--text`, `None` for none."""
+    if source == "none":
+        return None
+    if source is None:
+        say("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+        return None
+    return RealModel(source, text.read_text() if text else default_text(), dtype)
 
 
 def default_model() -> str | None:

@@ -12,7 +12,8 @@ from torch import Tensor
 import kvlayers
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80"]
+TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80", "--skip", "static"]
+ONLY_STATIC = ["--quick", "--skip", "decode,update,peak,sliding,quantized", "--trials", "1", "--steps", "16"]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_quick_benchmark_succeeds_and_writes_what_was_measured_where(benchmark
     assert {"cpu", "cores", "threads", "ram_bytes"} <= set(written["hardware"])
     assert {"python", "torch", "transformers", "kvlayers"} <= set(written["versions"])
     results = written["results"]
-    assert {"decode", "update", "growth", "peak", "sliding", "quantized"} == set(results)
+    assert {"decode", "update", "growth", "peak", "sliding", "quantized", "static"} == set(results)
     assert set(results["quantized"]["64"]) == set(benchmark.QUANTIZED)
     for name in benchmark.CONTENDERS:
         steps = results["decode"]["random"]["32"][name]
@@ -74,7 +75,7 @@ def test_a_quick_benchmark_succeeds_and_writes_what_was_measured_where(benchmark
 
 def test_a_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"
-    arguments = [*TINY, "--skip", "update,peak,sliding", "--steps", "16", "--output", str(output)]
+    arguments = [*TINY, "--skip", "update,peak,sliding,static", "--steps", "16", "--output", str(output)]
     assert benchmark.main(arguments, contenders=with_ours(benchmark, OtherValues)) == 1
     found = json.loads(output.read_text())["disagreements"]
     assert found
@@ -83,12 +84,20 @@ def test_a_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path:
 
 
 def test_a_sliding_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
-    arguments = [*TINY, "--skip", "update,peak,decode", "--steps", "16", "--output", str(tmp_path / "quick.json")]
+    arguments = [
+        *TINY,
+        "--skip",
+        "update,peak,decode,static",
+        "--steps",
+        "16",
+        "--output",
+        str(tmp_path / "quick.json"),
+    ]
     assert benchmark.main(arguments, contenders=with_ours(benchmark, OtherValues)) == 1
 
 
 def test_an_update_that_returns_other_states_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
-    arguments = [*TINY, "--skip", "decode,peak,sliding", "--output", str(tmp_path / "quick.json")]
+    arguments = [*TINY, "--skip", "decode,peak,sliding,static", "--output", str(tmp_path / "quick.json")]
     assert benchmark.main(arguments, contenders=with_ours(benchmark, OtherKeys)) == 1
 
 
@@ -213,3 +222,154 @@ def test_promises_of_fidelity_are_held_against_the_better_of_transformers(fideli
         (2.5, False),
         (0.996, True),
     ]
+
+
+class OtherStaticValues(kvlayers.StaticCache):
+    """Returns values of the opposite sign."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys, -values
+
+
+def test_static_caches_are_compared_eager_compiled_and_in_generate(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "quick.json"
+    assert benchmark.main([*ONLY_STATIC, "--times", "1,8", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    static = written["results"]["static"]
+    assert not [entry for entry in written["disagreements"] if not entry["tie"]]
+    eager, compiled, generate = static["eager"]["64"], static["compiled"]["64"], static["generate"]
+    names = [f"{library}.StaticCache, {times}x" for library in ("kvlayers", "transformers") for times in (1, 8)]
+    assert [eager[name]["reserved"] for name in names] == [128, 512, 128, 512]
+    for name in names:
+        entry = compiled[f"{name}, compiled"]
+        assert (len(entry["seconds"][0]), entry["graphs"], entry["recompiles"]) == (16, 1, 0)
+        assert entry["compile_seconds"] > entry["median"] > 0
+    assert generate["buckets"] == 2
+    ours, theirs = (generate["calls"][f"{library}.StaticCache, compiled"] for library in ("kvlayers", "transformers"))
+    assert 1 <= ours["graphs"] <= 3
+    assert theirs["graphs"] == 1
+    assert ours["recompiles"] == theirs["recompiles"] == 0
+    assert ours["first"] > ours["median"] > 0
+    assert all(entry["graphs"] == 0 for name, entry in generate["calls"].items() if name.endswith("DynamicCache"))
+
+
+def test_a_static_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "quick.json"
+    ours = {"kvlayers.StaticCache": lambda config, length: OtherStaticValues(config, length)}
+    arguments = [*ONLY_STATIC, "--times", "1", "--generate", "20,2,22", "--output", str(output)]
+    assert benchmark.main(arguments, contenders={**benchmark.CONTENDERS, **ours}) == 1
+    failures = {entry["cache"] for entry in json.loads(output.read_text())["disagreements"] if not entry["tie"]}
+    assert failures == {"kvlayers.StaticCache, 1x", "kvlayers.StaticCache, 1x, compiled"}
+
+
+def test_calls_of_generate_with_other_tokens_are_disagreements(benchmark: Any) -> None:
+    import generation
+    import timing
+    import workload
+
+    model = workload.RandomModel(workload.QUICK_SHAPE)
+    job = generation.Job(model.name, model.model, model.prompt(20), 16, 64, "eager")
+    disagreements = timing.Disagreements()
+    contenders = {
+        generation.REFERENCE: generation.GENERATORS[generation.REFERENCE],
+        generation.NO_CACHE: generation.GENERATORS[generation.NO_CACHE],
+        generation.OURS: lambda job: {"past_key_values": OtherValues(config=job.model.config)},
+    }
+    measured = generation.measure_generate(job, contenders, 1, disagreements, lambda: None)
+    assert {entry["cache"] for entry in disagreements.found if not entry["tie"]} == {generation.OURS}
+    assert all(20 <= entry["tokens"] < 36 for entry in disagreements.found)
+    assert all(len(entry["seconds"]) == 1 for entry in measured.values())
+
+
+def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any) -> None:
+    import compiling
+
+    class Doubling:
+        def forward(self, numbers: Tensor) -> Tensor:
+            return 2 * numbers
+
+    inputs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: list[Any]) -> Any:
+        inputs.append(example_inputs)
+        return graph.forward
+
+    first, second = (compiling.Compiled(Doubling(), {"backend": backend}) for _ in range(2))
+    for _ in range(2):
+        assert first(numbers=torch.ones(2)).tolist() == [2, 2]
+        assert second(numbers=torch.ones(3)).tolist() == [2, 2, 2]
+    assert (first.graphs, second.graphs) == (1, 1)
+    # Where sizes are dynamic, they are inputs as well.
+    assert [len(each) for each in inputs] == [1, 1]
+    first(numbers=torch.ones(4))
+    assert (first.graphs, second.graphs) == (2, 1)
+    assert [len(each) for each in inputs] == [1, 1, 2]
+
+
+def test_promises_of_static_caches(benchmark: Any) -> None:
+    import static_report
+
+    def timed(seconds: float, **more: int) -> dict[str, Any]:
+        return {"seconds": [[seconds], [2 * seconds]], **more}
+
+    steps = {
+        "kvlayers.DynamicCache": timed(0.8),
+        "kvlayers.StaticCache, 1x": timed(1.0, reserved=1088),
+        "kvlayers.StaticCache, 32x": timed(1.1, reserved=32768),
+        "transformers.StaticCache, 32x": timed(6.6, reserved=32768),
+    }
+    calls = {
+        "transformers.DynamicCache": timed(5.0),
+        "kvlayers.DynamicCache": timed(3.0),
+        "kvlayers.StaticCache, compiled": timed(4.0, graphs=4, recompiles=1),
+        "transformers.StaticCache, compiled": timed(8.0, graphs=1, recompiles=0),
+    }
+    static = {"eager": {1024: steps}, "compiled": {}, "generate": {"buckets": 3, "calls": calls}}
+    found = static_report.static_targets(static)
+    assert [(round(entry["value"], 3), entry["met"]) for entry in found] == [
+        (1.1, True),
+        (6.0, True),
+        (1.25, False),
+        (4, True),
+        (1, False),
+        (0.5, True),
+        (1.333, False),
+        (0.8, True),
+    ]
+
+
+def test_the_notebook_shows_tokens_a_second_and_the_bytes_that_can_be_counted(
+    benchmark: Any, tmp_path: pathlib.Path
+) -> None:
+    import notebook
+
+    output = tmp_path / "results" / "quick.json"
+    assert notebook.main(["--quick", "--trials", "1", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert {"cpu", "cuda", "cores"} <= set(written["hardware"])
+    calls = written["results"]["calls"]
+    assert list(calls) == list(notebook.ROWS)
+    compiled = {name for name in calls if name.endswith("compiled")}
+    assert {name for name, entry in calls.items() if entry["graphs"]} == compiled
+    assert {name for name, entry in calls.items() if entry["peak"] is None} == compiled
+    # Two layers, two KV heads of 16, keys and values, two bytes each.
+    reserved = 28 * 2 * 2 * 16 * 2 * 2
+    assert all(calls[f"{library}.StaticCache"]["peak"] > reserved for library in ("kvlayers", "transformers"))
+
+
+def test_the_benchmark_for_cuda_runs_and_says_where_it_cannot(
+    benchmark: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import cuda_static
+
+    arguments = ["--quick", "--trials", "1", "--output", str(tmp_path)]
+    assert cuda_static.main([*arguments, "--device", "cpu"]) == 0
+    results = json.loads((tmp_path / "cuda_static.json").read_text())["results"]
+    for calls in results.values():
+        assert set(calls) == set(cuda_static.SERVING)
+        assert all(len(entry["rates"]) == 1 and entry["recompiles"] == 0 for entry in calls.values())
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            cuda_static.main(arguments)
+        assert "needs a CUDA device" in capsys.readouterr().err

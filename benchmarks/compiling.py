@@ -1,0 +1,105 @@
+"""Compiled forward passes side by side in one process, each as if it were the only one."""
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+INDUCTOR = "inductor"
+_numbers = itertools.count()
+
+
+def options_of(backend: str, mode: str = "default") -> dict[str, str]:
+    """What `torch.compile` takes for a backend, and for a mode that inductor alone knows."""
+    return {"backend": backend, "mode": mode if backend == INDUCTOR else "default"}
+
+
+def graphs() -> int:
+    """Graphs compiled so far in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in code of its own.
+
+    What dynamo compiled belongs to the code that it began at, and what it has learnt of sizes that change to the name
+    of that code: the graphs of one contender would be tried before those of another, and make them dynamic.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    return forward
+
+
+def isolated(model: Any) -> Any:
+    """A model of the same modules and weights, to be compiled by `generate()` without regard to any other.
+
+    It decodes greedily and does not end by itself.
+    """
+    twin = copy.copy(model)
+    twin.__call__ = own_code(model.__call__)
+    twin.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return twin
+
+
+class Compiled:
+    """A forward pass that is compiled in one graph, and counts what it comes to.
+
+    Args:
+        model: whose forward pass it is.
+        options: of `torch.compile`.
+
+    Attributes:
+        graphs: compiled so far.
+        seconds: of the calls that compiled.
+    """
+
+    def __init__(self, model: Any, options: dict[str, str]) -> None:
+        self.graphs = 0
+        self.seconds = 0.0
+        self._compiled = torch.compile(own_code(model.forward), fullgraph=True, **options)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's output."""
+        before, begin = graphs(), time.perf_counter()
+        output = self._compiled(**inputs)
+        if graphs() != before:
+            self.graphs += graphs() - before
+            self.seconds += time.perf_counter() - begin
+        return output
+
+
+def nothing_on_disk(backend: str) -> AbstractContextManager[None]:
+    """Within it, inductor finds nothing that was compiled before, so that whoever compiles first is at no loss."""
+    if backend != INDUCTOR:
+        return nullcontext()
+    # Here, as it takes long to import.
+    from torch._inductor import utils
+
+    # Its name until torch 2.8.
+    fresh = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache
+    return fresh()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def nothing_in_memory(backend: str) -> Iterator[None]:
+    """Begin and end without any compiled code, but with the compiler loaded, whose seconds would be the first one's."""
+    torch._dynamo.reset()
+    _load(backend)
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _load(backend: str) -> None:
+    doubled = torch.compile(lambda numbers: 2 * numbers, backend=backend)
+    doubled(torch.ones(2))

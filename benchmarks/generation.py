@@ -1,0 +1,230 @@
+"""Whole generations: their time, the graphs that they compile, their bytes, and the tokens that come out."""
+
+import bisect
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+from compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
+from contenders import EXACT, NO_CACHE, OURS, OURS_STATIC, REFERENCE, compiled, is_compiled
+from peak import peak_bytes
+from timing import Disagreements, Tick, in_turns, quiet_clock, step
+
+
+@dataclass
+class Job:
+    """What every contender generates.
+
+    Args:
+        name: of the model.
+        model: a causal language model.
+        prompt: token ids `[1, tokens]`, where the model is.
+        new: tokens to generate.
+        reserve: tokens that static caches reserve.
+        backend: of `torch.compile`.
+    """
+
+    name: str
+    model: Any
+    prompt: Tensor
+    new: int
+    reserve: int
+    backend: str = INDUCTOR
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.prompt.shape[1])
+
+    def buckets_reached(self) -> int:
+        """Buckets that the decode steps of kvlayers' StaticCache attend to."""
+        sizes = kvlayers.Buckets().sizes(self.reserve)
+        held = range(self.prompt_tokens + 1, self.prompt_tokens + self.new)
+        return len({bisect.bisect_left(sizes, tokens) for tokens in held})
+
+    def compile_config(self) -> transformers.CompileConfig:
+        """What `generate()` compiles with: transformers' defaults, but for the backend."""
+        return transformers.CompileConfig(**options_of(self.backend, "reduce-overhead"))
+
+
+Arguments = Callable[[Job], dict[str, Any]]
+"""What `generate()` is called with, besides the prompt and the number of new tokens."""
+
+
+def _ours_static(job: Job) -> dict[str, Any]:
+    return {"cache_implementation": "static", "cache_config": {"max_cache_len": job.reserve}}
+
+
+def _their_static(job: Job) -> dict[str, Any]:
+    # A new one for each call, as generate() makes them itself.
+    return {"past_key_values": transformers.StaticCache(job.model.config, max_cache_len=job.reserve)}
+
+
+def _everywhere(config: transformers.CompileConfig) -> transformers.CompileConfig:
+    """Without it, transformers compiles on accelerators only."""
+    config._compile_all_devices = True
+    return config
+
+
+GENERATORS: dict[str, Arguments] = {
+    REFERENCE: lambda job: {"past_key_values": transformers.DynamicCache(config=job.model.config)},
+    OURS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
+    compiled(OURS_STATIC): lambda job: {**_ours_static(job), "compile_config": job.compile_config()},
+    compiled(EXACT): lambda job: {**_their_static(job), "compile_config": _everywhere(job.compile_config())},
+    OURS_STATIC: lambda job: {**_ours_static(job), "disable_compile": True},
+    EXACT: lambda job: {**_their_static(job), "disable_compile": True},
+    NO_CACHE: lambda job: {"use_cache": False},
+}
+"""The reference comes first: tokens and ratios are held against it."""
+
+SERVING = (REFERENCE, OURS, compiled(OURS_STATIC), compiled(EXACT))
+"""Those that one would decode with."""
+
+
+class Call(Protocol):
+    """Generates: the seconds that are timed, and the new tokens."""
+
+    @property
+    def graphs(self) -> int:
+        """Compiled so far."""
+
+    def __call__(self) -> tuple[float, list[int]]:
+        """Generate once."""
+
+
+class Generator:
+    """Calls of `generate()` with a model of its own to compile. What is timed is all, with the making of the cache."""
+
+    def __init__(self, job: Job, arguments: Arguments) -> None:
+        self.graphs = 0
+        self._job, self._arguments = job, arguments
+        self._model = isolated(job.model)
+
+    def __call__(self) -> tuple[float, list[int]]:
+        """See `Call`."""
+        job, before = self._job, graphs()
+        gc.collect()
+        with quiet_clock():
+            begin = time.perf_counter()
+            ids = self._model.generate(job.prompt, max_new_tokens=job.new, **self._arguments(job))
+            # Which waits for an accelerator.
+            tokens = ids[0, job.prompt_tokens :].tolist()
+            seconds = time.perf_counter() - begin
+        self.graphs += graphs() - before
+        return seconds, tokens
+
+
+class Expected:
+    """The reference's tokens, and what it would have gone on with after those of others.
+
+    Args:
+        job: what is generated.
+        tokens: new ones of the reference.
+        disagreements: where others are noted.
+    """
+
+    def __init__(self, job: Job, tokens: list[int], disagreements: Disagreements) -> None:
+        self._job, self._tokens, self._disagreements = job, tokens, disagreements
+        self._compared: list[tuple[str, list[int]]] = []
+
+    def compare(self, name: str, trial: int, tokens: list[int]) -> None:
+        """Note where new tokens are not the reference's.
+
+        After one that differs, all may. So each is held against that of the reference after the same tokens.
+        """
+        if tokens == self._tokens or (name, tokens) in self._compared:
+            return
+        self._compared.append((name, tokens))
+        model, prompt = self._job.model, self._job.prompt
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+            for index, token in enumerate(tokens):
+                held = self._job.prompt_tokens + index
+                where = {"model": self._job.name, "cache": name, "tokens": held, "trial": trial}
+                self._disagreements.compare_token(where, logits, token)
+                logits = step(model, cache, token, prompt.device)[1]
+
+
+def measure_generate(
+    job: Job,
+    arguments: Mapping[str, Arguments],
+    trials: int,
+    disagreements: Disagreements,
+    tick: Tick,
+    peaks: bool = False,
+) -> dict[str, Any]:
+    """As `measure_calls` for calls of `generate()` with these arguments; kvlayers is installed for all of them."""
+    with kvlayers.installed():
+        generators = {name: Generator(job, given) for name, given in arguments.items()}
+        return measure_calls(job, generators, trials, disagreements, tick, peaks)
+
+
+def measure_calls(
+    job: Job,
+    calls: Mapping[str, Call],
+    trials: int,
+    disagreements: Disagreements,
+    tick: Tick,
+    peaks: bool = False,
+) -> dict[str, Any]:
+    """Time calls that generate. The first one of each compiles; all later ones, which take turns, must not.
+
+    Args:
+        job: what is generated.
+        calls: those of each contender, by name, the reference first.
+        trials: calls of each that are timed after the first.
+        disagreements: where tokens are noted that differ.
+        tick: called after each contender's first call, and after each trial.
+        peaks: whether to call each once more for its bytes.
+
+    Returns:
+        For each contender `first`, the seconds of its first call, `seconds` of the calls by trial, `new` tokens,
+        `graphs` of the first call, `recompiles` of all later ones, and where asked for `peak`, bytes at the most beyond
+        the model's, `None` where that cannot be seen.
+    """
+    expected: Expected | None = None
+    measured: dict[str, dict[str, Any]] = {}
+    for name, call in calls.items():
+        allocated = bytes_allocated(job.prompt.device)
+        with nothing_on_disk(job.backend):
+            first, tokens = call()
+        expected = expected or Expected(job, tokens, disagreements)
+        expected.compare(name, 0, tokens)
+        measured[name] = {"first": first, "graphs": call.graphs, "new": job.new, "seconds": []}
+        if peaks:
+            measured[name]["peak"] = _peak(name, call, job, allocated)
+        tick()
+    for trial in range(trials):
+        for name in in_turns(list(calls), trial):
+            seconds, tokens = calls[name]()
+            measured[name]["seconds"].append([seconds])
+            expected.compare(name, trial, tokens)  # type: ignore[union-attr]
+        tick()
+    for name, entry in measured.items():
+        entry["recompiles"] = calls[name].graphs - entry["graphs"]
+    return measured
+
+
+def bytes_allocated(device: torch.device) -> int:
+    """Bytes of tensors on a CUDA device; 0 elsewhere."""
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _peak(name: str, call: Call, job: Job, allocated: int) -> int | None:
+    """Bytes that a call has at the most, beyond those allocated before the contender's first one."""
+    device = job.prompt.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - allocated
+    # Operations in compiled code do not pass where they are counted.
+    return None if is_compiled(name) else peak_bytes(call, job.model)

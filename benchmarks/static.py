@@ -1,0 +1,156 @@
+"""Static caches with reservations of several sizes: eager steps, compiled steps, and whole calls of `generate()`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
+from contenders import EXACT, OURS, OURS_STATIC, REFERENCE, Maker, compiled
+from generation import GENERATORS, SERVING, Job, measure_generate
+from timing import Disagreements, Ticking, greedy_reference, measure_decode, quiet_clock
+from workload import Workload
+
+SPARE = 64
+"""Tokens that the smallest reservation has beyond those present, where no more steps are timed."""
+
+
+@dataclass
+class Plan:
+    """Sizes of what is measured.
+
+    Args:
+        lengths: tokens present.
+        times: reservations, as multiples of them.
+        most: tokens that are reserved at the most.
+        steps: decode steps in each trial.
+        trials: trials.
+        block: steps before the next contender's turn.
+        prompt: tokens of the prompt that `generate()` takes.
+        new: tokens that it generates.
+        reserve: tokens that static caches reserve for it.
+        backend: of `torch.compile`.
+    """
+
+    lengths: list[int]
+    times: list[int]
+    most: int
+    steps: int
+    trials: int
+    block: int
+    prompt: int
+    new: int
+    reserve: int
+    backend: str
+
+    def reservations(self, length: int) -> dict[int, int]:
+        """Tokens to reserve where `length` are present, by the multiple that they are."""
+        room = length + max(SPARE, self.steps)
+        wanted = {times: max(times * length, room) for times in self.times}
+        return {times: tokens for times, tokens in wanted.items() if times == 1 or tokens <= self.most}
+
+
+def reserving(make: Maker, tokens: int) -> Maker:
+    """Makes the caches of a maker for so many tokens, whatever number they will hold."""
+    return lambda config, length: make(config, tokens)
+
+
+def with_reservation(name: str, times: int) -> str:
+    """Name of a static cache that reserves `times` the tokens present."""
+    return f"{name}, {times}x"
+
+
+def measure_static(
+    workload: Workload, makers: dict[str, Maker], plan: Plan, disagreements: Disagreements, ticking: Ticking
+) -> dict[str, Any]:
+    """Time static caches with every reservation beside dynamic ones.
+
+    Returns:
+        `eager` and `compiled` with the decode steps by length and contender, and `generate`.
+    """
+    found: dict[str, Any] = {"model": workload.name, "eager": {}, "compiled": {}}
+    with nothing_in_memory(plan.backend):
+        for length in plan.lengths:
+            steps = _measure_steps(workload, makers, length, plan, disagreements, ticking)
+            found["eager"][length], found["compiled"][length] = steps
+        found["generate"] = _measure_generate(workload, plan, disagreements, ticking)
+    return found
+
+
+def _measure_steps(
+    workload: Workload,
+    makers: dict[str, Maker],
+    length: int,
+    plan: Plan,
+    disagreements: Disagreements,
+    ticking: Ticking,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time decode steps in eager and in compiled code, each beside dynamic caches in eager code."""
+    sizes, static = {}, {}
+    for of in (OURS_STATIC, EXACT):
+        for times, tokens in plan.reservations(length).items():
+            name = with_reservation(of, times)
+            sizes[name], static[name] = tokens, reserving(makers[of], tokens)
+    dynamic = {name: makers[name] for name in (REFERENCE, OURS)}
+    tick = ticking(f"static caches at {length}", plan.trials)
+    eager = measure_decode(
+        workload, {**dynamic, **static}, length, plan.steps, plan.trials, plan.block, disagreements, tick
+    )
+    in_graphs = _measure_compiled(workload, dynamic, static, length, plan, disagreements, ticking)
+    for name, tokens in sizes.items():
+        eager[name]["reserved"] = in_graphs[compiled(name)]["reserved"] = tokens
+    return eager, in_graphs
+
+
+def _measure_generate(workload: Workload, plan: Plan, disagreements: Disagreements, ticking: Ticking) -> dict[str, Any]:
+    """Time calls of `generate()`; `buckets` is how many of them its decode steps attend to."""
+    job = Job(workload.name, workload.model, workload.prompt(plan.prompt), plan.new, plan.reserve, plan.backend)
+    tick = ticking(f"generate {plan.new} tokens", len(SERVING) + plan.trials)
+    contenders = {name: GENERATORS[name] for name in SERVING}
+    return {
+        "prompt": plan.prompt,
+        "reserve": plan.reserve,
+        "buckets": job.buckets_reached(),
+        "calls": measure_generate(job, contenders, plan.trials, disagreements, tick),
+    }
+
+
+def _measure_compiled(
+    workload: Workload,
+    dynamic: dict[str, Maker],
+    static: dict[str, Maker],
+    length: int,
+    plan: Plan,
+    disagreements: Disagreements,
+    ticking: Ticking,
+) -> dict[str, Any]:
+    """Time decode steps in compiled code, after a prefill in eager code; every graph is compiled before.
+
+    Returns:
+        That of `measure_decode`, with the `graphs` of each, `compile_seconds`, and `recompiles` while it was timed.
+    """
+    makers = {compiled(name): make for name, make in static.items()}
+    options = options_of(plan.backend)
+    forwards = {name: Compiled(workload.model, options) for name in makers}
+    tick = ticking(f"compiling at {length}", len(makers))
+    for name, make in makers.items():
+        with nothing_on_disk(plan.backend):
+            _warm_up(workload, make, forwards[name], length, plan.steps)
+        tick()
+    compiled_before = {name: forward.graphs for name, forward in forwards.items()}
+    tick = ticking(f"compiled static caches at {length}", plan.trials)
+    measured = measure_decode(
+        workload, {**dynamic, **makers}, length, plan.steps, plan.trials, plan.block, disagreements, tick, forwards
+    )
+    for name, forward in forwards.items():
+        measured[name]["graphs"] = compiled_before[name]
+        measured[name]["recompiles"] = forward.graphs - compiled_before[name]
+        measured[name]["compile_seconds"] = forward.seconds
+    return measured
+
+
+def _warm_up(workload: Workload, make: Maker, forward: Compiled, length: int, steps: int) -> None:
+    """Take as many steps as will be timed, so that all sizes that they come to are compiled."""
+    first = workload.prepare(length)
+    cache = make(workload.model.config, length + steps)
+    with quiet_clock():
+        workload.fill(cache)
+        greedy_reference(forward, cache, first, steps)

@@ -79,8 +79,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         """Sequences side by side, -1 before the first states of either part."""
         return next((part.batch_size for part in self._parts() if part.batch_size >= 0), -1)
 
-    def check_select(self) -> None:
-        """Raise what selecting sequences would raise, whatever the indices: in both parts.
+    def check_select(self, batch_size: int) -> None:
+        """Raise what selecting `batch_size` sequences would raise, whatever the indices: in both parts.
 
         Raises:
             BatchIndexError: the parts have different batch sizes.
@@ -91,10 +91,10 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 f"expected both parts to have one batch size, but saw {sizes[0]} and {sizes[1]}: repeat the smaller."
             )
         for part in self._parts():
-            part.check_select()
+            part.check_select(batch_size)
 
     def _select(self, rows: Tensor) -> None:
-        self.check_select()
+        self.check_select(rows.shape[0])
         for part in self._parts():
             part.batch_select_indices(rows)
 

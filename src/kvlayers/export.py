@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from . import compat
 from .cache import Cache
@@ -61,6 +62,11 @@ class ExportableDecoder(nn.Module):
             for name, tensor in layer.tensors().items():
                 self.register_buffer(f"{name}_{index}", tensor, persistent=False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        raise UnsupportedLayerError(
+            "expected a module that stays where it is, as its cache holds the buffers too: move or convert the model."
+        )
+
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
         """Logits of new tokens.
 
@@ -71,8 +77,14 @@ class ExportableDecoder(nn.Module):
 
         Returns:
             `[batch, new, vocabulary]`.
+
+        Raises:
+            RollbackError: in eager code, fewer tokens are held. A program cannot tell.
         """
-        for layer in self.cache.layers:
-            layer.tensors()["position"].copy_(cache_position[0])
+        if torch.compiler.is_exporting():
+            for layer in self.cache.layers:
+                layer.tensors()["position"].copy_(cache_position[0])
+        else:
+            self.cache.truncate(int(cache_position[0]))
         logits: Tensor = self.model(input_ids, past_key_values=self.cache).logits
         return logits

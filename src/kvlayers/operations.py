@@ -114,12 +114,12 @@ class LayerwiseOperations(ABC):
     def _select(self, rows: Tensor) -> None:
         if is_identity(rows, self.batch_size):
             return
-        self.check_select()
+        self.check_select(rows.shape[0])
         for layer in self.operable():
             layer.select(rows)
 
-    def check_select(self) -> None:
-        """Raise what selecting sequences would raise, whatever the indices."""
+    def check_select(self, batch_size: int) -> None:
+        """Raise what selecting `batch_size` sequences would raise, whatever the indices."""
         filled = [layer for layer in self.operable() if layer.length]
         sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
         if len(sizes) > 1:
@@ -128,7 +128,7 @@ class LayerwiseOperations(ABC):
                 "pass that broke off, or reset it."
             )
         for layer in self.operable():
-            layer.check_select()
+            layer.check_select(batch_size)
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""

@@ -73,12 +73,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reading.compiled for layer in self._fixed_layers())
+        return any(layer.reading.mode.compiled for layer in self._fixed_layers())
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
         for layer in self._fixed_layers():
-            layer.reading.compiled = compiled
+            layer.reading.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without being compiled for it.

@@ -48,13 +48,28 @@ class SharedStates(Tensor):
             if func is scaled_dot_product_attention:
                 return _attend(*args, **kwargs)
             states = args[0]
-            if func is Tensor.reshape and states.dim() == 5:
+            if func is Tensor.reshape and states.dim() == 5 and _merges_heads(states, args[1:]):
                 # Through an operation, since what is marked cannot be marked otherwise.
                 return states.expand(states.size()).as_subclass(RepeatedStates)
             result = func(*args, **kwargs)
-            if func in (Tensor.__getitem__, Tensor.expand) and result.dim() == 5:
-                return result.as_subclass(SharedStates)
+            if func is Tensor.__getitem__ and states.dim() == 4 and result.dim() == 5:
+                batch, kv_heads, tokens, head_dim = states.size()
+                return _marked(result, result.size() == (batch, kv_heads, 1, tokens, head_dim))
+            if func is Tensor.expand and states.dim() == result.dim() == 5:
+                only_repeats = states.size()[:2] == result.size()[:2] and states.size()[3:] == result.size()[3:]
+                return _marked(result, only_repeats and states.size(2) == 1)
             return result
+
+
+def _marked(states: Tensor, as_expected: bool) -> Tensor:
+    return states.as_subclass(SharedStates) if as_expected else states
+
+
+def _merges_heads(states: Tensor, shape: tuple[Any, ...]) -> bool:
+    """Whether a reshape is that of `[batch, kv_heads, n, tokens, head_dim]` to `[batch, kv_heads * n, tokens, ...]`."""
+    wanted = tuple(shape[0]) if len(shape) == 1 else shape
+    batch, kv_heads, repeats, tokens, head_dim = states.size()
+    return wanted == (batch, kv_heads * repeats, tokens, head_dim)
 
 
 class RepeatedStates(Tensor):

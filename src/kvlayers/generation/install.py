@@ -18,6 +18,7 @@ from typing import Any
 
 import transformers
 import transformers.generation.configuration_utils as configuration
+from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
@@ -150,17 +151,23 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(past, tuple | list):
             past = kwargs[cache_name] = _cache_from_tuples(self.config, past)
         recorded = past is not None and _is_recording(past)
-        with reservations.lending() as loans:
-            output = original(self, *args, **kwargs)
+        static = _static_part(past)
+        compiled = static is not None and static.compiled
+        try:
+            with reservations.lending() as loans:
+                output = original(self, *args, **kwargs)
+        finally:
+            if static is not None:
+                static.compiled = compiled
         cache = output.get(cache_name) if isinstance(output, ModelOutput) else past
         # A draft model's cache is rolled back between its calls of generate(); all others are whole when they end.
         if isinstance(cache, Cache) and not recorded and not (config is not None and config.is_assistant):
             cache.deactivate_past_recording()
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
             output[cache_name] = _tuples_from_cache(cache)
-        if not isinstance(output, ModelOutput):
-            for lent, request in loans:
-                reservations.give_back(self, lent, request)
+        if isinstance(output, Tensor):
+            del cache
+            reservations.give_back(self, loans)
         return output
 
     return generate
@@ -214,8 +221,9 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = compat.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
-        if isinstance(past, StaticCache) and generation_config.compile_config is not None:
-            past.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)
+        static = _static_part(past)
+        if static is not None and generation_config.compile_config is not None:
+            static.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)
         if (
             past is not None
             or generation_config.use_cache is False
@@ -251,30 +259,46 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_cache_for_generation
 
 
+def _static_part(cache: Any) -> StaticCache | None:
+    """The cache of reserved memory that self-attention has, where it has one."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return own if isinstance(own, StaticCache) else None
+
+
 def _cache_for(
     model: Any, generation_config: Any, mode: GenerationMode, cache_name: str, name: str, request: registry.CacheRequest
 ) -> transformers.Cache:
     cache = registry.cache_for(name, request)
-    static = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if not isinstance(static, StaticCache):
+    if _static_part(cache) is None:
         return cache
     compiled = _will_be_compiled(model, generation_config, mode, cache_name, cache)
     if compiled and request.length_hint is not None:
         # Another length would be another shape, and be compiled again.
-        length = reservations.length_compiled_for(model, request.length_hint)
-        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=length))
+        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=reservations.longest(model, request)))
     cache = reservations.lend(model, cache, request)
-    static = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    static.compiled = compiled
+    if compiled and generation_config.prefill_chunk_size is not None:
+        compiled = _reserved_ahead(model, cache, request)
+    static = _static_part(cache)
+    if static is not None:
+        static.compiled = compiled
     return cache
+
+
+def _reserved_ahead(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
+    """Reserve memory before a prefill that is compiled, which would own what it reserves; whether that is possible."""
+    heads = None if request.config.is_encoder_decoder else model._get_static_cache_init_shape()
+    if heads is None or request.batch_size is None:
+        return False
+    cache.early_initialization(request.batch_size, *heads, model.dtype, model.device)
+    return True
 
 
 def _will_be_compiled(
     model: Any, generation_config: Any, mode: GenerationMode, cache_name: str, cache: transformers.Cache
 ) -> bool:
     """Whether generate() is going to compile the forward pass around a cache of reserved memory."""
-    static = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
+    static = _static_part(cache)
+    if static is None or (mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None):
         return False
     if generation_config.compile_config is not None:
         # transformers leaves a CPU out even where it is asked to compile.

@@ -1,11 +1,15 @@
 """The memory of static caches, used again by the next call of `generate()` on the same model."""
 
+import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+import torch
 
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
@@ -16,9 +20,12 @@ from .registry import CacheRequest
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
 """Caches of which all is known that a reset must forget."""
 
+OWN_REFERENCES = 2
+"""References to a cache that only one variable holds, as `sys.getrefcount` counts: that variable, and its argument."""
+
 _lock = threading.Lock()
 _idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
-_compiled_lengths: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_lengths: "weakref.WeakKeyDictionary[Any, dict[int | None, int]]" = weakref.WeakKeyDictionary()
 Loan = tuple[Cache, CacheRequest]
 _lent: ContextVar[list[Loan] | None] = ContextVar("caches made for the current call of generate()", default=None)
 
@@ -27,7 +34,7 @@ def free_reservations() -> None:
     """Let go of the memory that is kept for the next call of `generate()` with a static cache, of every model."""
     with _lock:
         _idle.clear()
-        _compiled_lengths.clear()
+        _lengths.clear()
 
 
 @contextmanager
@@ -46,28 +53,40 @@ def lend(model: Any, made: Cache, request: CacheRequest) -> Cache:
     with _lock:
         idle = _idle.pop(model, None)
     cache = made
-    if idle is not None and _stands_in(idle, made, request):
+    # Under autocast, states are of another dtype than the model.
+    autocast = request.device is not None and torch.is_autocast_enabled(request.device.type)
+    if idle is not None and not autocast and _stands_in(idle, made, request):
         cache = idle
-        cache.reset()
     lent = _lent.get()
     if lent is not None and _parts(cache) is not None:
         lent.append((cache, request))
     return cache
 
 
-def give_back(model: Any, cache: Cache, request: CacheRequest) -> None:
-    """Keep a cache that was made for `request`, and that nobody uses any more, for the next call."""
-    # Some models decode more sequences than were asked for, such as those with guidance: that cannot be foreseen.
-    if cache.batch_size == request.batch_size:
-        with _lock:
-            _idle[model] = cache
+def give_back(model: Any, loans: list[Loan]) -> None:
+    """Keep what was lent, where nobody uses it any more, for the next call."""
+    while loans:
+        cache, request = loans.pop()
+        if sys.getrefcount(cache) > OWN_REFERENCES and cache.is_compileable:
+            # Compiling leaves cycles behind that know the cache.
+            gc.collect()
+        held_here_alone = sys.getrefcount(cache) <= OWN_REFERENCES
+        # Some models decode more sequences than were asked for, such as those with guidance: that cannot be foreseen.
+        if held_here_alone and cache.batch_size == request.batch_size:
+            cache.deactivate_past_recording()
+            cache.reset()
+            with _lock:
+                _idle[model] = cache
+                if request.length_hint is not None:
+                    lengths = _lengths.setdefault(model, {})
+                    lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
 
 
-def length_compiled_for(model: Any, length: int) -> int:
-    """Tokens to reserve for a compiled forward pass, so that what was compiled before still fits: never fewer."""
+def longest(model: Any, request: CacheRequest) -> int | None:
+    """Tokens to reserve so that what was compiled for as many sequences still fits: no fewer than there were."""
     with _lock:
-        _compiled_lengths[model] = max(length, _compiled_lengths.get(model, 0))
-        return _compiled_lengths[model]
+        before = _lengths.get(model, {}).get(request.batch_size, 0)
+    return request.length_hint and max(request.length_hint, before)
 
 
 def _parts(cache: Cache) -> list[Cache] | None:
@@ -87,6 +106,7 @@ def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:
         return False
     pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old.layers, new.layers, strict=True)]
     return all(
-        old.holds_as_much_as(new, request.batch_size) and (old.dtype, old.device) == (request.dtype, request.device)
+        old.holds_as_much_as(new, request.batch_size)
+        and (old.dtype, old.values_dtype, old.device) == (request.dtype, request.dtype, request.device)
         for old, new in pairs
     )

@@ -99,8 +99,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             RollbackError: as `check_truncate`; nothing is changed.
         """
 
-    def check_select(self) -> None:
-        """Raise what `select` would raise whatever the indices: nothing, for a layer of ours."""
+    def check_select(self, batch_size: int) -> None:
+        """Raise what `select` would raise for any `batch_size` indices: nothing, where memory is taken as needed."""
 
     @abstractmethod
     def select(self, indices: Tensor) -> None:

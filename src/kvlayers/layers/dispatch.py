@@ -1,7 +1,7 @@
 """From what a model config says to the layers of a cache: the one table."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import compat
@@ -15,6 +15,7 @@ from .quantized import QuantizedLayer
 from .sliding import SlidingLayer
 from .static import StaticLayer
 from .static_sliding import StaticSlidingLayer
+from .token_layer import TokenLayer
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
@@ -71,14 +72,23 @@ def static_layers(config: object, reserved: Reservation) -> list[Any]:
     ]
 
 
-def share_readings(layers: Iterable[Any]) -> None:
-    """Let static layers of one kind agree on what attention reads: a mask made for one of them is used by all."""
+def share_readings(layers: Sequence[Any]) -> None:
+    """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
+    fixed = [layer for layer in layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]
+    if not fixed:
+        return
+    mode = fixed[0].reading.mode
+    mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
+    # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
+    mode.mixed = (
+        any(isinstance(layer, TokenLayer) and layer not in fixed for layer in layers)
+        or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
+    )
     readings: dict[object, Reading] = {}
-    for layer in layers:
-        if isinstance(layer, StaticLayer):
-            layer.reading = readings.setdefault(StaticLayer, layer.reading)
-        elif isinstance(layer, StaticSlidingLayer):
-            layer.reading = readings.setdefault(layer.sliding_window, layer.reading)
+    for layer in fixed:
+        kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
+        layer.reading = readings.setdefault(kind, layer.reading)
+        layer.reading.mode = mode
 
 
 def quantized_layers(

@@ -77,7 +77,7 @@ class StaticLayer(DynamicLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether masks are made for what compiled code reads."""
-        return self._store.reading.buckets_now
+        return self._store.reading.mode.buckets_now
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that compiled code writes to, which an exported program must have as its buffers.
@@ -106,6 +106,10 @@ class StaticLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+
+    @override
+    def check_select(self, batch_size: int) -> None:
+        self._store.check_batch(batch_size)
 
     def holds_as_much_as(self, other: object, batch_size: int | None) -> bool:
         """Whether this layer can stand in for another one, and for so many sequences, with the memory that it has."""

@@ -97,7 +97,7 @@ class StaticSlidingLayer(SlidingLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether masks are made for what compiled code reads."""
-        return self._store.reading.buckets_now and not self.record_past
+        return self._store.reading.mode.buckets_now
 
     def settle(self) -> None:
         """See `StaticCache.settle`."""
@@ -113,7 +113,7 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
-        bucket = None if self.record_past else self._store.announce(query_length)
+        bucket = self._store.announce(query_length)
         return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.passed)
 
     @override
@@ -144,6 +144,20 @@ class StaticSlidingLayer(SlidingLayer):
     def capacity(self) -> int | None:
         return min(self.max_cache_len, self.sliding_window)
 
+    @override
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self._store.reading.mode.recording = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        super().deactivate_past_recording()
+        self._store.reading.mode.recording = False
+
+    @override
+    def check_select(self, batch_size: int) -> None:
+        self._store.check_batch(batch_size)
+
     def holds_as_much_as(self, other: object, batch_size: int | None) -> bool:
         """Whether this layer can stand in for another one, and for so many sequences, with the memory that it has."""
         return (
@@ -156,7 +170,11 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def settings(self) -> dict[str, Fact]:
-        return {**super().settings(), "max_cache_len": self.max_cache_len, "token_limit": self.token_limit}
+        return {
+            **super().settings(),
+            "max_cache_len": None if self._store.grow else self.max_cache_len,
+            "token_limit": self.token_limit,
+        }
 
     @override
     def check_held(self, held: int, seen: int) -> None:

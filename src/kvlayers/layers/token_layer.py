@@ -44,11 +44,7 @@ class TokenLayer(CacheLayer):
                 f"expected states of the {self._store.length} tokens that are held in place of these: use update for "
                 "new tokens, and from_legacy_cache to fill a new cache."
             )
-        fresh = self._store.fork()
-        fresh.clear()
-        fresh.admit(keys, values)
-        fresh.append(keys, values)
-        self._store = fresh
+        self._store = self._store.rewritten(keys, values)
 
     @property
     @override
@@ -60,6 +56,12 @@ class TokenLayer(CacheLayer):
     def dtype(self) -> torch.dtype | None:
         """dtype of the keys, `None` before the first states."""
         form = self._store.key_form
+        return None if form is None else form[3]
+
+    @property
+    def values_dtype(self) -> torch.dtype | None:
+        """dtype of the values, `None` before the first states."""
+        form = self._store.value_form
         return None if form is None else form[3]
 
     @property

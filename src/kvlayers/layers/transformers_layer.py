@@ -139,7 +139,7 @@ class TransformersLayer:
         if tokens or (self.is_recurrent and self.layer.record_past):
             self.layer.crop(-tokens)
 
-    def check_select(self) -> None:
+    def check_select(self, batch_size: int) -> None:
         """Raise `UnsupportedLayerError` where `select` would."""
         if not isinstance(self.layer, _Reorderable):
             raise UnsupportedLayerError(
@@ -149,7 +149,7 @@ class TransformersLayer:
 
     def select(self, indices: Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was; `indices` is int64 `[new_batch]`."""
-        self.check_select()
+        self.check_select(indices.shape[0])
         if self._is_empty():
             return
         self.layer.reorder_cache(indices)

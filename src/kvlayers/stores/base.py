@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 from torch import Tensor
+from typing_extensions import Self
 
 from .buffer import StateForm
 
@@ -132,8 +133,20 @@ class TokenStore(ABC):
         """Hold what was held when the state was taken, which was checked by the caller."""
 
     @abstractmethod
-    def fork(self) -> "TokenStore":
+    def fork(self) -> Self:
         """An independent store with the same tokens."""
+
+    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
+        """A store like this one with other states for the tokens that it holds, this one itself or a new one.
+
+        Raises:
+            StateMismatchError: keys and values do not match each other.
+        """
+        fresh = self.fork()
+        fresh.clear()
+        fresh.admit(keys, values)
+        fresh.append(keys, values)
+        return fresh
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +116,18 @@ class Places:
         return place
 
 
-@functools.lru_cache(maxsize=32)
+_building = threading.Lock()
+
+
 def places(sizes: tuple[int, ...]) -> Places:
     """The places of a reservation with buckets of these sizes, shared by all layers that have the same."""
+    # Places are told apart by identity, so two threads must not both make them.
+    with _building:
+        return _places(sizes)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(sizes: tuple[int, ...]) -> Places:
     # So many small objects at once set off collections of everything that the process holds: ten times the work itself.
     collecting = gc.isenabled()
     gc.disable()

@@ -8,11 +8,10 @@ from typing_extensions import Self, override
 
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import CapacityError, StateMismatchError
-from .admission import mismatch
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
-from .reading import Reading
+from .reading import Reading, ReadingMode
 
 SPECIAL_SIZES = 2
 """Sizes below this one TorchDynamo takes for constants, always."""
@@ -51,6 +50,7 @@ class FixedStore(ContiguousStore):
         self._place = self._places.at(0)
         self._beyond = 0
         self._ruler = _ruler(0)
+        self._rows = max_batch_size
         self._reserved: tuple[Tensor, Tensor] | None = None
         self._cursor: Tensor | None = None
         self._passed_on_device: Tensor | None = None
@@ -69,7 +69,8 @@ class FixedStore(ContiguousStore):
 
     @_end.setter
     def _end(self, slot: int) -> None:
-        self._place, self._beyond = self._places.at(slot), 0
+        # A number, where compiled code holds it for one that may vary.
+        self._place, self._beyond = self._places.at(int(slot)), 0
 
     @property
     def passed(self) -> int:
@@ -93,7 +94,7 @@ class FixedStore(ContiguousStore):
     def total_on_device(self) -> Tensor:
         """`total` as compiled code knows it: int64, without a dimension, and its own from now on."""
         if self._cursor is None or self._passed_on_device is None:
-            return torch.zeros((), dtype=torch.int64)
+            return torch.full((), self.total, dtype=torch.int64)
         return self._cursor + self._passed_on_device
 
     def _stand_at(self, end: int, total: int) -> None:
@@ -165,7 +166,7 @@ class FixedStore(ContiguousStore):
     def settle(self) -> None:
         """Stand at a place again, where compiled code that took in several tokens at once could not name it."""
         if self._beyond and not torch.compiler.is_compiling():
-            self._end += 0
+            self._stand_at(self._end, self.total)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
@@ -246,6 +247,8 @@ class FixedStore(ContiguousStore):
         else:
             for buffer in self._buffers():
                 buffer.shift_to_front(start, kept)
+        for buffer in self._buffers():
+            buffer.tensor[:, :, kept:].zero_()
         self._stand_at(kept, total)
 
     @override
@@ -253,6 +256,16 @@ class FixedStore(ContiguousStore):
         self.move_to_front(self.length)
 
     # The reservation
+
+    @override
+    def _take_form(self, tokens: int) -> None:
+        if self._admitted is not None:
+            key_form, value_form = self._admitted
+            self._check_limit(tokens)
+            self.check_reservation(key_form, value_form)
+            # Nothing is reserved yet: what autograd follows is not held in a reservation.
+            self._release()
+            self._key_form, self._value_form, self._admitted = key_form, value_form, None
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -272,10 +285,14 @@ class FixedStore(ContiguousStore):
             reserved = form_of(self._reserved[0]), form_of(self._reserved[1])
             seen = (reserved[0][0], *key_form[1:]), (reserved[1][0], *value_form[1:])
             if seen != reserved:
-                raise mismatch(seen, reserved, self.length)
-        self._check_batch(key_form[0])
+                raise StateMismatchError(
+                    f"expected states of the forms that were reserved for, {reserved}, but saw {seen} (batch size, "
+                    "kv_heads, head_dim, dtype, device): convert them, or make another cache."
+                )
+        self.check_batch(key_form[0])
 
-    def _check_batch(self, batch_size: int) -> None:
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `CapacityError` where so many sequences were not reserved for, and the reservation may not grow."""
         reserved = self.reserved_batch_size
         if reserved is not None and batch_size > reserved and not self.grow:
             raise CapacityError(
@@ -286,7 +303,7 @@ class FixedStore(ContiguousStore):
     @property
     def reserved_batch_size(self) -> int | None:
         """Sequences that there is room for, `None` where that is not settled yet."""
-        return self.max_batch_size if self._reserved is None else self._reserved[0].shape[0]
+        return self._rows if self._reserved is None else self._reserved[0].shape[0]
 
     def has_what_is_asked_of(self, other: "FixedStore", batch_size: int | None) -> bool:
         """Whether memory is reserved here for all that `other` would hold of so many sequences, and is read alike."""
@@ -330,7 +347,7 @@ class FixedStore(ContiguousStore):
         reserved, batch_size = self._reserved, key_form[0]
         if reserved is not None and reserved[0].shape[2] == capacity and reserved[0].shape[0] >= batch_size:
             return reserved
-        self._check_batch(batch_size)
+        self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
         keys, values = (
             TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros) for form in (key_form, value_form)
@@ -391,6 +408,7 @@ class FixedStore(ContiguousStore):
             self._resize(tokens)
 
     def _resize(self, capacity: int) -> None:
+        self.reading.forget()
         if self._keys is not None and not self._tracks_gradients:
             self._allocate(capacity)
         else:
@@ -400,23 +418,26 @@ class FixedStore(ContiguousStore):
 
     @override
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
+        first = self.passed + self._start
         if keys.shape[2] > self.capacity:
             self._lay_out(keys.shape[2])
         super()._adopt(keys, values)
+        self.total = first + self._end
 
     # Operations in place
 
     @override
     def truncate(self, length: int) -> None:
         end = self._end
+        self.reading.forget()
         super().truncate(length)
         self._erase(self._end, end)
         self._tell_device()
 
     @override
     def clear(self) -> None:
-        # A window has moved over slots that are behind it now.
-        self._erase(0, self.capacity if self.passed else self._end)
+        self._erase(0, self._end)
+        self.reading.forget()
         super().clear()
         self._tell_device()
         self.total = 0
@@ -428,12 +449,26 @@ class FixedStore(ContiguousStore):
                 buffer.read(start, end - start).zero_()
 
     @override
+    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
+        unchanged = (form_of(keys), form_of(values)) == (self._key_form, self._value_form)
+        if unchanged and self._reserved is not None and not (keys.requires_grad or values.requires_grad):
+            key_buffer, value_buffer = self._buffers()
+            if not self._tracks_gradients:
+                key_buffer.write(self._start, keys)
+                value_buffer.write(self._start, values)
+                return self
+        fresh = super().rewritten(keys, values)
+        fresh.total, fresh.reading = self.total, self.reading
+        return fresh
+
+    @override
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
         batch_size, length = indices.shape[0], self.length
         key_form, value_form = (batch_size, *self._key_form[1:]), (batch_size, *self._value_form[1:])
-        self._check_batch(batch_size)
+        self.check_batch(batch_size)
+        self.reading.forget()
         held = None
         if length:
             keys, values = self.newest(length)
@@ -457,6 +492,7 @@ class FixedStore(ContiguousStore):
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
+        twin.reading = Reading(ReadingMode(self.reading.mode.compiled))
         if twin._keys is not None and not twin._tracks_gradients:
             twin._allocate(twin.capacity)
         return twin
@@ -468,7 +504,7 @@ class FixedStore(ContiguousStore):
         length = live.pop("_end")
         live["_place"], live["_beyond"], live["_ruler"] = self._places.at(length), 0, _ruler(self.total - length)
         live["_reserved"] = live["_cursor"] = live["_passed_on_device"] = None
-        live["reading"] = Reading(self.reading.compiled)
+        live["_rows"] = self.reserved_batch_size
         return live
 
     @property

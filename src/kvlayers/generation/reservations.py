@@ -67,7 +67,7 @@ def give_back(model: Any, loans: list[Loan]) -> None:
     """Keep what was lent, where nobody uses it any more, for the next call."""
     while loans:
         cache, request = loans.pop()
-        if sys.getrefcount(cache) > OWN_REFERENCES and cache.is_compileable:
+        if sys.getrefcount(cache) > OWN_REFERENCES and _was_compiled_around(cache):
             # Compiling leaves cycles behind that know the cache.
             gc.collect()
         held_here_alone = sys.getrefcount(cache) <= OWN_REFERENCES
@@ -96,6 +96,11 @@ def _parts(cache: Cache) -> list[Cache] | None:
     )
     fixed = all(isinstance(layer, StaticLayer | StaticSlidingLayer) for part in parts for layer in part.layers)
     return parts if fixed and type(parts[0]) in REUSABLE else None
+
+
+def _was_compiled_around(cache: Cache) -> bool:
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return isinstance(own, StaticCache) and own.compiled
 
 
 def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:

@@ -103,9 +103,10 @@ class Places:
                 place = Place(length, size, place, sizes)
                 places[str(length)] = place
         self.__dict__.update(places)
+        self.first = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return places, (self.at(0).sizes,)
+        return places, (self.first.sizes,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Places":
         return self

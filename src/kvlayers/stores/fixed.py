@@ -69,8 +69,7 @@ class FixedStore(ContiguousStore):
 
     @_end.setter
     def _end(self, slot: int) -> None:
-        # A number, where compiled code holds it for one that may vary.
-        self._place, self._beyond = self._places.at(int(slot)), 0
+        self._place, self._beyond = self._places.at(slot), 0
 
     @property
     def passed(self) -> int:
@@ -99,7 +98,10 @@ class FixedStore(ContiguousStore):
 
     def _stand_at(self, end: int, total: int) -> None:
         self._start = 0
-        if is_one_number(end):
+        if end == 0:
+            # By itself, as compiled code may hold it for a number that varies.
+            self._place, self._beyond = self._places.first, 0
+        elif is_one_number(end):
             self._end = end
         else:
             self._place, self._beyond = self._places.at(0), end

@@ -21,8 +21,10 @@ def check_reserved(number: object, name: str, what: str) -> None:
         )
 
 
-def check_reservation(max_cache_len: object, max_batch_size: object) -> None:
-    """Raise `OptionError` where `max_cache_len` is no number of tokens, or `max_batch_size` none of sequences."""
+def check_reservation(max_cache_len: object, max_batch_size: object, buckets: object = None) -> None:
+    """Raise `OptionError` where one of the options of a reservation is nothing of the kind."""
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise OptionError(f"expected buckets to be kvlayers.Buckets(minimum, factor), but saw {buckets!r}.")
     check_reserved(max_cache_len, "max_cache_len", "tokens")
     if max_batch_size is not None:
         check_reserved(max_batch_size, "max_batch_size", "sequences")
@@ -52,7 +54,7 @@ class StaticLayer(DynamicLayer):
         buckets: Buckets | None = None,
         grow: bool = False,
     ) -> None:
-        check_reservation(max_cache_len, max_batch_size)
+        check_reservation(max_cache_len, max_batch_size, buckets)
         super().__init__(store=FixedStore(max_cache_len, max_batch_size, buckets, grow=grow))
 
     @property

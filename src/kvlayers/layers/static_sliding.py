@@ -44,7 +44,7 @@ class StaticSlidingLayer(SlidingLayer):
         buckets: Buckets | None = None,
         grow: bool = False,
     ) -> None:
-        check_reservation(max_cache_len, max_batch_size)
+        check_reservation(max_cache_len, max_batch_size, buckets)
         check_window(sliding_window)
         fits_window = grow or max_cache_len >= sliding_window
         room = window_room(sliding_window) if fits_window else max_cache_len
@@ -70,6 +70,9 @@ class StaticSlidingLayer(SlidingLayer):
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
+        if not self.record_past:
+            # Compiled code leaves to eager code what has left the window.
+            self._drop_beyond_window()
         return super().update(key_states, value_states)
 
     def _check_token_limit(self, tokens: int) -> None:

@@ -43,10 +43,14 @@ def mismatch(
     for side, new_form, held_form in zip(("keys", "values"), seen, held, strict=True):
         for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
             if new != old:
+                held_already = f"the {length} tokens that are held" if length else "the memory that is reserved"
+                way_out = (
+                    "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset "
+                    "the cache first"
+                )
                 return StateMismatchError(
-                    f"expected {side} of {part} {old}, as the {length} tokens that are held, but saw {part} "
-                    f"{new}: convert the states, select or repeat the cache's sequences (batch_select_indices, "
-                    "batch_repeat_interleave), or reset the cache first."
+                    f"expected {side} of {part} {old}, as {held_already}, but saw {part} {new}: convert the states, "
+                    f"{way_out if length else 'or make another cache'}."
                 )
     return StateMismatchError("the states do not match those that are held: reset the cache first.")
 

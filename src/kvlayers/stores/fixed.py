@@ -8,6 +8,7 @@ from typing_extensions import Self, override
 
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import CapacityError, StateMismatchError
+from .admission import mismatch
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
@@ -287,10 +288,7 @@ class FixedStore(ContiguousStore):
             reserved = form_of(self._reserved[0]), form_of(self._reserved[1])
             seen = (reserved[0][0], *key_form[1:]), (reserved[1][0], *value_form[1:])
             if seen != reserved:
-                raise StateMismatchError(
-                    f"expected states of the forms that were reserved for, {reserved}, but saw {seen} (batch size, "
-                    "kv_heads, head_dim, dtype, device): convert them, or make another cache."
-                )
+                raise mismatch(seen, reserved, self.length)
         self.check_batch(key_form[0])
 
     def check_batch(self, batch_size: int) -> None:
@@ -395,7 +393,10 @@ class FixedStore(ContiguousStore):
         capacity = self.capacity
         while capacity < needed:
             capacity = self.buckets.after(capacity)
-        self._allocate(capacity)
+        if self._key_form is None:
+            self._resize(capacity)
+        else:
+            self._allocate(capacity)
 
     @override
     def reserve(self, tokens: int) -> None:

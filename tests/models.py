@@ -118,9 +118,17 @@ ATTENDING = tuple(name for name in CONFIGS if name not in (*ENCODER_DECODERS, *R
 @functools.cache
 def tiny_model(family: str, seed: int = 0) -> Any:
     """A random model of a family, the same in every test."""
+    return fresh_model(family, seed)
+
+
+def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family that nobody else has, with some fields of its config changed."""
+    config = CONFIGS[family]()
+    for field, value in changes.items():
+        setattr(config, field, value)
     torch.manual_seed(seed)
     auto = tf.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else tf.AutoModelForCausalLM
-    model = auto.from_config(CONFIGS[family]()).eval()
+    model = auto.from_config(config).eval()
     # Random weights of the usual size give logits so close together that a token says nothing: spread them.
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -56,7 +56,7 @@ class Buckets:
 
     def after(self, size: int) -> int:
         """The size that follows `size`."""
-        return max(math.ceil(size * self.factor / ALIGNMENT) * ALIGNMENT, size + ALIGNMENT)
+        return max(math.ceil(size * self.factor / ALIGNMENT), size // ALIGNMENT + 1) * ALIGNMENT
 
 
 class Place:

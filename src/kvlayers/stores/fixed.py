@@ -494,10 +494,8 @@ class FixedStore(ContiguousStore):
     @override
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__getstate__())
+        twin.__setstate__(self.__getstate__())
         twin.reading = Reading(ReadingMode(self.reading.mode.compiled))
-        if twin._keys is not None and not twin._tracks_gradients:
-            twin._allocate(twin.capacity)
         return twin
 
     @override
@@ -509,6 +507,11 @@ class FixedStore(ContiguousStore):
         live["_reserved"] = live["_cursor"] = live["_passed_on_device"] = None
         live["_rows"] = self.reserved_batch_size
         return live
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._keys is not None and not self._tracks_gradients:
+            self._allocate(self.capacity)
 
     @property
     @override

@@ -480,9 +480,11 @@ class FixedStore(ContiguousStore):
             self._key_form, self._value_form = key_form, value_form
             self._adopt(*held)
         else:
-            self._sit_on(
-                self._reservation(key_form, value_form, self.capacity), key_form, value_form, held, self._start
-            )
+            reserved = self._reservation(key_form, value_form, self.capacity)
+            for tensor in reserved:
+                # Rows that are let go of may come back.
+                tensor[batch_size : self._key_form[0], :, : self._end].zero_()
+            self._sit_on(reserved, key_form, value_form, held, self._start)
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:

@@ -342,7 +342,7 @@ class BucketMachine(RuleBasedStateMachine):
         self.address = now
 
 
-BucketMachine.TestCase.settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
+BucketMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLayersThatReadBuckets = BucketMachine.TestCase
 
 

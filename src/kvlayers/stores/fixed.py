@@ -1,5 +1,6 @@
 """Tokens in full precision, in buffers that are reserved once and stay where they are."""
 
+import copy
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .admission import mismatch
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
-from .reading import Reading, ReadingMode
+from .reading import Reading
 
 SPECIAL_SIZES = 2
 """Sizes below this one TorchDynamo takes for constants, always."""
@@ -497,7 +498,7 @@ class FixedStore(ContiguousStore):
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__setstate__(self.__getstate__())
-        twin.reading = Reading(ReadingMode(self.reading.mode.compiled))
+        twin.reading = Reading(copy.copy(self.reading.mode))
         return twin
 
     @override

@@ -18,7 +18,7 @@ from models import WINDOW, fresh_model, prompt
 
 # As few layers as there are kinds in a model, since each one more is compiled as well.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    "llama": ("llama", {"num_hidden_layers": 1}),
     "qwen2": ("qwen2", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     "mistral": ("mistral", {"num_hidden_layers": 1}),
     "hybrid": ("qwen2", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
@@ -172,8 +172,7 @@ def test_compiled_steps_give_the_logits_of_eager_code_from_a_graph_a_bucket(coun
     assert graphs() == compiled_once
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize(("family", "dynamic"), [("qwen2", False), ("mistral", True), ("mistral", False)])
 def test_shapes_that_are_all_static_or_all_dynamic_change_no_logit(counted: None, family: str, dynamic: bool) -> None:
     inputs, expected = reference(family)
     forward, cache, model = compiled(family, dynamic=dynamic), static_cache(family), small_model(family)
@@ -187,7 +186,7 @@ def test_shapes_that_are_all_static_or_all_dynamic_change_no_logit(counted: None
     assert graphs() == compiled_once
 
 
-@pytest.mark.parametrize(("family", "dynamic"), [("qwen2", None), ("qwen2", True), ("mistral", None)])
+@pytest.mark.parametrize(("family", "dynamic"), [("qwen2", None), ("qwen2", True)])
 def test_a_compiled_prefill_adds_one_graph_and_one_more_where_memory_is_there(
     counted: None, family: str, dynamic: bool | None
 ) -> None:
@@ -216,12 +215,61 @@ def test_compiled_prompts_of_many_lengths_are_one_graph(counted: None) -> None:
     assert after[-1] == after[1] <= 4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_compiled_steps_go_on_from_a_compiled_prompt_without_more_ado(family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_code_from_inductor_gives_the_logits_of_eager_code(counted: None, family: str) -> None:
+    # Few graphs, as inductor takes long: one for all buckets, or two where the window moves.
+    inputs, expected = reference(family, steps=20)
+    dynamic = True if family == "qwen2" else None
+    forward, cache = compiled(family, backend="inductor", dynamic=dynamic), static_cache(family)
+    check(decode(forward, cache, inputs, prefill=small_model(family)), expected)
+    if family == "qwen2":
+        cache.crop(-6)
+        check(decode(forward, cache, inputs[-6:]), expected[-6:])
+
+
+@pytest.mark.parametrize(("family", "reads_buckets"), [("hybrid", True), ("qwen2", False)])
+def test_a_mask_made_outside_fits_what_a_compiled_layer_reads(counted: None, family: str, reads_buckets: bool) -> None:
+    """Each layer compiled on its own, as regional compilation does, and masks made in eager code around them."""
+    model = copy.deepcopy(small_model(family))
+    for index, layer in enumerate(model.model.layers):
+        # Where eager code reads the tokens that are there, each count of them is another shape.
+        model.model.layers[index] = torch.compile(layer, backend=backend, fullgraph=reads_buckets)
+    inputs, expected = reference(family, steps=34)
+    cache = static_cache(family, compiled=reads_buckets)
+    check(decode(model, cache, inputs), expected)
+    if reads_buckets:
+        # For each of two layers, and the prefill.
+        assert graphs() <= 2 * (most_graphs(family) + 1)
+    compiled_once = graphs()
+    cache.reset()
+    check(decode(model, cache, inputs[:20]), expected[:20])
+    assert not reads_buckets or graphs() <= compiled_once + 2
+
+
+def test_a_graph_break_in_attention_changes_no_logit(counted: None) -> None:
+    family = "hybrid"
+    model = copy.deepcopy(small_model(family))
+    for layer in model.model.layers:
+        attend = layer.self_attn.forward
+
+        def broken(*args: Any, attend: Callable[..., Any] = attend, **kwargs: Any) -> Any:
+            torch._dynamo.graph_break()
+            return attend(*args, **kwargs)
+
+        layer.self_attn.forward = broken
+    inputs, expected = reference(family, steps=34)
+    forward = torch.compile(model.forward, backend=backend)
+    cache = static_cache(family)
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    cache.reset()
+    check(decode(forward, cache, inputs, prefill=model), expected)
+
+
+def test_compiled_steps_go_on_from_a_compiled_prompt_without_more_ado() -> None:
     """Where nothing settles the count of tokens between the two."""
     for tokens in (9, 22):
-        inputs, expected = reference(family, tokens=tokens, steps=30)
-        check(decode(shared(family), static_cache(family), inputs), expected)
+        inputs, expected = reference("hybrid", tokens=tokens, steps=30)
+        check(decode(shared("hybrid"), static_cache("hybrid"), inputs), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "hybrid"])
@@ -260,18 +308,6 @@ def test_attention_in_plain_torch_reads_buckets_too() -> None:
     check(decode(forward, static_cache("hybrid"), inputs, prefill=model), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_code_from_inductor_gives_the_logits_of_eager_code(counted: None, family: str) -> None:
-    # Few graphs, as inductor takes long: one for all buckets, or two where the window moves.
-    inputs, expected = reference(family, steps=20)
-    dynamic = True if family == "qwen2" else None
-    forward, cache = compiled(family, backend="inductor", dynamic=dynamic), static_cache(family)
-    check(decode(forward, cache, inputs, prefill=small_model(family)), expected)
-    if family == "qwen2":
-        cache.crop(-6)
-        check(decode(forward, cache, inputs[-6:]), expected[-6:])
-
-
 # Between compiled steps
 
 
@@ -286,7 +322,7 @@ TURNS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("family", ["qwen2", "hybrid", "llama4", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "hybrid", "mistral"])
 def test_eager_and_compiled_steps_may_take_turns(family: str, turns: str) -> None:
     steps = TURNS[turns]
     inputs, expected = reference(family)
@@ -295,44 +331,6 @@ def test_eager_and_compiled_steps_may_take_turns(family: str, turns: str) -> Non
     for turn, ids in zip(steps, inputs[1:], strict=False):
         logits.append(decode(forward if turn == "c" else model, cache, (ids,)))
     check(torch.cat(logits), expected[: len(steps) + 1])
-
-
-@pytest.mark.parametrize(("family", "reads_buckets"), [("llama", True), ("hybrid", True), ("llama", False)])
-def test_a_mask_made_outside_fits_what_a_compiled_layer_reads(counted: None, family: str, reads_buckets: bool) -> None:
-    """Each layer compiled on its own, as regional compilation does, and masks made in eager code around them."""
-    model = copy.deepcopy(small_model(family))
-    for index, layer in enumerate(model.model.layers):
-        # Where eager code reads the tokens that are there, each count of them is another shape.
-        model.model.layers[index] = torch.compile(layer, backend=backend, fullgraph=reads_buckets)
-    inputs, expected = reference(family, steps=34)
-    cache = static_cache(family, compiled=reads_buckets)
-    check(decode(model, cache, inputs), expected)
-    if reads_buckets:
-        # For each of two layers, and the prefill.
-        assert graphs() <= 2 * (most_graphs(family) + 1)
-    compiled_once = graphs()
-    cache.reset()
-    check(decode(model, cache, inputs[:20]), expected[:20])
-    assert not reads_buckets or graphs() <= compiled_once + 2
-
-
-def test_a_graph_break_in_attention_changes_no_logit(counted: None) -> None:
-    family = "hybrid"
-    model = copy.deepcopy(small_model(family))
-    for layer in model.model.layers:
-        attend = layer.self_attn.forward
-
-        def broken(*args: Any, attend: Callable[..., Any] = attend, **kwargs: Any) -> Any:
-            torch._dynamo.graph_break()
-            return attend(*args, **kwargs)
-
-        layer.self_attn.forward = broken
-    inputs, expected = reference(family, steps=34)
-    forward = torch.compile(model.forward, backend=backend)
-    cache = static_cache(family)
-    check(decode(forward, cache, inputs, prefill=model), expected)
-    cache.reset()
-    check(decode(forward, cache, inputs, prefill=model), expected)
 
 
 def test_tokens_are_taken_back_between_compiled_steps() -> None:
@@ -354,8 +352,8 @@ def test_tokens_are_taken_back_between_compiled_steps() -> None:
     assert graphs() == compiled_once
 
 
-@pytest.mark.parametrize("family", ["hybrid", "llama4"])
-def test_tokens_of_a_window_are_taken_back_while_it_records(family: str) -> None:
+def test_tokens_of_a_window_are_taken_back_while_it_records() -> None:
+    family = "hybrid"
     inputs, expected = reference(family)
     model, forward = small_model(family), shared(family)
     for reads_buckets in (False, True):
@@ -461,9 +459,9 @@ def test_inference_mode_and_no_grad_may_take_turns() -> None:
             check(decode(run, cache, inputs[:4], prefill=model), expected[:4])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_compiled_steps_go_on_from_what_autograd_followed(family: str) -> None:
+def test_compiled_steps_go_on_from_what_autograd_followed() -> None:
     """A loop that nobody put into `no_grad`: the states of eager code are followed, and held outside of the memory."""
+    family = "hybrid"
     inputs, expected = reference(family)
     model, forward = small_model(family), shared(family)
     for followed, steps in ((1, torch.no_grad), (12, torch.no_grad), (1, torch.enable_grad)):
@@ -477,7 +475,7 @@ def test_compiled_steps_go_on_from_what_autograd_followed(family: str) -> None:
 def test_fewer_sequences_use_a_part_of_the_reservation() -> None:
     forward, cache = shared("qwen2"), static_cache("qwen2", max_batch_size=4)
     addresses = set()
-    for batch in (2, 4, 1, 2):
+    for batch in (4, 1, 4):
         inputs, expected = reference("qwen2", batch=batch, steps=12)
         cache.reset()
         check(decode(forward, cache, inputs, prefill=small_model("qwen2")), expected)
@@ -654,7 +652,7 @@ def generated(family: str, **how: Any) -> Tensor:
     return tokens
 
 
-@pytest.mark.parametrize("family", ["qwen2", "hybrid", "jamba"])
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
 def test_generate_compiles_around_a_cache_that_is_passed(counted: None, family: str) -> None:
     expected = generated(family)
     config = transformers.CompileConfig(backend=backend, mode=None)

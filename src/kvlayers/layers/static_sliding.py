@@ -7,6 +7,7 @@ from typing_extensions import override
 from ..errors import CapacityError
 from ..options import checks_options
 from ..stores import Buckets, FixedStore
+from ..stores.admission import no_room_for_tokens
 from ..stores.base import Fact
 from ..stores.reading import Reading
 from .sliding import SlidingLayer, check_window, window_room
@@ -77,10 +78,7 @@ class StaticSlidingLayer(SlidingLayer):
 
     def _check_token_limit(self, tokens: int) -> None:
         if self.token_limit is not None and self._seen + tokens > self.token_limit:
-            raise CapacityError(
-                f"expected at most {self.token_limit} tokens, the size of the reservation, but saw {self._seen} held "
-                f"and {tokens} new: reserve {self._seen + tokens} or more, or crop the cache first."
-            )
+            raise no_room_for_tokens(self.token_limit, self._seen, tokens)
 
     @property
     def _past(self) -> int:
@@ -109,7 +107,7 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def make_room(self, tokens: int) -> None:
         if self.is_compileable:
-            self._store.settle()
+            self._store.prepare()
             if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
                 self._store.move_to_front(self._past)
 

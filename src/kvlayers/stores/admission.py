@@ -1,8 +1,10 @@
 """Whether new states can be held at all, and beside those that are held."""
 
+from operator import index
+
 from torch import Tensor
 
-from ..errors import StateMismatchError
+from ..errors import CapacityError, StateMismatchError
 from .buffer import StateForm, form_of
 
 _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
@@ -53,6 +55,25 @@ def mismatch(
                     f"{way_out if length else 'or make another cache'}."
                 )
     return StateMismatchError("the states do not match those that are held: reset the cache first.")
+
+
+def no_room_for_tokens(limit: int, held: int, tokens: int) -> CapacityError:
+    """The error for `tokens` more than the `limit` allows beside those that are held."""
+    # Compiled code that holds a number for one that varies writes it into a message only when it is told which it is.
+    limit, held, tokens = index(limit), index(held), index(tokens)
+    return CapacityError(
+        f"expected at most {limit} tokens, the size of the reservation, but saw {held} held and {tokens} new: reserve "
+        f"{held + tokens} or more, or crop the cache first."
+    )
+
+
+def no_room_for_batch(limit: int, batch_size: int) -> CapacityError:
+    """The error for more sequences than were reserved for."""
+    limit, batch_size = index(limit), index(batch_size)
+    return CapacityError(
+        f"expected at most {limit} sequences, the size of the reservation, but saw {batch_size}: make the cache with "
+        f"max_batch_size={batch_size} or more, or with grow=True."
+    )
 
 
 def check_dense_state(tensors: dict[str, Tensor]) -> int:

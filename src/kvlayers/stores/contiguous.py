@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from ..attention.single_query import attended_by_one_query
-from ..errors import CapacityError, StateMismatchError
-from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
+from ..errors import StateMismatchError
+from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from .base import TokenStore
 from .buffer import StateForm, TokenBuffer
 
@@ -129,12 +129,8 @@ class ContiguousStore(TokenStore):
         return states
 
     def _check_limit(self, tokens: int) -> None:
-        needed = self.length + tokens
-        if self.limit is not None and needed > self.limit:
-            raise CapacityError(
-                f"expected at most {self.limit} tokens, the size of the reservation, but saw {self.length} held and "
-                f"{tokens} new: reserve {needed} or more, or crop the cache first."
-            )
+        if self.limit is not None and self.length + tokens > self.limit:
+            raise no_room_for_tokens(self.limit, self.length, tokens)
 
     def _concatenate(self, keys: Tensor, values: Tensor) -> None:
         held = self.newest(self.length) if self._start != self._end else (keys[:, :, :0], values[:, :, :0])

@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from ..attention.single_query_compiled import shared_in_graph
-from ..errors import CapacityError, StateMismatchError
-from .admission import mismatch
+from ..errors import StateMismatchError
+from .admission import mismatch, no_room_for_batch
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
@@ -162,10 +162,16 @@ class FixedStore(ContiguousStore):
         Raises:
             CapacityError: it may not grow.
         """
-        self.settle()
+        self.prepare()
         if self.lacks_room_for(tokens):
             self._check_limit(tokens)
             self._take_more(self.length + tokens)
+
+    def prepare(self) -> None:
+        """Stand where compiled code goes on from: in the reservation, which what autograd follows is not in."""
+        if self._tracks_gradients:
+            self._allocate(self.capacity)
+        self.settle()
 
     def settle(self) -> None:
         """Stand at a place again, where compiled code that took in several tokens at once could not name it."""
@@ -224,7 +230,7 @@ class FixedStore(ContiguousStore):
     def _reserve_in_graph(self, tokens: int) -> None:
         if self._admitted is not None:
             self._take_form(tokens)
-        if self._cursor is None or self._capacity < self.capacity:
+        if self._tracks_gradients or self._cursor is None or self._capacity < self.capacity:
             self._allocate(self.capacity)
 
     @override
@@ -296,10 +302,7 @@ class FixedStore(ContiguousStore):
         """Raise `CapacityError` where so many sequences were not reserved for, and the reservation may not grow."""
         reserved = self.reserved_batch_size
         if reserved is not None and batch_size > reserved and not self.grow:
-            raise CapacityError(
-                f"expected at most {reserved} sequences, the size of the reservation, but saw {batch_size}: make the "
-                f"cache with max_batch_size={batch_size} or more, or with grow=True."
-            )
+            raise no_room_for_batch(reserved, batch_size)
 
     @property
     def reserved_batch_size(self) -> int | None:

@@ -149,7 +149,7 @@ KINDS: dict[str, Callable[[], tuple[Layer, Oracle]]] = {
 def reading_buckets(kind: str) -> tuple[Layer, Oracle]:
     """A layer of a kind that reads buckets where no gradients are followed, and its oracle."""
     layer, oracle = KINDS[kind]()
-    layer.reading.mode.compiled = True
+    layer.reserved.reading.mode.compiled = True
     return layer, oracle
 
 
@@ -366,7 +366,7 @@ def test_a_layer_that_reads_buckets_agrees_with_the_oracle_at_every_length(kind:
 
 def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
     layer, oracle = StaticLayer(90, buckets=Buckets(minimum=16)), Oracle(capacity=90)
-    layer.reading.mode.compiled = True
+    layer.reserved.reading.mode.compiled = True
     generator = torch.Generator().manual_seed(0)
     sizes = []
     with torch.no_grad():
@@ -378,7 +378,7 @@ def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
 
 def test_what_a_step_reads_is_in_the_reservation_and_starts_at_its_first_slot() -> None:
     for layer in (StaticLayer(90, buckets=Buckets(minimum=16)), StaticSlidingLayer(90, WINDOW)):
-        layer.reading.mode.compiled = True
+        layer.reserved.reading.mode.compiled = True
         seen = set()
         with torch.no_grad():
             for _ in range(80):

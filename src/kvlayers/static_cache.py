@@ -66,19 +66,23 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         compiled: bool | None = None,
     ) -> None:
         refuse_offloading(offloading)
+        self.check_config(config)
         self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
         super().__init__(layers=static_layers(config, self._reservation))
         self.compiled = torch.accelerator.is_available() if compiled is None else compiled
 
+    def check_config(self, config: object) -> None:
+        """Raise `ConfigError` where this cache is none for such a model."""
+
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reading.mode.compiled for layer in self._fixed_layers())
+        return any(layer.reserved.reading.mode.compiled for layer in self._fixed_layers())
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
         for layer in self._fixed_layers():
-            layer.reading.mode.compiled = compiled
+            layer.reserved.reading.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without being compiled for it.
@@ -87,7 +91,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         no eager code of the cache runs between the two. `generate()` does it by itself.
         """
         for layer in self._fixed_layers():
-            layer.settle()
+            layer.reserved.settle()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
@@ -129,24 +133,11 @@ class SlidingWindowCache(StaticCache):
         ConfigError: no layer of the model attends within a window.
     """
 
-    @checks_options
-    def __init__(
-        self,
-        config: object,
-        max_cache_len: int,
-        offloading: bool = False,
-        offload_only_non_sliding: bool = True,
-        max_batch_size: int | None = None,
-        buckets: Buckets | None = None,
-        grow: bool = False,
-        compiled: bool | None = None,
-    ) -> None:
+    @override
+    def check_config(self, config: object) -> None:
         layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
         if layer_types.isdisjoint(WINDOWED):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
                 f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
             )
-        super().__init__(
-            config, max_cache_len, offloading, offload_only_non_sliding, max_batch_size, buckets, grow, compiled
-        )

@@ -111,7 +111,7 @@ def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:
         return False
     pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old.layers, new.layers, strict=True)]
     return all(
-        old.holds_as_much_as(new, request.batch_size)
+        old.covers(new, request.batch_size)
         and (old.dtype, old.values_dtype, old.device) == (request.dtype, request.dtype, request.device)
         for old, new in pairs
     )

@@ -81,7 +81,10 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length of what the next `update` of `query_length` tokens returns, and the position of its first token."""
+        """Length of what the next `update` of `query_length` tokens returns, and the position of its first token.
+
+        That update must follow: a layer may move or take memory for it, and remembers what it has said.
+        """
 
     @abstractmethod
     def check_truncate(self, length: int) -> None:

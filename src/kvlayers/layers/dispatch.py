@@ -77,7 +77,7 @@ def share_readings(layers: Sequence[Any]) -> None:
     fixed = [layer for layer in layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]
     if not fixed:
         return
-    mode = fixed[0].reading.mode
+    mode = fixed[0].reserved.reading.mode
     mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
     # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
     mode.mixed = (
@@ -87,8 +87,9 @@ def share_readings(layers: Sequence[Any]) -> None:
     readings: dict[object, Reading] = {}
     for layer in fixed:
         kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
-        layer.reading = readings.setdefault(kind, layer.reading)
-        layer.reading.mode = mode
+        store = layer.reserved
+        store.reading = readings.setdefault(kind, store.reading)
+        store.reading.mode = mode
 
 
 def quantized_layers(

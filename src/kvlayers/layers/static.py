@@ -8,7 +8,6 @@ from ..errors import CapacityError, OptionError
 from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.base import Fact
-from ..stores.reading import Reading
 from .dynamic import DynamicLayer
 
 
@@ -68,13 +67,9 @@ class StaticLayer(DynamicLayer):
         return self._store.capacity
 
     @property
-    def reading(self) -> Reading:
-        """What attention reads, which the layers of a cache agree on."""
-        return self._store.reading
-
-    @reading.setter
-    def reading(self, reading: Reading) -> None:
-        self._store.reading = reading
+    def reserved(self) -> FixedStore:
+        """The memory, and what attention reads of it."""
+        return self._store
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -88,10 +83,6 @@ class StaticLayer(DynamicLayer):
         They are reserved by the first update, or by `early_initialization`.
         """
         return self._store.tensors()
-
-    def settle(self) -> None:
-        """See `StaticCache.settle`."""
-        self._store.settle()
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -109,16 +100,12 @@ class StaticLayer(DynamicLayer):
         """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
-    @override
-    def check_select(self, batch_size: int) -> None:
-        self._store.check_batch(batch_size)
-
-    def holds_as_much_as(self, other: object, batch_size: int | None) -> bool:
-        """Whether this layer can stand in for another one, and for so many sequences, with the memory that it has."""
+    def covers(self, other: object, batch_size: int | None) -> bool:
+        """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
         return (
             isinstance(other, StaticLayer)
             and self.max_cache_len >= other.max_cache_len
-            and self._store.has_what_is_asked_of(other._store, batch_size)
+            and self._store.covers(other._store, batch_size)
         )
 
     @override

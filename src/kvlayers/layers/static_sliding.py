@@ -9,7 +9,6 @@ from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.admission import no_room_for_tokens
 from ..stores.base import Fact
-from ..stores.reading import Reading
 from .sliding import SlidingLayer, check_window, window_room
 from .static import check_reservation
 
@@ -87,22 +86,14 @@ class StaticSlidingLayer(SlidingLayer):
         return most if self._seen >= most else self._seen
 
     @property
-    def reading(self) -> Reading:
-        """What attention reads, which the layers of a cache agree on."""
-        return self._store.reading
-
-    @reading.setter
-    def reading(self, reading: Reading) -> None:
-        self._store.reading = reading
+    def reserved(self) -> FixedStore:
+        """The memory, and what attention reads of it."""
+        return self._store
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether masks are made for what compiled code reads."""
         return self._store.reading.mode.buckets_now
-
-    def settle(self) -> None:
-        """See `StaticCache.settle`."""
-        self._store.settle()
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -155,18 +146,14 @@ class StaticSlidingLayer(SlidingLayer):
         super().deactivate_past_recording()
         self._store.reading.mode.recording = False
 
-    @override
-    def check_select(self, batch_size: int) -> None:
-        self._store.check_batch(batch_size)
-
-    def holds_as_much_as(self, other: object, batch_size: int | None) -> bool:
-        """Whether this layer can stand in for another one, and for so many sequences, with the memory that it has."""
+    def covers(self, other: object, batch_size: int | None) -> bool:
+        """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
         return (
             isinstance(other, StaticSlidingLayer)
             and self.sliding_window == other.sliding_window
             and self.max_cache_len >= other.max_cache_len
             and (self.token_limit is None) == (other.token_limit is None)
-            and self._store.has_what_is_asked_of(other._store, batch_size)
+            and self._store.covers(other._store, batch_size)
         )
 
     @override

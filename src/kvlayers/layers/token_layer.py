@@ -71,6 +71,10 @@ class TokenLayer(CacheLayer):
         return None if form is None else form[4]
 
     @override
+    def check_select(self, batch_size: int) -> None:
+        self._store.check_batch(batch_size)
+
+    @override
     def select(self, indices: Tensor) -> None:
         self._store.select(indices)
 

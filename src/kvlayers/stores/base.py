@@ -104,6 +104,9 @@ class TokenStore(ABC):
     def shrink(self, tokens: int) -> None:
         """Give back memory beyond what `tokens` tokens need."""
 
+    def check_batch(self, batch_size: int) -> None:  # noqa: B027 - most stores have nothing to refuse
+        """Raise `CapacityError` where so many sequences cannot be held: never, where memory is taken as needed."""
+
     @abstractmethod
     def select(self, indices: Tensor) -> None:
         """Make batch row `i` what row `indices[i]` was; `indices` is `[new_batch]`, int64, checked by the caller."""

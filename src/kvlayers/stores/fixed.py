@@ -141,13 +141,13 @@ class FixedStore(ContiguousStore):
         such updates, and masks of a bucket would cost more than they save.
         """
         self.reading.announce(self._place if self._can_step(tokens) else None)
-        return self._bucket_read(tokens)
+        return self._bucket_for(tokens)
 
     def reads_bucket(self, tokens: int) -> bool:
         """Whether `extend` of `tokens` returns the bucket that was announced."""
-        return self._bucket_read(tokens) is not None
+        return self._bucket_for(tokens) is not None
 
-    def _bucket_read(self, tokens: int) -> int | None:
+    def _bucket_for(self, tokens: int) -> int | None:
         if torch.compiler.is_exporting():
             # What is exported serves any number of tokens, which it is told when it runs.
             return self.capacity
@@ -180,7 +180,7 @@ class FixedStore(ContiguousStore):
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
-        bucket = self._bucket_read(keys.shape[2])
+        bucket = self._bucket_for(keys.shape[2])
         if bucket is None:
             return super().extend(keys, values, past)
         self.append(keys, values)
@@ -298,8 +298,8 @@ class FixedStore(ContiguousStore):
                 raise mismatch(seen, reserved, self.length)
         self.check_batch(key_form[0])
 
+    @override
     def check_batch(self, batch_size: int) -> None:
-        """Raise `CapacityError` where so many sequences were not reserved for, and the reservation may not grow."""
         reserved = self.reserved_batch_size
         if reserved is not None and batch_size > reserved and not self.grow:
             raise no_room_for_batch(reserved, batch_size)
@@ -309,7 +309,7 @@ class FixedStore(ContiguousStore):
         """Sequences that there is room for, `None` where that is not settled yet."""
         return self._rows if self._reserved is None else self._reserved[0].shape[0]
 
-    def has_what_is_asked_of(self, other: "FixedStore", batch_size: int | None) -> bool:
+    def covers(self, other: "FixedStore", batch_size: int | None) -> bool:
         """Whether memory is reserved here for all that `other` would hold of so many sequences, and is read alike."""
         rows = self.reserved_batch_size if self._reserved is not None else None
         return (

@@ -12,6 +12,8 @@ from agreement import check_at_rest, continue_decoding, step
 from kvlayers import (
     CacheLayer,
     DynamicLayer,
+    OffloadedLayer,
+    Prefetcher,
     Quantization,
     QuantizedLayer,
     QuantizedStore,
@@ -20,6 +22,8 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.layers import TokenLayer
+from kvlayers.offload import RecordingTransfers
 from oracle import Oracle
 from quantized_oracle import QuantizedOracle
 
@@ -31,10 +35,14 @@ QUANTIZATION = Quantization(nbits=8, q_group_size=2, residual_length=5, sink_tok
 QUANTIZATION_ALONG_TOKENS = Quantization(nbits=3, q_group_size=2, residual_length=0, sink_tokens=0)
 
 
-def _quantized_window(window: int) -> tuple[CacheLayer, Oracle]:
+def _quantized_window(window: int) -> tuple[SlidingLayer, Oracle]:
     quantization = dataclasses.replace(QUANTIZATION, sink_tokens=0)
     layer = SlidingLayer(window, QuantizedStore(quantization))
     return layer, QuantizedOracle(quantization, window=window, room=layer.room)
+
+
+def _offloaded(layer: TokenLayer, oracle: Oracle) -> tuple[CacheLayer, Oracle]:
+    return OffloadedLayer(layer, Prefetcher(transfers=lambda device: RecordingTransfers())), oracle
 
 
 KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
@@ -61,6 +69,13 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     ),
     "quantized sliding": lambda: _quantized_window(100),
     "quantized sliding within the residual": lambda: _quantized_window(WINDOW),
+    "offloaded": lambda: _offloaded(DynamicLayer(), Oracle()),
+    "offloaded sliding": lambda: _offloaded(SlidingLayer(40), Oracle(40)),
+    "offloaded static": lambda: _offloaded(StaticLayer(90, max_batch_size=8), Oracle(capacity=90)),
+    "offloaded static that grows": lambda: _offloaded(StaticLayer(4, grow=True), Oracle()),
+    "offloaded static sliding": lambda: _offloaded(StaticSlidingLayer(90, 40, max_batch_size=8), Oracle(40)),
+    "offloaded quantized": lambda: _offloaded(QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
+    "offloaded quantized sliding": lambda: _offloaded(*_quantized_window(100)),
 }
 STATES: dict[str, list[int]] = {
     "empty": [],

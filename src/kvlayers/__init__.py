@@ -31,11 +31,14 @@ from .layers import (
     CacheLayer,
     DynamicLayer,
     LayerState,
+    OffloadedLayer,
     QuantizedLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
+from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
+from .offloaded_cache import OffloadedCache, OffloadedStaticCache
 from .operations import CacheState
 from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
@@ -58,12 +61,15 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "DenseStore",
+    "DiskMemory",
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
     "ExportableDecoder",
     "FixedStore",
     "HQQQuantizedCache",
+    "HomeMemory",
+    "HostMemory",
     "HybridCache",
     "HybridChunkedCache",
     "KVLayersError",
@@ -71,7 +77,11 @@ __all__ = [
     "LayerState",
     "LegacyFormatError",
     "NotYetError",
+    "OffloadedCache",
+    "OffloadedLayer",
+    "OffloadedStaticCache",
     "OptionError",
+    "Prefetcher",
     "Quantization",
     "QuantizedCache",
     "QuantizedCacheConfig",
@@ -89,6 +99,8 @@ __all__ = [
     "StaticLayer",
     "StaticSlidingLayer",
     "TokenStore",
+    "Traffic",
+    "TrafficMeter",
     "UnsupportedLayerError",
     "__version__",
     "cache_names",

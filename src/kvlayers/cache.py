@@ -1,6 +1,8 @@
 """The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
 
+import functools
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +11,12 @@ import transformers
 from torch import Tensor
 
 from . import compat
-from .errors import ConfigError, LayerIndexError, UnsupportedLayerError
+from .errors import ConfigError, LayerIndexError, OptionError, UnsupportedLayerError
 from .layers import CacheLayer
 from .layers.base import unbounded_as_minus_one
-from .layers.dispatch import share_readings
+from .layers.dispatch import offloaded, share_readings
 from .legacy import LegacySurface
+from .offload import Offloading, Prefetcher, TrafficMeter
 from .operations import LayerwiseOperations
 from .options import checks_options
 from .recurrent import RecurrentSurface
@@ -25,9 +28,14 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     Args:
         layers: the layers, of kvlayers or of transformers.
         layer_class_to_replicate: instead of `layers`, what makes a layer whenever the model uses one more.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: where the files are made, for "disk".
 
     Raises:
-        OptionError: an option that does not exist.
+        OptionError: an option that does not exist, or options of offloading that contradict each other.
+        UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         ConfigError: both or neither of the two arguments are given.
     """
 
@@ -38,6 +46,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self,
         layers: list[Any] | None = None,
         layer_class_to_replicate: Callable[[], Any] | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         if (layers is None) == (layer_class_to_replicate is None):
             raise ConfigError(
@@ -46,9 +58,33 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             )
         if layers is not None and len({id(layer) for layer in layers}) != len(layers):
             raise ConfigError("expected a layer of its own for each layer of the model, but saw one that comes twice.")
-        self.layers = [] if layers is None else layers
+        placement = Offloading(offload_only_non_sliding, offload_device, offload_directory)
+        if placement.offload_directory is not None and not offloading:
+            raise OptionError("expected offloading=True with offload_device='disk', but saw False.")
+        self.offloading = bool(offloading)
+        self.only_non_sliding = offload_only_non_sliding
+        self._placement = placement
+        self._prefetcher = Prefetcher(placement.memory()) if offloading else None
+        place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
+        self.layers = [] if layers is None else [place(layer) for layer in layers]
         share_readings(self.layers)
-        self.layer_class_to_replicate = layer_class_to_replicate
+        self.layer_class_to_replicate = None
+        if layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = functools.partial(_made, layer_class_to_replicate, place)
+
+    @property
+    def traffic(self) -> TrafficMeter | None:
+        """Bytes that offloading has moved, `None` where nothing is offloaded."""
+        return None if self._prefetcher is None else self._prefetcher.meter
+
+    def offloading_options(self) -> dict[str, Any]:
+        """The options of offloading that this cache was made with, for another one that is held alike."""
+        return {
+            "offloading": self.offloading,
+            "offload_only_non_sliding": self.only_non_sliding,
+            "offload_device": self._placement.offload_device,
+            "offload_directory": self._placement.offload_directory,
+        }
 
     def for_cross_attention(self, encoder_length: int | None = None) -> "Cache":
         """An empty cache for the cross-attention of a model whose self-attention has this one: one that grows.
@@ -59,7 +95,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # Late, as it is a subclass.
         from .dynamic_cache import DynamicCache
 
-        return DynamicCache()
+        return DynamicCache(**self.offloading_options())
 
     # Taking in states
 
@@ -260,3 +296,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def __repr__(self) -> str:
         groups = ((shown, len(list(same))) for shown, same in itertools.groupby(map(repr, self.layers)))
         return f"{type(self).__name__}({', '.join(f'{count} x {shown}' for shown, count in groups)})"
+
+
+def _placed(prefetcher: Prefetcher | None, only_non_sliding: bool, layer: Any) -> Any:
+    return layer if prefetcher is None else offloaded(layer, prefetcher, only_non_sliding)
+
+
+def _made(make_layer: Callable[[], Any], place: Callable[[Any], Any]) -> Any:
+    return place(make_layer())

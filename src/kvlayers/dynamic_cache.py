@@ -1,6 +1,7 @@
 """The cache that grows with the sequence."""
 
 import functools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import DynamicLayer, SlidingLayer
 from .layers.base import whole_number
 from .layers.dispatch import dynamic_layers
-from .options import checks_options, refuse_offloading
+from .options import checks_options
 
 
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
@@ -24,14 +25,16 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
             and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
         config: config of the model. Without it, every layer is taken for full attention.
-        offloading: must be False for now. Here, as in transformers, so that code which says so goes on working.
-        offload_only_non_sliding: which layers would be offloaded.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: where the files are made, for "disk".
 
     Raises:
         ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or a config in the place of states.
-        NotYetError: offloading is asked for.
+        UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         LegacyFormatError: states that are nested in another way.
 
     Example:
@@ -53,8 +56,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
         length_hint: int | None = None,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        refuse_offloading(offloading)
         if isinstance(ddp_cache_data, transformers.PreTrainedConfig):
             raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
         given = legacy.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
@@ -67,10 +71,10 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 )
         else:
             layers = [_layer_for(states, length_hint) for states in given]
-        if layers:
-            super().__init__(layers=layers)
-        else:
-            super().__init__(layer_class_to_replicate=functools.partial(DynamicLayer, length_hint=length_hint))
+        make_layer = None if layers else functools.partial(DynamicLayer, length_hint=length_hint)
+        super().__init__(
+            layers or None, make_layer, offloading, offload_only_non_sliding, offload_device, offload_directory
+        )
         for index, (keys, values, *_) in enumerate(given):
             if (keys is None) != (values is None):
                 raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw one alone.")

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec
 
-from .errors import NotYetError, OptionError
+from .errors import OptionError
 
 P = ParamSpec("P")
 
@@ -36,12 +36,3 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
             raise
 
     return checked
-
-
-def refuse_offloading(offloading: bool) -> None:
-    """Raise `NotYetError` where a cache is asked to offload."""
-    if offloading:
-        raise NotYetError(
-            "expected offloading=False, as kvlayers cannot offload yet, but saw True: use the cache of transformers "
-            "for that."
-        )

@@ -1,6 +1,7 @@
 """The caches that hold most tokens in a few bits."""
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,6 +106,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         sink_tokens: oldest tokens that stay in full precision.
         quantize_sliding: whether windows of sliding and chunked attention are quantized too.
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
+        offloading: hold codes and states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: where the files are made, for "disk".
 
     Raises:
         OptionError: an option that does not exist, a value that the backend does not take, a group size that does not
@@ -138,6 +143,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         sink_tokens: int | None = None,
         quantize_sliding: bool = False,
         length_hint: int | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(backend, str):
             raise OptionError(
@@ -161,19 +170,21 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             "sink_tokens": sink_tokens,
         }
         self.quantization = Quantization(backend, **{name: value for name, value in given.items() if value is not None})
+        placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
-            super().__init__(layer_class_to_replicate=functools.partial(QuantizedLayer, self.quantization, length_hint))
+            super().__init__(None, functools.partial(QuantizedLayer, self.quantization, length_hint), *placement)
             return
         head_dims = compat.head_dims(config)
         if head_dims is not None:
             self.quantization.quantizers(*head_dims)
-        super().__init__(layers=quantized_layers(config, self.quantization, quantize_sliding, length_hint))
+        super().__init__(quantized_layers(config, self.quantization, quantize_sliding, length_hint), None, *placement)
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
         cross = QuantizedCache.__new__(QuantizedCache)
         cross.quantization = self.quantization
-        Cache.__init__(cross, layer_class_to_replicate=functools.partial(QuantizedLayer, self.quantization))
+        make_layer = functools.partial(QuantizedLayer, self.quantization)
+        Cache.__init__(cross, None, make_layer, **self.offloading_options())
         return cross
 
     @property

@@ -1,6 +1,7 @@
 """The caches that reserve their memory once."""
 
 import dataclasses
+import os
 
 import torch
 import transformers
@@ -11,7 +12,7 @@ from .cache import Cache
 from .errors import ConfigError
 from .layers import StaticLayer, StaticSlidingLayer
 from .layers.dispatch import WINDOWED, Reservation, static_layers
-from .options import checks_options, refuse_offloading
+from .options import checks_options
 from .stores import Buckets
 
 
@@ -26,8 +27,9 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     Args:
         config: config of the model.
         max_cache_len: tokens to reserve: prompt and continuation together.
-        offloading: must be False for now. Here, as in transformers, so that code which says so goes on working.
-        offload_only_non_sliding: which layers would be offloaded.
+        offloading: hold states on the host, and on their device only while they are attended to. Such a cache is not
+            compiled around.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
         max_batch_size: sequences to reserve for, as many as come first where not given. Fewer use part of it.
         buckets: sizes of what compiled code attends to.
         grow: take a larger reservation where this one is too small, instead of raising `CapacityError`. Compiled code
@@ -35,9 +37,11 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         compiled: whether `generate()` may compile the forward pass around this cache: its masks, which it makes
             outside, are then those of buckets. Where not given, wherever there is an accelerator. A function that you
             compile with the model and its masks in it needs nothing.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: where the files are made, for "disk".
 
     Raises:
-        NotYetError: offloading is asked for.
+        UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
 
@@ -64,11 +68,13 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         buckets: Buckets | None = None,
         grow: bool = False,
         compiled: bool | None = None,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        refuse_offloading(offloading)
         self.check_config(config)
         self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
-        super().__init__(layers=static_layers(config, self._reservation))
+        layers = static_layers(config, self._reservation)
+        super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
         self.compiled = torch.accelerator.is_available() if compiled is None else compiled
 
     def check_config(self, config: object) -> None:
@@ -104,7 +110,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             return super().for_cross_attention()
         # Its masks are the encoder's, and it is filled once, so it reads what is there in compiled code as well.
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
-        return Cache(layers=[StaticLayer(**vars(reservation)) for _ in self.layers])
+        layers = [StaticLayer(**vars(reservation)) for _ in self.layers]
+        return Cache(layers=layers, **self.offloading_options())
 
     def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:
         return [layer for layer in self.layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]

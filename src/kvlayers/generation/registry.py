@@ -14,6 +14,7 @@ from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, RegistryError
+from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import QuantizedCache
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 
@@ -243,6 +244,31 @@ def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:
 @register("quantized")
 def _quantized(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request)
+
+
+@register("offloaded")
+def _offloaded(request: CacheRequest) -> OffloadedCache:
+    return OffloadedCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
+
+
+@register("offloaded_static")
+def _offloaded_static(request: CacheRequest) -> OffloadedStaticCache:
+    return OffloadedStaticCache(request.config, **_sized(request))
+
+
+@register("offloaded_hybrid")
+def _offloaded_hybrid(request: CacheRequest) -> OffloadedStaticCache:
+    return _offloaded_static(request)
+
+
+@register("offloaded_hybrid_chunked")
+def _offloaded_hybrid_chunked(request: CacheRequest) -> OffloadedStaticCache:
+    return _offloaded_static(request)
+
+
+@register("offloaded_quantized")
+def _offloaded_quantized(request: CacheRequest) -> QuantizedCache:
+    return _quantized_cache(request, offloading=True)
 
 
 @register("fp8")

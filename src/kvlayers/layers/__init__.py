@@ -2,6 +2,7 @@
 
 from .base import CacheLayer, LayerState
 from .dynamic import DynamicLayer
+from .offloaded import OffloadedLayer
 from .quantized import QuantizedLayer
 from .sliding import SlidingLayer
 from .static import StaticLayer
@@ -13,6 +14,7 @@ __all__ = [
     "CacheLayer",
     "DynamicLayer",
     "LayerState",
+    "OffloadedLayer",
     "QuantizedLayer",
     "SlidingLayer",
     "StaticLayer",

@@ -221,8 +221,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            f"expected a layer that can move between devices, but a {type(self).__name__} stays on its own: use "
-            "transformers' cache_implementation='offloaded' for now."
+            f"expected a layer that can move between devices, but a {type(self).__name__} stays on its own: make the "
+            "cache with offloading=True."
         )
 
     def prefetch(self) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 from .. import compat
 from ..compat import LayerSpec
+from ..errors import UnsupportedLayerError
+from ..offload.prefetcher import Prefetcher
 from ..stores.buckets import Buckets
 from ..stores.quantization import Quantization
 from ..stores.quantized import QuantizedStore
 from ..stores.reading import Reading
 from .dynamic import DynamicLayer
+from .offloaded import OffloadedLayer
 from .quantized import QuantizedLayer
 from .sliding import SlidingLayer
 from .static import StaticLayer
@@ -74,14 +77,16 @@ def static_layers(config: object, reserved: Reservation) -> list[Any]:
 
 def share_readings(layers: Sequence[Any]) -> None:
     """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
-    fixed = [layer for layer in layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]
+    held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in layers]
+    fixed = [layer for layer in held if isinstance(layer, StaticLayer | StaticSlidingLayer)]
     if not fixed:
         return
     mode = fixed[0].reserved.reading.mode
     mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
     # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
     mode.mixed = (
-        any(isinstance(layer, TokenLayer) and layer not in fixed for layer in layers)
+        any(isinstance(layer, OffloadedLayer) for layer in layers)
+        or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in layers)
         or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
     )
     readings: dict[object, Reading] = {}
@@ -90,6 +95,22 @@ def share_readings(layers: Sequence[Any]) -> None:
         store = layer.reserved
         store.reading = readings.setdefault(kind, store.reading)
         store.reading.mode = mode
+
+
+def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
+    """A layer, its states at home elsewhere where that is worth it; recurrent states are small, and stay.
+
+    Raises:
+        UnsupportedLayerError: it holds tokens in a way of its own, which cannot be moved.
+    """
+    if isinstance(layer, TokenLayer):
+        return layer if only_non_sliding and layer.is_sliding else OffloadedLayer(layer, prefetcher)
+    if isinstance(layer, compat.ATTENTION_LAYER):
+        raise UnsupportedLayerError(
+            f"expected layers that can be offloaded, but a {type(layer).__name__} holds tokens in a way of its own: "
+            "leave out offloading."
+        )
+    return layer
 
 
 def quantized_layers(

@@ -8,7 +8,7 @@ from typing_extensions import Self, override
 
 from ..errors import StateMismatchError
 from ..stores import TokenStore
-from ..stores.base import Fact
+from ..stores.base import Fact, Mover
 from ..stores.buffer import StateForm
 from .base import CacheLayer, LayerState
 
@@ -100,6 +100,16 @@ class TokenLayer(CacheLayer):
                 f"expected an empty layer, but {self._store.length} tokens are held: reset the cache first."
             )
         self._store.reserve_form(key_form, value_form)
+
+    def snapshot(self) -> Self:
+        """See `TokenStore.snapshot`."""
+        twin = copy.copy(self)
+        twin._store = self._store.snapshot()
+        return twin
+
+    def relocate(self, move: Mover) -> None:
+        """See `TokenStore.relocate`."""
+        self._store.relocate(move)
 
     def settings(self) -> dict[str, Fact]:
         """What the layer was made with and a state of it depends on."""

@@ -1,14 +1,19 @@
 """How tokens are held: the contract of a store."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from torch import Tensor
 from typing_extensions import Self
 
-from .buffer import StateForm
+from .buffer import StateForm, TokenBuffer
 
 Fact = int | str | bool | None
 """A plain fact that is kept beside the tensors of a state."""
+
+
+Mover = Callable[[TokenBuffer, int, int], TokenBuffer]
+"""Given a buffer, of whose tokens those from a first to a last one count, the buffer that is to be held instead."""
 
 
 class TokenStore(ABC):
@@ -138,6 +143,17 @@ class TokenStore(ABC):
     @abstractmethod
     def fork(self) -> Self:
         """An independent store with the same tokens."""
+
+    @abstractmethod
+    def relocate(self, move: Mover) -> None:
+        """Hold the same tokens in other buffers, of the same capacity: each in what `move` gives for the one it is in.
+
+        Forms, and with them the device that new states are expected on, stay what they are.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> Self:
+        """What the store is now, over the same buffers: true for as long as nobody writes to those."""
 
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
         """A store like this one with other states for the tokens that it holds, this one itself or a new one.

@@ -123,6 +123,15 @@ class TokenBuffer:
         return buffer
 
     @property
+    def form(self) -> StateForm:
+        """Form of the states that it holds, on the device where they are computed."""
+        return self._batch, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device
+
+    def first_sequences(self, batch_size: int) -> "TokenBuffer":
+        """The same memory for fewer sequences: the first ones."""
+        return self if batch_size == self._batch else TokenBuffer(self.tensor[:batch_size])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffer keeps alive, spare room included."""
         return self.tensor.untyped_storage().nbytes()

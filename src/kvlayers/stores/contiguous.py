@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from ..attention.single_query import attended_by_one_query
 from ..errors import StateMismatchError
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
-from .base import TokenStore
+from .base import Mover, TokenStore
 from .buffer import StateForm, TokenBuffer
 
 
@@ -204,6 +204,18 @@ class ContiguousStore(TokenStore):
         other.reserve_form(key_form, value_form)
         other.replace(keys, values)
         self.__dict__.update(other.__dict__)
+
+    @override
+    def relocate(self, move: Mover) -> None:
+        if self._keys is not None and self._values is not None:
+            start, end = self._start, self._end
+            self._keys, self._values = move(self._keys, start, end), move(self._values, start, end)
+
+    @override
+    def snapshot(self) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     @override
     def state(self) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .buffer import form_of
 from .contiguous import ContiguousStore
 
 GROWTH_DIVISOR = 8
@@ -58,7 +57,7 @@ class DenseStore(ContiguousStore):
             return
         # One pass over the buffers, where taking the live tokens out and writing them back would be two.
         self._keys, self._values = self._keys.selected(indices), self._values.selected(indices)
-        self._key_form, self._value_form = form_of(self._keys.tensor), form_of(self._values.tensor)
+        self._key_form, self._value_form = self._keys.form, self._values.form
 
     def selected(self, indices: Tensor) -> Self:
         """A store of those sequences, in memory of its own; this one stays what it is."""

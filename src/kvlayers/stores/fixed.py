@@ -10,6 +10,7 @@ from typing_extensions import Self, override
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import StateMismatchError
 from .admission import mismatch, no_room_for_batch
+from .base import Mover
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
@@ -53,7 +54,7 @@ class FixedStore(ContiguousStore):
         self._beyond = 0
         self._ruler = _ruler(0)
         self._rows = max_batch_size
-        self._reserved: tuple[Tensor, Tensor] | None = None
+        self._reserved: tuple[TokenBuffer, TokenBuffer] | None = None
         self._cursor: Tensor | None = None
         self._passed_on_device: Tensor | None = None
         super().__init__(limit=capacity)
@@ -292,7 +293,7 @@ class FixedStore(ContiguousStore):
             CapacityError: it is for fewer sequences, and may not grow.
         """
         if self._reserved is not None:
-            reserved = form_of(self._reserved[0]), form_of(self._reserved[1])
+            reserved = self._reserved[0].form, self._reserved[1].form
             seen = (reserved[0][0], *key_form[1:]), (reserved[1][0], *value_form[1:])
             if seen != reserved:
                 raise mismatch(seen, reserved, self.length)
@@ -307,7 +308,7 @@ class FixedStore(ContiguousStore):
     @property
     def reserved_batch_size(self) -> int | None:
         """Sequences that there is room for, `None` where that is not settled yet."""
-        return self._rows if self._reserved is None else self._reserved[0].shape[0]
+        return self._rows if self._reserved is None else self._reserved[0].form[0]
 
     def covers(self, other: "FixedStore", batch_size: int | None) -> bool:
         """Whether memory is reserved here for all that `other` would hold of so many sequences, and is read alike."""
@@ -346,36 +347,38 @@ class FixedStore(ContiguousStore):
             self._lay_out(capacity)
         self._stand_at(length, total)
 
-    def _reservation(self, key_form: StateForm, value_form: StateForm, capacity: int) -> tuple[Tensor, Tensor]:
+    def _reservation(
+        self, key_form: StateForm, value_form: StateForm, capacity: int
+    ) -> tuple[TokenBuffer, TokenBuffer]:
         """The reservation that there is, where it is of the size that is wanted, or else a new one of zeros."""
         reserved, batch_size = self._reserved, key_form[0]
-        if reserved is not None and reserved[0].shape[2] == capacity and reserved[0].shape[0] >= batch_size:
+        if reserved is not None and reserved[0].capacity == capacity and reserved[0].form[0] >= batch_size:
             return reserved
         self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
         keys, values = (
             TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros) for form in (key_form, value_form)
         )
-        return keys.tensor, values.tensor
+        return keys, values
 
     def _sit_on(
         self,
-        reserved: tuple[Tensor, Tensor],
+        reserved: tuple[TokenBuffer, TokenBuffer],
         key_form: StateForm,
         value_form: StateForm,
         held: tuple[Tensor, Tensor] | None,
         start: int,
     ) -> None:
         """Use the first rows of a reservation, with states `held` from slot `start` on."""
-        keys, values = (TokenBuffer(_rows(tensor, key_form[0])) for tensor in reserved)
+        keys, values = (buffer.first_sequences(key_form[0]) for buffer in reserved)
         if held is not None:
             with torch.no_grad():
                 keys.write(start, held[0])
                 values.write(start, held[1])
-        self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, reserved[0].shape[2]
+        self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
         if self._cursor is None or self._passed_on_device is None:
-            device = keys.tensor.device
+            device = key_form[4]
             self._cursor, self._passed_on_device = _count(self._end, device), _count(self.passed, device)
         if not torch.compiler.is_compiling():
             # What is allocated within a compiled function is a result of it, and has no fixed address.
@@ -485,10 +488,20 @@ class FixedStore(ContiguousStore):
             self._adopt(*held)
         else:
             reserved = self._reservation(key_form, value_form, self.capacity)
-            for tensor in reserved:
+            for buffer in reserved:
                 # Rows that are let go of may come back.
-                tensor[batch_size : self._key_form[0], :, : self._end].zero_()
+                buffer.tensor[batch_size : self._key_form[0], :, : self._end].zero_()
             self._sit_on(reserved, key_form, value_form, held, self._start)
+
+    @override
+    def relocate(self, move: Mover) -> None:
+        if self._reserved is None or self._key_form is None or self._tracks_gradients:
+            super().relocate(move)
+            return
+        start, end = self._start, self._end
+        self._reserved = move(self._reserved[0], start, end), move(self._reserved[1], start, end)
+        if self._keys is not None:
+            self._keys, self._values = (buffer.first_sequences(self._key_form[0]) for buffer in self._reserved)
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
@@ -522,10 +535,8 @@ class FixedStore(ContiguousStore):
     @property
     @override
     def nbytes(self) -> int:
-        tensors = [
-            *(self._reserved or ()),
-            *(buffer.tensor for buffer in (self._keys, self._values) if buffer is not None),
-        ]
+        buffers = (*(self._reserved or ()), self._keys, self._values)
+        tensors = [buffer.tensor for buffer in buffers if buffer is not None]
         tensors += [count for count in (self._cursor, self._passed_on_device) if count is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
@@ -560,7 +571,3 @@ def is_one_number(number: int) -> bool:
 def _count(number: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((), number, dtype=torch.int64, device=device)
-
-
-def _rows(reserved: Tensor, batch_size: int) -> Tensor:
-    return reserved if reserved.shape[0] == batch_size else reserved[:batch_size]

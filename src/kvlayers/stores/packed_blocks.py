@@ -11,6 +11,7 @@ from ..attention.history import PackedRun
 from ..autocast import without_autocast
 from ..errors import StateMismatchError
 from ..quantizers.base import CodeFormat, Quantizer, Side, check_groups
+from .base import Mover
 from .buffer import StateForm
 from .dense import DenseStore
 from .packed_side import PackedSide, pack_side, side_bytes
@@ -168,6 +169,18 @@ class PackedBlocks:
         for store in self._packed.values():
             store.clear()
         self._ends, self._first, self._tokens = [], 0, 0
+
+    def snapshot(self) -> Self:
+        """See `TokenStore.snapshot`."""
+        twin = copy.copy(self)
+        twin._packed = {side: store.snapshot() for side, store in self._packed.items()}
+        twin._ends = list(self._ends)
+        return twin
+
+    def relocate(self, move: Mover) -> None:
+        """See `TokenStore.relocate`."""
+        for store in self._packed.values():
+            store.relocate(move)
 
     def fork(self) -> Self:
         """An independent copy of the live blocks."""

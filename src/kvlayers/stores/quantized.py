@@ -13,7 +13,7 @@ from ..attention.on_handles import handles
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
-from .base import Fact, TokenStore
+from .base import Fact, Mover, TokenStore
 from .buffer import StateForm, form_of
 from .dense import DenseStore
 from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, StatePair, check_packed_state
@@ -358,6 +358,24 @@ class QuantizedStore(TokenStore):
         self._recent.length_hint = self._room
 
     # Copies
+
+    @override
+    def snapshot(self) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__getstate__())
+        twin._edition = Edition()
+        twin._sinks, twin._recent = self._sinks.snapshot(), self._recent.snapshot()
+        twin._blocks = None if self._blocks is None else self._blocks.snapshot()
+        return twin
+
+    @override
+    def relocate(self, move: Mover) -> None:
+        self._sinks.relocate(move)
+        self._recent.relocate(move)
+        if self._blocks is not None:
+            self._blocks.relocate(move)
+        # What was returned keeps the buffers that it is of.
+        self._old_runs = self._held = None
 
     @override
     def fork(self) -> Self:

@@ -1,0 +1,274 @@
+"""A layer whose states are held elsewhere between updates."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from ..errors import CapacityError, UnsupportedLayerError
+from ..offload.prefetcher import Prefetcher
+from ..stores.base import Mover
+from ..stores.buffer import StateForm
+from .base import CacheLayer, LayerState
+from .token_layer import TokenLayer
+
+
+class OffloadedLayer(CacheLayer):
+    """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
+
+    Which tokens are kept, and how, is the business of the layer that it wraps. Updates return states on the device;
+    everything else is done at home. What is ordered after what, `Prefetcher` guarantees.
+
+    On a machine that computes on the host, states stay where they are, or in the files of `DiskMemory`.
+
+    States that autograd follows are not moved.
+
+    Args:
+        layer: the layer that is wrapped, such as a `DynamicLayer`, `SlidingLayer`, `StaticLayer` or `QuantizedLayer`.
+        prefetcher: shared by all layers of a cache; one of its own, to the host's memory, where not given.
+
+    Raises:
+        UnsupportedLayerError: a layer that is not one of tokens. (Recurrent states are small, and stay on the device.)
+
+    Example:
+        >>> import torch, kvlayers
+        >>> layer = kvlayers.OffloadedLayer(kvlayers.DynamicLayer())
+        >>> keys, values = layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+        >>> layer
+        OffloadedLayer(DynamicLayer(length=3))
+    """
+
+    def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
+        if not isinstance(layer, TokenLayer):
+            raise UnsupportedLayerError(
+                f"expected a layer that holds tokens, but saw a {type(layer).__name__}: leave it on its device."
+            )
+        super().__init__()
+        self.layer = layer
+        self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
+        self.index = self.prefetcher.next_index()
+        self.edition = 0
+
+    # Taking in states
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        self.prefetcher.meter.begin_update(self.index)
+        if not self.prefetcher.travels(key_states.device):
+            return self.layer.update(key_states, value_states)
+        return self._update_away(key_states, value_states)
+
+    @torch.compiler.disable
+    def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.layer.snapshot()
+        self.prefetcher.bring(self, key_states.device)
+        try:
+            attended = self.layer.update(key_states, value_states)
+        except BaseException:
+            self.prefetcher.leave(self)
+            raise
+        try:
+            self.prefetcher.leave(self)
+        except CapacityError:
+            # What was at home is there still, and was not written to.
+            self.layer = before
+            self.edition += 1
+            raise
+        return attended
+
+    # Reading
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys held, on their device, as `TokenLayer.keys`. They are brought there for as long as they are used."""
+        with self._away():
+            return self.layer.keys
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        with self._away(changes=True):
+            self.layer.keys = states
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values held, on their device, as `TokenLayer.values`. They are brought there for as long as they are used."""
+        with self._away():
+            return self.layer.values
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        with self._away(changes=True):
+            self.layer.values = states
+
+    @contextlib.contextmanager
+    def _away(self, changes: bool = False) -> Iterator[None]:
+        """Have the states on their device."""
+        device = self.device
+        if device is None or not self.prefetcher.travels(device):
+            yield
+            return
+        self.prefetcher.bring(self, device)
+        self.edition += changes
+        try:
+            yield
+        finally:
+            self._leave_if_there_is_room()
+
+    @contextlib.contextmanager
+    def _at_home(self) -> Iterator[TokenLayer]:
+        """Have the states at home, for what the host does to them; whatever is not there then comes there."""
+        self.prefetcher.settle(self)
+        self.edition += 1
+        try:
+            yield self.layer
+        finally:
+            self._leave_if_there_is_room()
+
+    def _leave_if_there_is_room(self) -> None:
+        # What was asked for is done. States that there is no home for stay on their device until there is one.
+        with contextlib.suppress(CapacityError):
+            self.prefetcher.leave(self)
+
+    def relocate(self, move: Mover) -> None:
+        """See `TokenStore.relocate`."""
+        self.layer.relocate(move)
+
+    # Operations
+
+    @override
+    def truncate(self, length: int) -> None:
+        with self._at_home() as layer:
+            layer.truncate(length)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        with self._at_home() as layer:
+            layer.select(indices)
+
+    @override
+    def reset(self) -> None:
+        with self._at_home() as layer:
+            layer.reset()
+
+    @override
+    def activate_past_recording(self) -> None:
+        with self._at_home() as layer:
+            layer.activate_past_recording()
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        with self._at_home() as layer:
+            layer.deactivate_past_recording()
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        with self._at_home() as layer:
+            layer.reserve_form(key_form, value_form)
+        self.prefetcher.leave(self)
+
+    @override
+    def fork(self) -> Self:
+        self.prefetcher.settle(self)
+        twin = self.__class__(self.layer.fork(), self.prefetcher)
+        twin.index = self.index
+        twin._leave_if_there_is_room()
+        return twin
+
+    @override
+    def state(self) -> LayerState:
+        """As that of the layer within, with tensors on the host."""
+        self.prefetcher.settle(self)
+        state = self.layer.state()
+        device = None if self.device is None else str(self.device)
+        return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        device = state.facts.get("device") if self.device is None else self.device
+        if isinstance(device, str | torch.device):
+            tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
+            state = LayerState(state.kind, tensors, state.facts)
+        with self._at_home() as layer:
+            layer.load_state(state)
+
+    @override
+    def offload(self) -> None:
+        """Nothing: between updates the states are offloaded."""
+
+    @override
+    def prefetch(self) -> None:
+        """Nothing: the states of the next layer are brought by themselves."""
+
+    # What the layer within says
+
+    @property
+    @override
+    def length(self) -> int:
+        return self.layer.length
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.layer.capacity
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        return self.layer.batch_size
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """dtype of the keys, `None` before the first states."""
+        return self.layer.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the states are computed, `None` before the first ones."""
+        return self.layer.device
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """Whether it attends within a window."""
+        return self.layer.is_sliding
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can put it back as it was."""
+        return self.layer.is_croppable
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.layer.mask_sizes(query_length)
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        self.layer.check_truncate(length)
+
+    @override
+    def check_select(self, batch_size: int) -> None:
+        self.layer.check_select(batch_size)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        self.layer.check_state(state)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        """Bytes of memory held at home, spare room included."""
+        return self.layer.nbytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.prefetcher.settle(self)
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._leave_if_there_is_room()
+
+    def __repr__(self) -> str:
+        return f"OffloadedLayer({self.layer!r})"

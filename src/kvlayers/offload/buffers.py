@@ -1,0 +1,156 @@
+"""Buffers at home, and the copies of them that a device works on."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..stores.buffer import StateForm, TokenBuffer
+from .memory import HomeMemory
+
+
+def by_tokens(states: Tensor) -> Tensor:
+    """States `[batch, kv_heads, tokens, head_dim]` as `[tokens, batch, kv_heads, head_dim]`, a view."""
+    return states.permute(2, 0, 1, 3)
+
+
+def as_states(rows: Tensor) -> Tensor:
+    """Rows `[tokens, batch, kv_heads, head_dim]` as states, a view."""
+    return rows.permute(1, 2, 0, 3)
+
+
+class HomeBuffer(TokenBuffer):
+    """A buffer in the memory that states are at home in.
+
+    The tokens are the outermost dimension in memory, so that any run of them is one piece for a copy between devices.
+
+    Attributes:
+        rows: the memory, `[capacity, batch, kv_heads, head_dim]`, contiguous.
+        memory: where it is from, and what it grows into.
+        device: where the states are computed.
+    """
+
+    __slots__ = ("device", "memory", "rows")
+
+    def __init__(self, rows: Tensor, memory: HomeMemory, device: torch.device) -> None:
+        super().__init__(as_states(rows))
+        self.rows = rows
+        self.memory = memory
+        self.device = device
+
+    @classmethod
+    def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HomeBuffer":
+        """An unfilled buffer with room for what another one has room for."""
+        rows = by_tokens(buffer.tensor)
+        return cls(memory.empty(tuple(rows.shape), rows.dtype), memory, device)
+
+    @property
+    @override
+    def form(self) -> StateForm:
+        return (*super().form[:4], self.device)
+
+    @override
+    def moved(self, start: int, count: int, capacity: int) -> "HomeBuffer":
+        rows = self._empty(capacity, self.rows.shape[1])
+        with torch.no_grad():
+            rows[:count].copy_(self.rows[start : start + count])
+        return HomeBuffer(rows, self.memory, self.device)
+
+    @override
+    def selected(self, indices: Tensor) -> "HomeBuffer":
+        rows = self._empty(self.capacity, indices.shape[0])
+        with torch.no_grad():
+            torch.index_select(self.rows, 1, indices.to(rows.device), out=rows)
+        return HomeBuffer(rows, self.memory, self.device)
+
+    def _empty(self, capacity: int, batch_size: int) -> Tensor:
+        _, _, kv_heads, head_dim = self.rows.shape
+        return self.memory.empty((capacity, batch_size, kv_heads, head_dim), self.rows.dtype)
+
+    @override
+    def first_sequences(self, batch_size: int) -> "TokenBuffer":
+        return self if batch_size == self.rows.shape[1] else TokenBuffer(self.tensor[:batch_size])
+
+
+class StagedBuffer(TokenBuffer):
+    """What a device has of a buffer that is at home elsewhere. It knows which of its tokens are not there yet.
+
+    Attributes:
+        rows: its memory, `[capacity, batch, kv_heads, head_dim]`, contiguous.
+        home: the buffer that it is a copy of.
+        first: token of `home` that is the first one here.
+        kept: tokens that were brought, or moved here from where they were brought to.
+        was_brought: whether the memory is what states were brought to, rather than some that they were moved to since.
+        written: runs of tokens, start and end, that `home` does not have, or has otherwise.
+    """
+
+    __slots__ = ("first", "home", "kept", "rows", "was_brought", "written")
+
+    def __init__(
+        self,
+        rows: Tensor,
+        home: HomeBuffer,
+        first: int = 0,
+        kept: int | None = None,
+        written: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        super().__init__(as_states(rows))
+        self.rows = rows
+        self.home = home
+        self.first = first
+        self.was_brought = kept is None
+        self.kept = self.capacity if kept is None else kept
+        self.written = list(written)
+
+    @override
+    def write(self, start: int, states: Tensor) -> None:
+        super().write(start, states)
+        end = start + states.shape[2]
+        if self.written and self.written[-1][1] == start:
+            self.written[-1] = self.written[-1][0], end
+        else:
+            self.written.append((start, end))
+
+    @override
+    def moved(self, start: int, count: int, capacity: int) -> "StagedBuffer":
+        shape = (capacity, *self.rows.shape[1:])
+        with torch.inference_mode(False), torch.no_grad():
+            rows = torch.empty(shape, dtype=self.rows.dtype, device=self.rows.device)
+            rows[:count].copy_(self.rows[start : start + count])
+        return StagedBuffer(rows, self.home, self.first + start, count, clipped(self.written, start, start + count))
+
+    @override
+    def first_sequences(self, batch_size: int) -> "TokenBuffer":
+        return self if batch_size == self.rows.shape[1] else _FirstSequences(self, batch_size)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its tokens are in the slots that they have at home."""
+        return self.first == 0 and self.capacity == self.home.capacity
+
+
+class _FirstSequences(TokenBuffer):
+    """Some of the sequences of a staged buffer, which is told what is written to them."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, whole: StagedBuffer, batch_size: int) -> None:
+        super().__init__(whole.tensor[:batch_size])
+        self.whole = whole
+
+    @override
+    def write(self, start: int, states: Tensor) -> None:
+        super().write(start, states)
+        self.whole.written.append((start, start + states.shape[2]))
+
+
+def clipped(runs: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of runs that are between two tokens, counted from the first of the two, without what comes twice."""
+    found: list[tuple[int, int]] = []
+    for begin, stop in sorted((max(run[0], start) - start, min(run[1], end) - start) for run in runs):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif begin < stop:
+            found.append((begin, stop))
+    return found

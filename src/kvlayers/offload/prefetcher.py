@@ -1,0 +1,248 @@
+"""Brings the states of layers to their device just before they are needed, and sends back what is new."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..stores.base import Mover
+from ..stores.buffer import TokenBuffer
+from .buffers import HomeBuffer, StagedBuffer, by_tokens, clipped
+from .memory import HomeMemory, HostMemory
+from .traffic import Traffic, TrafficMeter
+from .transfers import Mark, Rows, Transfers, transfers_for
+
+TransfersMaker = Callable[[torch.device], Transfers | None]
+
+
+class Traveller(Protocol):
+    """A layer whose states travel."""
+
+    index: int
+    """Which layer of the cache it is, for the meter."""
+    edition: int
+    """A number that changes when its states do, other than by an update."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its states are computed, `None` before the first ones."""
+
+    def relocate(self, move: Mover) -> None:
+        """See `TokenStore.relocate`."""
+
+
+@dataclass
+class Staged:
+    """The states of a layer on the device, or on their way there."""
+
+    edition: int
+    buffers: dict[int, StagedBuffer]
+    """By the identity of the buffers at home."""
+    ready: Mark
+    traffic: Traffic
+
+
+class Lane:
+    """What the layers of one device share.
+
+    Attributes:
+        transfers: how states get there and back.
+        staged: layers that were brought ahead, or are there.
+        sent: a mark behind everything that was sent.
+        last: the layer that was asked for last.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers = transfers
+        self.staged: weakref.WeakKeyDictionary[Any, Staged] = weakref.WeakKeyDictionary()
+        self.sent: Mark | None = None
+        self.last: weakref.ref[Any] | None = None
+        self._followers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._in_flight: deque[tuple[Mark, list[Tensor]]] = deque()
+
+    def follow(self, layer: Traveller) -> Any:
+        """Note that `layer` comes after the one before; the layer that came after it the last time, if any."""
+        before = None if self.last is None else self.last()
+        if before is not None and before is not layer:
+            self._followers[before] = weakref.ref(layer)
+        self.last = weakref.ref(layer)
+        follower = self._followers.get(layer)
+        return None if follower is None else follower()
+
+    def hold_until_sent(self, mark: Mark, tensors: list[Tensor]) -> None:
+        """Keep the memory of what is being sent, of one layer at a time."""
+        self._in_flight.append((mark, tensors))
+        while len(self._in_flight) > 1:
+            # The allocator may give memory out again to whatever is computed from then on.
+            sent, _ = self._in_flight[0]
+            self.transfers.computing_waits(sent)
+            self._in_flight.popleft()
+
+
+class Prefetcher:
+    """Moves the states of a cache's layers between their home and the devices that compute.
+
+    Which layer comes next is learned: it is the one that came next the last time. While a layer is computed, the next
+    one's states are brought, so that there are those of two layers on a device at a time. After an update only the
+    tokens that it wrote are sent.
+
+    What is guaranteed, for each device:
+
+    * An update begins when the layer's states have arrived: the current stream waits for them, the host does not.
+    * States are brought after all that was ever sent has arrived at home, and into memory whose former use, whatever
+      was asked of the current stream before, is over. So nothing is read before it is written, nor written over before
+      it is read, and the allocator needs to be told of no other stream.
+    * What is sent was computed before: sending waits for the current stream, as far as it has been asked by then.
+    * Memory that is sent from, and is not that of a staged layer, is let go when the current stream has waited for it.
+    * Whatever else is done to a layer (crop, reorder, fork, state, ...) is done at home, by the host, when what was
+      sent of it has arrived. What was brought ahead of it is then not used.
+
+    All layers of a cache must be updated from one thread at a time. The stream that is the current one may change
+    between updates only as for any other tensor: if the one waits for the other.
+
+    Args:
+        memory: where states are at home, pinned memory of the host where not given.
+        transfers: makes the streams of a device; `None` for a device whose states need not travel.
+
+    Attributes:
+        meter: bytes moved.
+    """
+
+    def __init__(self, memory: HomeMemory | None = None, transfers: TransfersMaker = transfers_for) -> None:
+        self.memory = HostMemory() if memory is None else memory
+        self.meter = TrafficMeter()
+        self._make_transfers = transfers
+        self._lanes: dict[torch.device, Lane | None] = {}
+        self._layers = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Streams are of a process.
+        return Prefetcher, (self.memory, self._make_transfers)
+
+    def next_index(self) -> int:
+        """The number of a layer that is new."""
+        self._layers += 1
+        return self._layers - 1
+
+    def lane(self, device: torch.device | None) -> Lane | None:
+        """What the layers of a device share, `None` where their states are computed where they are."""
+        if device is None:
+            return None
+        if device not in self._lanes:
+            transfers = self._make_transfers(device)
+            self._lanes[device] = None if transfers is None else Lane(transfers)
+        return self._lanes[device]
+
+    def travels(self, device: torch.device | None) -> bool:
+        """Whether states that are computed on a device are at home elsewhere."""
+        return device is not None and (self.lane(device) is not None or self.memory.holds_host_states)
+
+    def bring(self, layer: Traveller, device: torch.device) -> None:
+        """Let the states of a layer be on their device, for what is asked of the current stream from now on."""
+        lane = self.lane(device)
+        if lane is None:
+            return
+        follower = lane.follow(layer)
+        staged = self._staged(lane, layer)
+        lane.transfers.computing_waits(staged.ready)
+        self.meter.count(layer.index, staged.traffic)
+        staged.traffic = Traffic()
+        layer.relocate(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
+        for other in list(lane.staged):
+            if other is not layer and other is not follower:
+                del lane.staged[other]
+        if follower is not None and follower is not layer:
+            self._staged(lane, follower)
+
+    def _staged(self, lane: Lane, layer: Traveller) -> Staged:
+        """What is on the device, or on its way there; sets out for it where there is nothing."""
+        staged = lane.staged.get(layer)
+        if staged is None or staged.edition != layer.edition:
+            lane.staged.pop(layer, None)
+            staged = lane.staged[layer] = self._set_out(lane, layer)
+        return staged
+
+    def _set_out(self, lane: Lane, layer: Traveller) -> Staged:
+        at_home: list[tuple[HomeBuffer, Rows]] = []
+
+        def note(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
+            if isinstance(buffer, HomeBuffer):
+                at_home.append((buffer, Rows(buffer.rows, start, end)))
+            return buffer
+
+        layer.relocate(note)
+        # Marked just before the memory is taken: see the guarantees.
+        after = [lane.transfers.computed()] + ([] if lane.sent is None else [lane.sent])
+        tensors, ready = lane.transfers.bring([rows for _, rows in at_home], after)
+        # What is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            buffers = {id(home): StagedBuffer(tensor, home) for (home, _), tensor in zip(at_home, tensors, strict=True)}
+        return Staged(layer.edition, buffers, ready, Traffic(to_device=sum(rows.nbytes for _, rows in at_home)))
+
+    def leave(self, layer: Traveller) -> None:
+        """Let the states of a layer be at home again: what is not there yet is sent.
+
+        Raises:
+            CapacityError: there is no memory for them. They stay where they are.
+        """
+        lane, device = self.lane(layer.device), layer.device
+        if device is None or not self.travels(device):
+            return
+        homes: dict[int, HomeBuffer] = {}
+        pairs: list[tuple[Rows, Rows]] = []
+        sent_from: list[Tensor] = []
+
+        def settle(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
+            if isinstance(buffer, StagedBuffer):
+                home = self._home_of(lane, buffer)
+                runs = clipped([(begin, stop) for begin, stop in buffer.written if begin < end], 0, end)
+                pairs.extend((Rows(home.rows, *run), Rows(buffer.rows, *run)) for run in runs)
+                sent_from.extend([] if buffer.was_brought else [buffer.rows])
+                homes[id(buffer)] = home
+            elif not isinstance(buffer, HomeBuffer) and not buffer.tracks_gradients:
+                with torch.inference_mode(False), torch.no_grad():
+                    home = HomeBuffer.like(buffer, self.memory, device)
+                    rows = by_tokens(buffer.tensor)[start:end].contiguous()
+                pairs.append((Rows(home.rows, start, end), Rows(rows, 0, end - start)))
+                sent_from.append(rows)
+                homes[id(buffer)] = home
+            return buffer
+
+        # Twice: where there is no memory for one buffer, none has been moved.
+        layer.relocate(settle)
+        layer.relocate(lambda buffer, start, end: homes.get(id(buffer), buffer))
+        pairs = [pair for pair in pairs if pair[0].nbytes]
+        if pairs:
+            self._send(lane, pairs, sent_from)
+            self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in pairs)))
+            if lane is not None:
+                lane.staged.pop(layer, None)
+
+    def _home_of(self, lane: Lane | None, buffer: StagedBuffer) -> HomeBuffer:
+        """Home for a staged buffer: where it came from, or that with as much room as it has by now."""
+        if buffer.is_in_place:
+            return buffer.home
+        if lane is not None and lane.sent is not None:
+            lane.transfers.host_waits(lane.sent)
+        with torch.inference_mode(False):
+            return buffer.home.moved(buffer.first, buffer.kept, buffer.capacity)
+
+    def _send(self, lane: Lane | None, pairs: list[tuple[Rows, Rows]], sent_from: list[Tensor]) -> None:
+        if lane is None:
+            with torch.no_grad():
+                for home, rows in pairs:
+                    home.states.copy_(rows.states)
+            return
+        lane.sent = lane.transfers.send(pairs, [lane.transfers.computed()])
+        if sent_from:
+            lane.hold_until_sent(lane.sent, sent_from)
+
+    def settle(self, layer: Traveller) -> None:
+        """Return when all that was sent of a layer's states has arrived at home."""
+        lane = self.lane(layer.device)
+        if lane is not None and lane.sent is not None:
+            lane.transfers.host_waits(lane.sent)

@@ -1,0 +1,69 @@
+"""The caches that are offloaded by their name."""
+
+import os
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from .dynamic_cache import DynamicCache
+from .options import checks_options
+from .static_cache import StaticCache
+from .stores import Buckets
+
+
+class OffloadedCache(DynamicCache):
+    """A `DynamicCache` with `offloading=True`, as transformers 4 called it.
+
+    Args: those of `DynamicCache`, other than `offloading`.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.OffloadedCache().offloading
+        True
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: object | None = None,
+        offload_only_non_sliding: bool = False,
+        length_hint: int | None = None,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            ddp_cache_data, config, True, offload_only_non_sliding, length_hint, offload_device, offload_directory
+        )
+
+
+class OffloadedStaticCache(StaticCache):
+    """A `StaticCache` with `offloading=True`, as transformers 4 called it.
+
+    Args: those of `StaticCache`, other than `offloading` and `compiled`.
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        config: object,
+        max_cache_len: int,
+        offload_only_non_sliding: bool = True,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            max_cache_len,
+            offloading=True,
+            offload_only_non_sliding=offload_only_non_sliding,
+            max_batch_size=max_batch_size,
+            buckets=buckets,
+            grow=grow,
+            compiled=False,
+            offload_device=offload_device,
+            offload_directory=offload_directory,
+        )

@@ -233,12 +233,6 @@ def test_an_option_that_is_missing_is_named() -> None:
         kvlayers.StaticCache(LLAMA)
 
 
-def test_offloading_is_refused_for_now() -> None:
-    kvlayers.DynamicCache(config=LLAMA, offloading=False)
-    with pytest.raises(kvlayers.NotYetError, match="cannot offload yet"):
-        kvlayers.DynamicCache(config=LLAMA, offloading=True)
-
-
 CONFIG_ERRORS: dict[str, Callable[[], object]] = {
     "no layers": lambda: kvlayers.DynamicCache(config=transformers.PreTrainedConfig()),
     "no config": lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4),

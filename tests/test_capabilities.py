@@ -12,6 +12,8 @@ from kvlayers import (
     CacheLayer,
     CapacityError,
     DynamicLayer,
+    OffloadedLayer,
+    Prefetcher,
     Quantization,
     QuantizedLayer,
     QuantizedStore,
@@ -20,6 +22,7 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.offload import RecordingTransfers
 
 pytestmark = pytest.mark.fast
 
@@ -30,6 +33,12 @@ PAST, REMOVED = 100, 40
 
 IN_CODES = Quantization(residual_length=0, sink_tokens=4)
 WINDOW_IN_CODES = Quantization(residual_length=0, sink_tokens=0)
+
+
+def _prefetcher() -> Prefetcher:
+    return Prefetcher(transfers=lambda device: RecordingTransfers())
+
+
 KINDS: dict[str, Callable[[], CacheLayer]] = {
     "DynamicLayer": DynamicLayer,
     "SlidingLayer": lambda: SlidingLayer(WINDOW),
@@ -37,6 +46,8 @@ KINDS: dict[str, Callable[[], CacheLayer]] = {
     "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW, max_batch_size=6),
     "QuantizedLayer": lambda: QuantizedLayer(IN_CODES),
     "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),
+    "DynamicLayer, offloaded": lambda: OffloadedLayer(DynamicLayer(), _prefetcher()),
+    "QuantizedLayer, offloaded": lambda: OffloadedLayer(QuantizedLayer(IN_CODES), _prefetcher()),
 }
 
 
@@ -132,6 +143,7 @@ NOTES = {
     ("repeats (`batch_repeat_interleave`)", "StaticLayer"): "within the reserved batch",
     ("repeats (`batch_repeat_interleave`)", "StaticSlidingLayer"): "within the reserved batch",
     ("lets gradients through", "QuantizedLayer"): "to the newest update alone",
+    ("lets gradients through", "QuantizedLayer, offloaded"): "to the newest update alone",
     ("lets gradients through", "SlidingLayer, quantized"): "to the newest update alone",
 }
 

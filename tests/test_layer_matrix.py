@@ -41,8 +41,12 @@ def _quantized_window(window: int) -> tuple[SlidingLayer, Oracle]:
     return layer, QuantizedOracle(quantization, window=window, room=layer.room)
 
 
+def _recording_transfers(device: torch.device) -> RecordingTransfers:
+    return RecordingTransfers()
+
+
 def _offloaded(layer: TokenLayer, oracle: Oracle) -> tuple[CacheLayer, Oracle]:
-    return OffloadedLayer(layer, Prefetcher(transfers=lambda device: RecordingTransfers())), oracle
+    return OffloadedLayer(layer, Prefetcher(transfers=_recording_transfers)), oracle
 
 
 KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {

@@ -63,7 +63,7 @@ def test_without_a_name_the_cache_is_ours_too(installed: None) -> None:
     assert type(used_cache()) is kvlayers.DynamicCache
 
 
-def test_a_name_that_is_not_built_yet_falls_through_to_transformers(
+def test_a_name_that_kvlayers_does_not_know_falls_through_to_transformers(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -73,6 +73,7 @@ def test_a_name_that_is_not_built_yet_falls_through_to_transformers(
         asked.append(offloading)
         return transformers.DynamicCache(config=config)
 
+    monkeypatch.delitem(kvlayers.generation.registry._factories, "offloaded")
     monkeypatch.setattr("transformers.generation.utils.DynamicCache", theirs)
     assert type(used_cache(cache_implementation="offloaded")) is transformers.DynamicCache
     assert asked == [True]

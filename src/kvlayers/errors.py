@@ -34,10 +34,6 @@ class OptionError(KVLayersError, TypeError):
     """An option that does not exist, is missing, or has a value of the wrong kind."""
 
 
-class NotYetError(KVLayersError, ValueError):
-    """An option of transformers that kvlayers does not have yet."""
-
-
 class ConfigError(KVLayersError, ValueError):
     """A model config lacks what the cache needs to know."""
 

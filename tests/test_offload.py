@@ -19,7 +19,7 @@ import kvlayers.cache
 from kvlayers import CapacityError, OffloadedLayer, OptionError, Prefetcher, UnsupportedLayerError
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, RecordingTransfers, Traffic
-from models import WINDOW, fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, tiny_model
 from oracle import states
 
 QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 8}
@@ -224,6 +224,26 @@ def test_generate_gives_the_tokens_of_the_cache_that_is_not_offloaded(
     assert torch.equal(*tokens)
     assert recorded
     assert sum(made.peak_bytes for made in recorded) > 0
+
+
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_quantized"])
+def test_assisted_decoding_gives_the_same_tokens(
+    installed: None, recorded: list[RecordingTransfers], name: str
+) -> None:
+    model, assistant = tiny_model("gemma3"), tiny_model("gemma3", seed=1)
+    tokens = [
+        model.generate(
+            prompt(1, 14),
+            max_new_tokens=24,
+            do_sample=False,
+            cache_implementation=implementation,
+            cache_config=QUANTIZED if "quantized" in name else None,
+            assistant_model=assistant,
+        )
+        for implementation in (NAMES[name], name)
+    ]
+    assert torch.equal(*tokens)
+    assert recorded
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -552,12 +572,22 @@ def test_states_that_do_not_match_leave_an_offloaded_layer_as_it_was(recorded: l
     follow(model, (plain, offloaded), prompt(2, 2), 10)
 
 
-def test_recurrent_states_stay_on_the_device(recorded: list[RecordingTransfers]) -> None:
-    model = tiny_model("mamba")
-    expected = decode(model, kvlayers.DynamicCache(config=model.config), prompt(2, 9), 5)
-    cache = kvlayers.DynamicCache(config=model.config, offloading=True)
-    assert torch.equal(decode(model, cache, prompt(2, 9), 5), expected)
-
-
-def test_the_window_of_the_tests_is_smaller_than_their_prompts() -> None:
-    assert WINDOW < 21
+@pytest.mark.parametrize(("family", "offloaded"), [("mamba", 0), ("jamba", 2)])
+def test_recurrent_states_stay_on_the_device(
+    installed: None, recorded: list[RecordingTransfers], family: str, offloaded: int
+) -> None:
+    model = tiny_model(family)
+    outputs = [
+        model.generate(
+            prompt(2, 9),
+            max_new_tokens=12,
+            do_sample=False,
+            cache_implementation=name,
+            return_dict_in_generate=True,
+        )
+        for name in ("dynamic", "offloaded")
+    ]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    if offloaded:
+        layers = outputs[1].past_key_values.layers
+        assert sum(isinstance(layer, OffloadedLayer) for layer in layers) == offloaded

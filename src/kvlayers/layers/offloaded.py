@@ -59,9 +59,10 @@ class OffloadedLayer(CacheLayer):
         self.prefetcher.meter.begin_update(self.index)
         if not self.prefetcher.travels(key_states.device):
             return self.layer.update(key_states, value_states)
-        return self._update_away(key_states, value_states)
+        attended: tuple[Tensor, Tensor] = self._update_away(key_states, value_states)
+        return attended
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.layer.snapshot()
         self.prefetcher.bring(self, key_states.device)

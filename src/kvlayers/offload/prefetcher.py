@@ -42,7 +42,8 @@ class Staged:
     edition: int
     buffers: dict[int, StagedBuffer]
     """By the identity of the buffers at home."""
-    ready: Mark
+    ready: Mark | None
+    """When they are there, `None` where there was nothing to bring."""
     traffic: Traffic
 
 
@@ -148,7 +149,8 @@ class Prefetcher:
             return
         follower = lane.follow(layer)
         staged = self._staged(lane, layer)
-        lane.transfers.computing_waits(staged.ready)
+        if staged.ready is not None:
+            lane.transfers.computing_waits(staged.ready)
         self.meter.count(layer.index, staged.traffic)
         staged.traffic = Traffic()
         layer.relocate(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
@@ -175,6 +177,8 @@ class Prefetcher:
             return buffer
 
         layer.relocate(note)
+        if not at_home:
+            return Staged(layer.edition, {}, None, Traffic())
         # Marked just before the memory is taken: see the guarantees.
         after = [lane.transfers.computed()] + ([] if lane.sent is None else [lane.sent])
         tensors, ready = lane.transfers.bring([rows for _, rows in at_home], after)

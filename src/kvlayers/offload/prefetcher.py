@@ -156,7 +156,7 @@ class Prefetcher:
         layer.relocate(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
         for other in list(lane.staged):
             if other is not layer and other is not follower:
-                del lane.staged[other]
+                self._drop(lane, other)
         if follower is not None and follower is not layer:
             self._staged(lane, follower)
 
@@ -164,9 +164,15 @@ class Prefetcher:
         """What is on the device, or on its way there; sets out for it where there is nothing."""
         staged = lane.staged.get(layer)
         if staged is None or staged.edition != layer.edition:
-            lane.staged.pop(layer, None)
+            self._drop(lane, layer)
             staged = lane.staged[layer] = self._set_out(lane, layer)
         return staged
+
+    def _drop(self, lane: Lane, layer: Traveller) -> None:
+        dropped = lane.staged.pop(layer, None)
+        if dropped is not None:
+            # Brought in vain, but brought.
+            self.meter.count(layer.index, dropped.traffic)
 
     def _set_out(self, lane: Lane, layer: Traveller) -> Staged:
         at_home: list[tuple[HomeBuffer, Rows]] = []

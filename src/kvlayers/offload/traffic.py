@@ -34,7 +34,7 @@ class TrafficMeter:
     Attributes:
         total: everything since the meter was made.
         steps: for each of the newest steps, oldest first, the traffic of each layer by its index. What is brought ahead
-            for a layer counts for the step in which that layer uses it.
+            for a layer counts for the step in which that layer uses it, or in which it is found to be of no use.
     """
 
     def __init__(self) -> None:

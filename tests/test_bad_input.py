@@ -223,6 +223,69 @@ def test_a_misspelt_option_is_named_with_what_exists(case: str) -> None:
         MISSPELT[case]()
 
 
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_tokens_that_do_not_fit_are_refused_before_any_layer_takes_them(family: str, tokens: int) -> None:
+    """A recurrent layer could not give them back."""
+    model = tiny_model(family)
+    cache, other = kvlayers.StaticCache(model.config, max_cache_len=12), kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for held in (cache, other):
+            model(prompt(1, 12 - tokens // 2), past_key_values=held)
+        with pytest.raises(kvlayers.CapacityError):
+            model(prompt(1, tokens, seed=1), past_key_values=cache)
+        expected = model(prompt(1, 1, seed=2), past_key_values=other).logits
+        if tokens > 1:
+            assert torch.equal(model(prompt(1, 1, seed=2), past_key_values=cache).logits, expected)
+        grown = kvlayers.StaticCache(model.config, max_cache_len=12, grow=True)
+        model(prompt(1, 12 - tokens // 2), past_key_values=grown)
+        assert torch.equal(model(prompt(1, 1, seed=2), past_key_values=grown).logits, expected)
+
+
+def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> None:
+    model = tiny_model("jamba")
+    cache, other = kvlayers.DynamicCache(config=model.config), kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for tokens in (5, 1):
+            model(prompt(1, tokens), past_key_values=other)
+        model(prompt(1, 5), past_key_values=cache)
+        cache.activate_past_recording()
+        model(prompt(1, 1), past_key_values=cache)
+        cache.deactivate_past_recording()
+        for tokens in (1, 3, 1):
+            expected = model(prompt(1, tokens, seed=1), past_key_values=other).logits
+            assert torch.equal(model(prompt(1, tokens, seed=1), past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: kvlayers.Buckets(factor=1e308),
+        lambda: kvlayers.Buckets().sizes(0),
+        lambda: kvlayers.Buckets().sizes(2.5),
+        lambda: kvlayers.StaticCache(LLAMA, 8, compiled="no"),
+        lambda: kvlayers.StaticCache(LLAMA, 8, grow="yes"),
+        lambda: kvlayers.StaticCache(LLAMA, 8).early_initialization(-1, 2, 8, torch.float32, "cpu"),
+    ],
+)
+def test_options_of_another_kind_are_refused(act: Callable[[], object]) -> None:
+    with pytest.raises(kvlayers.OptionError, match="expected"):
+        act()
+
+
+def test_alibi_for_a_whole_reservation_is_not_compiled_around(installed: None) -> None:
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
+    with pytest.raises(kvlayers.ConfigError, match="alibi"):
+        kvlayers.StaticCache(config, 40, compiled=True)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    options = {"max_new_tokens": 9, "do_sample": False}
+    compile_config = transformers.CompileConfig(backend="eager")
+    expected = model.generate(prompt(2, 6), **options)
+    seen = model.generate(prompt(2, 6), cache_implementation="static", compile_config=compile_config, **options)
+    assert torch.equal(seen, expected)
+
+
 def test_the_nearest_option_is_suggested() -> None:
     with pytest.raises(kvlayers.OptionError, match="did you mean 'max_cache_len'"):
         kvlayers.StaticCache(LLAMA, max_cash_len=9)

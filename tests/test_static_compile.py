@@ -509,6 +509,28 @@ def test_a_full_cache_in_a_compiled_loop_says_so_and_stays_as_it_was(counted: No
         check(decode(forward, cache, inputs[:fitting], prefill=small_model(family)), expected[:fitting])
 
 
+def test_a_past_that_outgrows_a_window_in_compiled_code_is_refused(counted: None) -> None:
+    family = "mistral"
+    inputs, expected = reference(family)
+    forward, cache = compiled(family), static_cache(family)
+    decode(small_model(family), cache, inputs[:1])
+    cache.activate_past_recording()
+    refused, steps = None, 1
+    while refused is None:
+        before = held(cache)
+        try:
+            check(decode(forward, cache, inputs[steps : steps + 1]), expected[steps : steps + 1])
+            steps += 1
+        except Exception as error:  # As what TorchDynamo makes of it.
+            refused = str(error)
+    assert "expected at most" in refused
+    assert steps > 3
+    check_unchanged(cache, before)
+    cache.crop(-1)
+    cache.deactivate_past_recording()
+    check(decode(forward, cache, inputs[steps - 1 : steps + 6]), expected[steps - 1 : steps + 6])
+
+
 def test_a_cache_that_is_full_after_others_of_another_size_says_so_too(counted: None) -> None:
     """Where compiled code has seen several sizes and prompts, and holds them for numbers that vary."""
     forward = compiled("qwen2")

@@ -174,6 +174,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             dtype: dtype of the states.
             device: device of the states.
         """
+        if batch_size < 1:
+            raise OptionError(f"expected a batch of at least one sequence, but saw batch_size={batch_size!r}.")
         heads = [num_heads] * len(self.layers) if isinstance(num_heads, int) else list(num_heads)
         dims = [head_dim] * len(self.layers) if isinstance(head_dim, int) else list(head_dim)
         if len(heads) != len(self.layers) or len(dims) != len(self.layers):
@@ -201,7 +203,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if layer_idx >= len(self.layers):
             return query_length, 0
         asked = self.layers[self._attending(layer_idx)]
-        if asked.is_compileable:
+        if isinstance(asked, CacheLayer) and asked.capacity is not None:
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
                     layer.make_room(query_length)

@@ -11,7 +11,7 @@ from .cache import Cache
 from .errors import UnsupportedLayerError
 from .layers import StaticLayer
 from .layers.dispatch import WINDOWED
-from .layers.static import check_reservation
+from .layers.static import check_reserved
 
 
 class ExportableDecoder(nn.Module):
@@ -25,7 +25,7 @@ class ExportableDecoder(nn.Module):
         batch_size: sequences side by side.
 
     Raises:
-        UnsupportedLayerError: the model has layers that keep something else than tokens.
+        UnsupportedLayerError: the model has layers that keep something else than tokens, an encoder, or no head.
         OptionError: a reservation of no tokens or no sequences.
 
     Example:
@@ -41,9 +41,15 @@ class ExportableDecoder(nn.Module):
         [(1, 1, 32), (1, 1, 32)]
     """
 
-    def __init__(self, model: nn.Module, max_cache_len: int, batch_size: int = 1) -> None:
+    def __init__(self, model: Any, max_cache_len: int, batch_size: int = 1) -> None:
         super().__init__()
-        check_reservation(max_cache_len, batch_size)
+        check_reserved(max_cache_len, "max_cache_len", "tokens")
+        check_reserved(batch_size, "batch_size", "sequences")
+        if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
+            raise UnsupportedLayerError(
+                f"expected a decoder-only language model, which returns logits, but saw a {type(model).__name__}: pass "
+                "the model with its language-modelling head."
+            )
         specs = compat.layer_specs(model.config)
         unknown = {spec.layer_type for spec in specs} - {"full_attention", *WINDOWED}
         if unknown:
@@ -79,7 +85,8 @@ class ExportableDecoder(nn.Module):
             `[batch, new, vocabulary]`.
 
         Raises:
-            RollbackError: in eager code, fewer tokens are held. A program cannot tell.
+            RollbackError: in eager code, fewer tokens are held. A program cannot tell, and one that is asked for more
+                tokens than are reserved raises torch's `IndexError`.
         """
         if torch.compiler.is_exporting():
             for layer in self.cache.layers:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from . import compat
 from .cache import Cache
-from .errors import ConfigError
+from .errors import ConfigError, OptionError
 from .layers import StaticLayer, StaticSlidingLayer
 from .layers.dispatch import WINDOWED, Reservation, static_layers
 from .options import checks_options
@@ -42,8 +42,9 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
 
     Raises:
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
-        ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
+        ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
+            compiled around such a cache (those with alibi).
 
     Example:
         >>> import torch, kvlayers, transformers
@@ -75,7 +76,20 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
         layers = static_layers(config, self._reservation)
         super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
-        self.compiled = torch.accelerator.is_available() if compiled is None else compiled
+        self.compiled = self._masks_are_of_buckets(config, compiled)
+
+    def _masks_are_of_buckets(self, config: object, compiled: bool | None) -> bool:
+        of_all = compat.counts_on_the_whole_reservation(config)
+        if compiled is None:
+            return torch.accelerator.is_available() and not of_all
+        if not isinstance(compiled, bool):
+            raise OptionError(f"expected compiled to be True, False or None, but saw {compiled!r}.")
+        if compiled and of_all:
+            raise ConfigError(
+                f"expected a model that attends to as many slots as its cache returns, but the alibi of "
+                f"{type(config).__name__} is made for all that are reserved: leave out compiled=True."
+            )
+        return compiled
 
     def check_config(self, config: object) -> None:
         """Raise `ConfigError` where this cache is none for such a model."""

@@ -298,7 +298,9 @@ def _will_be_compiled(
 ) -> bool:
     """Whether generate() is going to compile the forward pass around a cache of reserved memory."""
     static = _static_part(cache)
-    if static is None or (mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None):
+    if static is None or compat.counts_on_the_whole_reservation(model.config):
+        return False
+    if mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
         return False
     if generation_config.compile_config is not None:
         # transformers leaves a CPU out even where it is asked to compile.

@@ -143,7 +143,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Prepare for states of these forms before the first ones arrive."""
 
     def make_room(self, tokens: int) -> None:
-        """Do ahead of compiled code what it leaves to eager code, where `tokens` more come next. Mostly nothing.
+        """Be ready for `tokens` more, before any layer takes them in: some layers cannot give a token back.
 
         Raises:
             CapacityError: so many do not fit.

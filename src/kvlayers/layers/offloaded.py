@@ -242,6 +242,10 @@ class OffloadedLayer(CacheLayer):
         return self.layer.is_croppable
 
     @override
+    def make_room(self, tokens: int) -> None:
+        self.layer.make_room(tokens)
+
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.layer.mask_sizes(query_length)
 

@@ -20,8 +20,12 @@ def check_reserved(number: object, name: str, what: str) -> None:
         )
 
 
-def check_reservation(max_cache_len: object, max_batch_size: object, buckets: object = None) -> None:
+def check_reservation(
+    max_cache_len: object, max_batch_size: object, buckets: object = None, grow: object = False
+) -> None:
     """Raise `OptionError` where one of the options of a reservation is nothing of the kind."""
+    if not isinstance(grow, bool):
+        raise OptionError(f"expected grow to be True or False, but saw {grow!r}.")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise OptionError(f"expected buckets to be kvlayers.Buckets(minimum, factor), but saw {buckets!r}.")
     check_reserved(max_cache_len, "max_cache_len", "tokens")
@@ -53,7 +57,7 @@ class StaticLayer(DynamicLayer):
         buckets: Buckets | None = None,
         grow: bool = False,
     ) -> None:
-        check_reservation(max_cache_len, max_batch_size, buckets)
+        check_reservation(max_cache_len, max_batch_size, buckets, grow)
         super().__init__(store=FixedStore(max_cache_len, max_batch_size, buckets, grow=grow))
 
     @property
@@ -87,7 +91,10 @@ class StaticLayer(DynamicLayer):
     @override
     def make_room(self, tokens: int) -> None:
         if self.is_compileable:
+            # Compiled code leaves it to eager code to grow.
             self._store.make_room(tokens)
+        else:
+            self._store.check_room(tokens)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -44,7 +44,7 @@ class StaticSlidingLayer(SlidingLayer):
         buckets: Buckets | None = None,
         grow: bool = False,
     ) -> None:
-        check_reservation(max_cache_len, max_batch_size, buckets)
+        check_reservation(max_cache_len, max_batch_size, buckets, grow)
         check_window(sliding_window)
         fits_window = grow or max_cache_len >= sliding_window
         room = window_room(sliding_window) if fits_window else max_cache_len
@@ -101,6 +101,8 @@ class StaticSlidingLayer(SlidingLayer):
             self._store.prepare()
             if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
                 self._store.move_to_front(self._past)
+        else:
+            self._check_token_limit(tokens)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -162,9 +162,14 @@ class TransformersLayer:
             self.layer.activate_past_recording()
 
     def deactivate_past_recording(self) -> None:
-        """Record no more."""
-        if "record_past" in vars(self.layer):
-            self.layer.record_past = False
+        """Record no more, and hold no more than is needed without."""
+        if not vars(self.layer).get("record_past"):
+            return
+        self.layer.record_past = False
+        for index, states in vars(self.layer).get("conv_states", {}).items():
+            if states is not None:
+                # A layer that does not record writes its convolutions in place, and so needs them of their own size.
+                self.layer.conv_states[index] = _newest_columns(states, self.layer.conv_kernel_size[index])
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -249,3 +254,9 @@ def _copied(value: Any) -> Any:
     if isinstance(value, int | str | bool | None | torch.dtype | torch.device):
         return value
     return copy.deepcopy(value)
+
+
+def _newest_columns(states: Tensor, columns: int) -> Tensor:
+    """The last `columns` of states `[batch, channels, any]`, after zeros where there are fewer."""
+    missing = max(columns - states.shape[-1], 0)
+    return torch.nn.functional.pad(states[..., -columns:], (missing, 0)).contiguous()

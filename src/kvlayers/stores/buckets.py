@@ -13,6 +13,10 @@ ALIGNMENT = 8
 """Sizes are multiples of so many tokens, which attention kernels want of a mask's rows."""
 
 
+LARGEST_FACTOR = 2**20
+"""Above this one there is a single bucket anyway."""
+
+
 @dataclass(frozen=True)
 class Buckets:
     """Sizes that grow geometrically, up to the reservation itself.
@@ -38,8 +42,11 @@ class Buckets:
     def __post_init__(self) -> None:
         if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
             raise OptionError(f"expected a smallest bucket of at least one token, but saw minimum={self.minimum!r}.")
-        if not isinstance(self.factor, int | float) or not math.isfinite(self.factor) or self.factor <= 1:
-            raise OptionError(f"expected buckets that grow, by a factor above 1, but saw factor={self.factor!r}.")
+        if not isinstance(self.factor, int | float) or not 1 < self.factor <= LARGEST_FACTOR:
+            raise OptionError(
+                f"expected buckets that grow, by a factor above 1 and at most {LARGEST_FACTOR:,}, but saw "
+                f"factor={self.factor!r}."
+            )
 
     def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
         """Sizes of the buckets of a reservation of `capacity` tokens, the smallest first.
@@ -47,7 +54,12 @@ class Buckets:
         Args:
             capacity: tokens reserved, the last size.
             whole_from: tokens from which on no smaller size is of use, `None` for `capacity`.
+
+        Raises:
+            OptionError: a capacity that is no number of tokens.
         """
+        if not isinstance(capacity, int) or capacity < 1:
+            raise OptionError(f"expected a capacity of at least one token, but saw {capacity!r}.")
         sizes, size = [], self.minimum
         while size < (capacity if whole_from is None else min(whole_from, capacity)):
             sizes.append(size)

@@ -73,7 +73,7 @@ class ContiguousStore(TokenStore):
     def _take_form(self, tokens: int) -> None:
         """Be the store of states of the form that was admitted, if `tokens` of them fit."""
         if self._admitted is not None:
-            self._check_limit(tokens)
+            self.check_room(tokens)
             self.reserve_form(*self._admitted)
             self._admitted = None
 
@@ -89,11 +89,11 @@ class ContiguousStore(TokenStore):
             self._take_form(tokens)
         tracked = self._tracks_gradients or keys.requires_grad or values.requires_grad
         if tracked and torch.is_grad_enabled():
-            self._check_limit(tokens)
+            self.check_room(tokens)
             self._concatenate(keys, values)
             return
         if self._end + tokens > self._capacity:
-            self._check_limit(tokens)
+            self.check_room(tokens)
             keys, values = self._apart(keys), self._apart(values)
             self._make_room(tokens)
         elif not tokens:
@@ -128,7 +128,8 @@ class ContiguousStore(TokenStore):
             return states.clone()
         return states
 
-    def _check_limit(self, tokens: int) -> None:
+    def check_room(self, tokens: int) -> None:
+        """Raise `CapacityError` where `tokens` more are beyond the limit."""
         if self.limit is not None and self.length + tokens > self.limit:
             raise no_room_for_tokens(self.limit, self.length, tokens)
 

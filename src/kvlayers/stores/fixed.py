@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import StateMismatchError
-from .admission import mismatch, no_room_for_batch
+from .admission import mismatch, no_room_for_batch, no_room_for_tokens
 from .base import Mover
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
@@ -165,7 +165,7 @@ class FixedStore(ContiguousStore):
         """
         self.prepare()
         if self.lacks_room_for(tokens):
-            self._check_limit(tokens)
+            self.check_room(tokens)
             self._take_more(self.length + tokens)
 
     def prepare(self) -> None:
@@ -218,7 +218,7 @@ class FixedStore(ContiguousStore):
         exporting = torch.compiler.is_exporting()
         self._reserve_in_graph(tokens)
         if not exporting and self.lacks_room_for(tokens):
-            self._check_limit(tokens)
+            self.check_room(tokens)
             self.move_to_front(self.length)
         cursor: Tensor = self._cursor  # type: ignore[assignment]
         slots = cursor + torch.arange(tokens, device=cursor.device)
@@ -272,7 +272,7 @@ class FixedStore(ContiguousStore):
     def _take_form(self, tokens: int) -> None:
         if self._admitted is not None:
             key_form, value_form = self._admitted
-            self._check_limit(tokens)
+            self.check_room(tokens)
             self.check_reservation(key_form, value_form)
             # Nothing is reserved yet: what autograd follows is not held in a reservation.
             self._release()
@@ -321,10 +321,10 @@ class FixedStore(ContiguousStore):
         )
 
     @override
-    def _check_limit(self, tokens: int) -> None:
+    def check_room(self, tokens: int) -> None:
         # The address that compiled code writes to is settled: only eager code may change it.
         if not self.grow or torch.compiler.is_compiling():
-            super()._check_limit(tokens)
+            super().check_room(tokens)
 
     @override
     def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
@@ -339,9 +339,9 @@ class FixedStore(ContiguousStore):
             raise StateMismatchError("expected admitted states before any are read: update the layer first.")
         length, total = self.length, self.total
         held = self.newest(length) if length else None
-        reserved = self._reservation(self._key_form, self._value_form, capacity)
-        if held is not None and reserved is self._reserved:
+        if held is not None and self._is_reserved(self._key_form[0], capacity):
             held = held[0].clone(), held[1].clone()
+        reserved = self._reservation(self._key_form, self._value_form, capacity)
         self._sit_on(reserved, self._key_form, self._value_form, held, 0)
         if capacity != self.capacity:
             self._lay_out(capacity)
@@ -351,15 +351,19 @@ class FixedStore(ContiguousStore):
         self, key_form: StateForm, value_form: StateForm, capacity: int
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """The reservation that there is, where it is of the size that is wanted, or else a new one of zeros."""
-        reserved, batch_size = self._reserved, key_form[0]
-        if reserved is not None and reserved[0].capacity == capacity and reserved[0].form[0] >= batch_size:
-            return reserved
+        batch_size = key_form[0]
+        if self._reserved is not None and self._is_reserved(batch_size, capacity):
+            return self._reserved
         self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
         keys, values = (
             TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros) for form in (key_form, value_form)
         )
         return keys, values
+
+    def _is_reserved(self, batch_size: int, capacity: int) -> bool:
+        reserved = self._reserved
+        return reserved is not None and reserved[0].capacity == capacity and reserved[0].form[0] >= batch_size
 
     def _sit_on(
         self,
@@ -409,6 +413,8 @@ class FixedStore(ContiguousStore):
     def reserve(self, tokens: int) -> None:
         """Make sure that `tokens` tokens fit. A reservation that is too small is given up for a larger one."""
         if tokens > self.capacity:
+            if torch.compiler.is_compiling():
+                raise no_room_for_tokens(self.capacity, self.length, tokens - self.length)
             self._resize(tokens + tokens // 4)
         self._take_form(tokens)
 

@@ -3,6 +3,7 @@
 Importing it changes nothing in transformers; `install()` does, and `uninstall()` takes it back.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
@@ -47,10 +48,16 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .generation.install import install, installed, is_installed, uninstall
+    from .generation.resilient import DEFAULT_LADDER, Rung, SteppedDownWarning, resilient_generate
 
-_FROM_INSTALL = ("install", "installed", "is_installed", "uninstall")
+_LATE = {
+    **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "install"),
+    **dict.fromkeys(("DEFAULT_LADDER", "Rung", "SteppedDownWarning", "resilient_generate"), "resilient"),
+}
+"""What is imported when it is first asked for, and from which module of `generation`."""
 
 __all__ = [
+    "DEFAULT_LADDER",
     "BatchIndexError",
     "Buckets",
     "Cache",
@@ -89,10 +96,12 @@ __all__ = [
     "ReadOnlyStatesError",
     "RegistryError",
     "RollbackError",
+    "Rung",
     "SlidingLayer",
     "SlidingWindowCache",
     "StaleStatesError",
     "StateMismatchError",
+    "SteppedDownWarning",
     "StaticCache",
     "StaticLayer",
     "StaticSlidingLayer",
@@ -110,6 +119,7 @@ __all__ = [
     "quantizer_names",
     "register",
     "register_quantizer",
+    "resilient_generate",
     "uninstall",
     "unregister",
     "unregister_quantizer",
@@ -118,8 +128,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # generate() takes longer to import than all of kvlayers, and a decode loop of one's own does without it.
-    if name in _FROM_INSTALL:
-        from .generation import install as module
-
-        return getattr(module, name)
+    if name in _LATE:
+        return getattr(importlib.import_module(f".generation.{_LATE[name]}", __name__), name)
     raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")

@@ -43,7 +43,9 @@ class HomeBuffer(TokenBuffer):
     def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HomeBuffer":
         """An unfilled buffer with room for what another one has room for."""
         rows = by_tokens(buffer.tensor)
-        return cls(memory.empty(tuple(rows.shape), rows.dtype), memory, device)
+        # What is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            return cls(memory.empty(tuple(rows.shape), rows.dtype), memory, device)
 
     @property
     @override
@@ -105,8 +107,10 @@ class StagedBuffer(TokenBuffer):
 
     @override
     def write(self, start: int, states: Tensor) -> None:
-        super().write(start, states)
-        end = start + states.shape[2]
+        tokens = states.shape[2]
+        # Not by views that are cut ahead for many writes: it is there for one update.
+        self.read(start, tokens).copy_(states)
+        end = start + tokens
         if self.written and self.written[-1][1] == start:
             self.written[-1] = self.written[-1][0], end
         else:
@@ -149,8 +153,10 @@ def clipped(runs: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple
     """The parts of runs that are between two tokens, counted from the first of the two, without what comes twice."""
     found: list[tuple[int, int]] = []
     for begin, stop in sorted((max(run[0], start) - start, min(run[1], end) - start) for run in runs):
+        if begin >= stop:
+            continue
         if found and begin <= found[-1][1]:
             found[-1] = found[-1][0], max(stop, found[-1][1])
-        elif begin < stop:
+        else:
             found.append((begin, stop))
     return found

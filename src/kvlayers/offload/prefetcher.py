@@ -84,6 +84,55 @@ class Lane:
             self._in_flight.popleft()
 
 
+class Departure:
+    """What it takes for a layer's states to be at home: a home for each buffer, and what is to be sent there.
+
+    Args:
+        memory: where homes are.
+        device: where the states are computed.
+        wait: returns when what was sent before has arrived.
+
+    Attributes:
+        pairs: rows at home, and those that are to be sent to them.
+        sent_from: memory that is sent from, and that nobody else holds until then.
+    """
+
+    def __init__(self, memory: HomeMemory, device: torch.device, wait: Callable[[], None]) -> None:
+        self._memory, self._device, self._wait = memory, device, wait
+        self._homes: dict[int, HomeBuffer] = {}
+        self.pairs: list[tuple[Rows, Rows]] = []
+        self.sent_from: list[Tensor] = []
+
+    def note(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
+        """Find a home for a buffer; a `Mover` that moves nothing."""
+        if isinstance(buffer, StagedBuffer):
+            self._homes[id(buffer)] = home = self._home_of_staged(buffer)
+            for run in clipped(buffer.written, 0, end):
+                self.pairs.append((Rows(home.rows, *run), Rows(buffer.rows, *run)))
+            if not buffer.was_brought:
+                self.sent_from.append(buffer.rows)
+        elif not isinstance(buffer, HomeBuffer) and not buffer.tracks_gradients:
+            self._homes[id(buffer)] = home = HomeBuffer.like(buffer, self._memory, self._device)
+            if start < end:
+                with torch.inference_mode(False), torch.no_grad():
+                    rows = by_tokens(buffer.tensor)[start:end].contiguous()
+                self.pairs.append((Rows(home.rows, start, end), Rows(rows, 0, end - start)))
+                self.sent_from.append(rows)
+        return buffer
+
+    def home_of(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
+        """Where a buffer that was noted is at home; a `Mover`."""
+        return self._homes.get(id(buffer), buffer)
+
+    def _home_of_staged(self, buffer: StagedBuffer) -> HomeBuffer:
+        """Where it came from, or that with as much room as the buffer has by now."""
+        if buffer.is_in_place:
+            return buffer.home
+        self._wait()
+        with torch.inference_mode(False):
+            return buffer.home.moved(buffer.first, buffer.kept, buffer.capacity)
+
+
 class Prefetcher:
     """Moves the states of a cache's layers between their home and the devices that compute.
 
@@ -202,54 +251,25 @@ class Prefetcher:
         lane, device = self.lane(layer.device), layer.device
         if device is None or not self.travels(device):
             return
-        homes: dict[int, HomeBuffer] = {}
-        pairs: list[tuple[Rows, Rows]] = []
-        sent_from: list[Tensor] = []
-
-        def settle(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
-            if isinstance(buffer, StagedBuffer):
-                home = self._home_of(lane, buffer)
-                runs = clipped([(begin, stop) for begin, stop in buffer.written if begin < end], 0, end)
-                pairs.extend((Rows(home.rows, *run), Rows(buffer.rows, *run)) for run in runs)
-                sent_from.extend([] if buffer.was_brought else [buffer.rows])
-                homes[id(buffer)] = home
-            elif not isinstance(buffer, HomeBuffer) and not buffer.tracks_gradients:
-                with torch.inference_mode(False), torch.no_grad():
-                    home = HomeBuffer.like(buffer, self.memory, device)
-                    rows = by_tokens(buffer.tensor)[start:end].contiguous()
-                pairs.append((Rows(home.rows, start, end), Rows(rows, 0, end - start)))
-                sent_from.append(rows)
-                homes[id(buffer)] = home
-            return buffer
-
+        departure = Departure(self.memory, device, lambda: self.settle(layer))
         # Twice: where there is no memory for one buffer, none has been moved.
-        layer.relocate(settle)
-        layer.relocate(lambda buffer, start, end: homes.get(id(buffer), buffer))
-        pairs = [pair for pair in pairs if pair[0].nbytes]
-        if pairs:
-            self._send(lane, pairs, sent_from)
-            self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in pairs)))
+        layer.relocate(departure.note)
+        layer.relocate(departure.home_of)
+        if departure.pairs:
+            self._send(lane, departure)
+            self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in departure.pairs)))
             if lane is not None:
                 lane.staged.pop(layer, None)
 
-    def _home_of(self, lane: Lane | None, buffer: StagedBuffer) -> HomeBuffer:
-        """Home for a staged buffer: where it came from, or that with as much room as it has by now."""
-        if buffer.is_in_place:
-            return buffer.home
-        if lane is not None and lane.sent is not None:
-            lane.transfers.host_waits(lane.sent)
-        with torch.inference_mode(False):
-            return buffer.home.moved(buffer.first, buffer.kept, buffer.capacity)
-
-    def _send(self, lane: Lane | None, pairs: list[tuple[Rows, Rows]], sent_from: list[Tensor]) -> None:
+    def _send(self, lane: Lane | None, departure: Departure) -> None:
         if lane is None:
             with torch.no_grad():
-                for home, rows in pairs:
+                for home, rows in departure.pairs:
                     home.states.copy_(rows.states)
             return
-        lane.sent = lane.transfers.send(pairs, [lane.transfers.computed()])
-        if sent_from:
-            lane.hold_until_sent(lane.sent, sent_from)
+        lane.sent = lane.transfers.send(departure.pairs, [lane.transfers.computed()])
+        if departure.sent_from:
+            lane.hold_until_sent(lane.sent, departure.sent_from)
 
     def settle(self, layer: Traveller) -> None:
         """Return when all that was sent of a layer's states has arrived at home."""

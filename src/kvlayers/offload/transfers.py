@@ -34,7 +34,8 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Their bytes."""
-        return self.states.numel() * self.tensor.element_size()
+        row = self.tensor.nbytes // max(self.tensor.shape[0], 1)
+        return (self.end - self.start) * row
 
 
 class Transfers(ABC):

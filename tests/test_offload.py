@@ -539,6 +539,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "expected offloading=True",
         lambda: kvlayers.DynamicCache(offload_device="disk", offload_directory="/tmp"),
     ),
+    "a name that is nearly one": (
+        kvlayers.RegistryError,
+        "did you mean .static.",
+        lambda: kvlayers.make_cache("Statc", CONFIG),
+    ),
     "a misspelt option": (
         OptionError,
         "but was given 'offload_dir'",
@@ -591,3 +596,31 @@ def test_recurrent_states_stay_on_the_device(
     if offloaded:
         layers = outputs[1].past_key_values.layers
         assert sum(isinstance(layer, OffloadedLayer) for layer in layers) == offloaded
+
+
+def test_a_fork_and_its_origin_share_what_travels(recorded: list[RecordingTransfers]) -> None:
+    model, _, cache = pair("dynamic", "llama")
+    decode(model, cache, prompt(2, 9), 3)
+    before = cache.traffic.total.to_device
+    decode(model, cache.fork(), prompt(2, 1), 3)
+    assert cache.traffic.total.to_device > before
+    assert "to_device=" in repr(cache.traffic)
+
+
+def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -> None:
+    model = tiny_model("llama")
+    for place in ({}, {"offload_device": "disk", "offload_directory": tmp_path}):
+        cache = kvlayers.OffloadedCache(config=model.config, **place)
+        decode(model, cache, prompt(2, 9), 3)
+        assert cache.traffic.total == Traffic()
+
+
+def test_compiled_code_breaks_its_graph_at_offloaded_layers(recorded: list[RecordingTransfers]) -> None:
+    model, plain, offloaded = pair("static", "llama")
+    forward = torch.compile(model.forward, backend="eager")
+    ids = prompt(2, 9)
+    with torch.no_grad():
+        for _ in range(14):
+            logits = forward(ids, past_key_values=offloaded).logits[:, -1]
+            assert torch.equal(logits, model(ids, past_key_values=plain).logits[:, -1])
+            ids = logits.argmax(-1, keepdim=True)

@@ -521,3 +521,11 @@ def test_a_model_is_collected_although_its_memory_was_kept(counted: None, instal
 
 def test_the_tests_count_graphs_in_one_place() -> None:
     assert test_static_compile.COUNTS is COUNTS
+
+
+def test_who_says_how_much_is_reserved_gets_no_more(installed: None) -> None:
+    model = tiny_model("llama")
+    options = {"do_sample": False, "cache_implementation": "static"}
+    model.generate(prompt(1, 12), max_new_tokens=20, **options)
+    with pytest.raises(kvlayers.CapacityError, match="at most 16 tokens"):
+        model.generate(prompt(1, 12), max_new_tokens=12, cache_config={"max_cache_len": 16}, **options)

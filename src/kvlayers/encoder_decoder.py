@@ -13,7 +13,7 @@ from . import legacy
 from .cache import Cache
 from .dynamic_cache import DynamicCache
 from .errors import BatchIndexError, LegacyFormatError, OptionError, StateMismatchError
-from .operations import CacheState
+from .operations import CacheState, check_is_state
 from .options import checks_options
 
 
@@ -126,6 +126,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         Raises:
             StateMismatchError: the state is of a cache with other parts; nothing is changed.
         """
+        check_is_state(state)
         if state.kind != type(self).__name__ or len(state.parts) != 2:
             raise StateMismatchError(
                 f"expected the state of an {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "

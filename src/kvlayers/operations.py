@@ -176,6 +176,7 @@ class LayerwiseOperations(ABC):
         Raises:
             StateMismatchError: the state is of a cache with other layers; nothing is changed.
         """
+        check_is_state(state)
         layers = self.layers_for(len(state.layers))
         if state.parts or len(state.layers) != len(layers):
             raise StateMismatchError(
@@ -193,3 +194,11 @@ class LayerwiseOperations(ABC):
         self.layers = layers
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
+
+
+def check_is_state(state: object) -> None:
+    """Raise `StateMismatchError` where `state` is nothing that a cache's `state()` returns."""
+    if not isinstance(state, CacheState):
+        raise StateMismatchError(
+            f"expected what the state() of a cache returned, but saw a {type(state).__name__}: take one with state()."
+        )

@@ -1,5 +1,6 @@
 """Caches by name: who makes the cache that `cache_implementation="..."` asks for."""
 
+import difflib
 import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
@@ -125,7 +126,7 @@ def make_cache(
     Args:
         name: one of `cache_names()`.
         model_or_config: the model that will use the cache, or its config.
-        batch_size: sequences side by side, where known.
+        batch_size: sequences side by side, where known. (A static cache reserves for `max_batch_size`, an option.)
         length_hint: the most tokens that are expected, where known. A static cache reserves so many.
         device: device of the model, where known.
         dtype: dtype of the states, where known.
@@ -193,7 +194,9 @@ def _entry_points() -> importlib.metadata.EntryPoints:
 
 def unknown_name(name: object) -> RegistryError:
     """The error for a name that nobody registered, which lists those that there are."""
-    return RegistryError(f"expected the name of a cache ({', '.join(cache_names())}), but saw {name!r}.")
+    near = difflib.get_close_matches(str(name).lower(), cache_names(), n=1)
+    suggestion = f": did you mean {near[0]!r}?" if near else "."
+    return RegistryError(f"expected the name of a cache ({', '.join(cache_names())}), but saw {name!r}{suggestion}")
 
 
 def _tell_listeners() -> None:

@@ -109,9 +109,12 @@ def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:
         return False
     if any(len(old.layers) != len(new.layers) for old, new in zip(have, want, strict=True)):
         return False
+    # Who says how much is reserved is refused one token more.
+    exact = "max_cache_len" in request.options
     pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old.layers, new.layers, strict=True)]
     return all(
         old.covers(new, request.batch_size)
+        and (not exact or old.max_cache_len == new.max_cache_len)
         and (old.dtype, old.values_dtype, old.device) == (request.dtype, request.dtype, request.device)
         for old, new in pairs
     )

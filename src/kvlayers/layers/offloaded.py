@@ -56,13 +56,17 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        attended: tuple[Tensor, Tensor] = self._update(key_states, value_states)
+        return attended
+
+    # Streams and counts are no part of what is compiled, which breaks its graph here.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
         if not self.prefetcher.travels(key_states.device):
             return self.layer.update(key_states, value_states)
-        attended: tuple[Tensor, Tensor] = self._update_away(key_states, value_states)
-        return attended
+        return self._update_away(key_states, value_states)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.layer.snapshot()
         self.prefetcher.bring(self, key_states.device)

@@ -73,7 +73,7 @@ class DiskMemory(HomeMemory):
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).expanduser()
         try:
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
@@ -125,8 +125,8 @@ def _take_space(file: int, nbytes: int) -> None:
 def _no_memory(shape: tuple[int, ...], dtype: torch.dtype, where: str, reason: str) -> CapacityError:
     nbytes = math.prod(shape) * dtype.itemsize
     return CapacityError(
-        f"expected {nbytes:,} bytes {where} for offloaded states, but could not have them ({reason}): make room there, "
-        "or reserve less."
+        f"expected {nbytes:,} bytes {where} for offloaded states, but could not have them ({reason}): see that there "
+        "is room, or hold fewer tokens."
     )
 
 

@@ -27,6 +27,8 @@ class Offloading:
     offload_directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        # A torch.device, as transformers 4 took one, has its name.
+        object.__setattr__(self, "offload_device", str(self.offload_device))
         if self.offload_device not in TIERS:
             raise OptionError(
                 f"expected offload_device to be one of {', '.join(map(repr, TIERS))}, but saw {self.offload_device!r}."

@@ -256,13 +256,11 @@ class Prefetcher:
         layer.relocate(departure.note)
         layer.relocate(departure.home_of)
         if departure.pairs:
-            self._send(lane, departure)
-            self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in departure.pairs)))
-            if lane is not None:
-                lane.staged.pop(layer, None)
+            self._send(lane, layer, departure)
 
-    def _send(self, lane: Lane | None, departure: Departure) -> None:
+    def _send(self, lane: Lane | None, layer: Traveller, departure: Departure) -> None:
         if lane is None:
+            # Within the host's memory: nothing travels.
             with torch.no_grad():
                 for home, rows in departure.pairs:
                     home.states.copy_(rows.states)
@@ -270,6 +268,8 @@ class Prefetcher:
         lane.sent = lane.transfers.send(departure.pairs, [lane.transfers.computed()])
         if departure.sent_from:
             lane.hold_until_sent(lane.sent, departure.sent_from)
+        lane.staged.pop(layer, None)
+        self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in departure.pairs)))
 
     def settle(self, layer: Traveller) -> None:
         """Return when all that was sent of a layer's states has arrived at home."""

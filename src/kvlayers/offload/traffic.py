@@ -29,10 +29,12 @@ class Traffic:
 
 
 class TrafficMeter:
-    """Counts what an offloaded cache moves. A step begins when a layer is updated again.
+    """Counts what an offloaded cache and its forks move to their devices and from them.
+
+    A step begins when a layer is updated again.
 
     Attributes:
-        total: everything since the meter was made.
+        total: everything since the cache was made.
         steps: for each of the newest steps, oldest first, the traffic of each layer by its index. What is brought ahead
             for a layer counts for the step in which that layer uses it, or in which it is found to be of no use.
     """
@@ -41,6 +43,9 @@ class TrafficMeter:
         self.total = Traffic()
         self.steps: deque[dict[int, Traffic]] = deque(maxlen=KEPT_STEPS)
         self._updated: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"TrafficMeter(total={self.total})"
 
     def begin_update(self, layer: int) -> None:
         """Note that a layer takes in tokens."""

@@ -63,7 +63,7 @@ def no_room_for_tokens(limit: int, held: int, tokens: int) -> CapacityError:
     limit, held, tokens = index(limit), index(held), index(tokens)
     return CapacityError(
         f"expected at most {limit} tokens, the size of the reservation, but saw {held} held and {tokens} new: reserve "
-        f"{held + tokens} or more, or crop the cache first."
+        f"{held + tokens} or more (max_cache_len), or crop the cache first."
     )
 
 

@@ -20,8 +20,17 @@ it returned one dict for all."""
 BLOOM_MASKS_WHAT_IS_THERE = Version("5.21")
 """From here on BLOOM pads its mask to the length of a static cache only where it is compiled; before, always."""
 
-COMPILES_TENSOR_SUBCLASSES = Version(Version(torch.__version__).base_version) >= Version("2.13")
+TORCH = Version(Version(torch.__version__).base_version)
+
+COMPILES_TENSOR_SUBCLASSES = Version("2.13") <= TORCH
 """From here on TorchDynamo is known to trace what `attention/single_query_compiled.py` asks of it."""
+
+# torch 2.6 has them as current_device_idx and set_device_idx, which are deprecated from 2.7 on.
+_NAMES_ITS_INDEX = Version("2.7") <= TORCH
+current_device_index = (
+    torch.accelerator.current_device_index if _NAMES_ITS_INDEX else torch.accelerator.current_device_idx
+)
+set_device_index = torch.accelerator.set_device_index if _NAMES_ITS_INDEX else torch.accelerator.set_device_idx
 
 LINEAR_LAYER = upstream.LinearAttentionCacheLayerMixin
 ATTENTION_LAYER = upstream.CacheLayerMixin

@@ -69,18 +69,15 @@ class OffloadedLayer(CacheLayer):
 
     def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.layer.snapshot()
-        self.prefetcher.bring(self, key_states.device)
         try:
+            self.prefetcher.bring(self, key_states.device)
             attended = self.layer.update(key_states, value_states)
+            self.prefetcher.leave(self)
         except BaseException:
-            self.prefetcher.leave(self)
-            raise
-        try:
-            self.prefetcher.leave(self)
-        except CapacityError:
             # What was at home is there still, and was not written to.
             self.layer = before
             self.edition += 1
+            self.prefetcher.forget(self)
             raise
         return attended
 
@@ -126,6 +123,7 @@ class OffloadedLayer(CacheLayer):
     def _at_home(self) -> Iterator[TokenLayer]:
         """Have the states at home, for what the host does to them; whatever is not there then comes there."""
         self.prefetcher.settle(self)
+        self.prefetcher.forget(self)
         self.edition += 1
         try:
             yield self.layer
@@ -192,13 +190,15 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def load_state(self, state: LayerState) -> None:
-        self.check_state(state)
-        device = state.facts.get("device") if self.device is None else self.device
-        if isinstance(device, str | torch.device):
-            tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
-            state = LayerState(state.kind, tensors, state.facts)
         with self._at_home() as layer:
-            layer.load_state(state)
+            layer.load_state(self._on_device(state))
+
+    def _on_device(self, state: LayerState) -> LayerState:
+        device = state.facts.get("device") if self.device is None else self.device
+        if not isinstance(device, str | torch.device):
+            return state
+        tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
+        return LayerState(state.kind, tensors, state.facts)
 
     @override
     def offload(self) -> None:
@@ -263,7 +263,7 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        self.layer.check_state(state)
+        self.layer.check_state(self._on_device(state))
 
     @property
     @override

@@ -60,11 +60,16 @@ class HomeBuffer(TokenBuffer):
         return HomeBuffer(rows, self.memory, self.device)
 
     @override
-    def selected(self, indices: Tensor) -> "HomeBuffer":
-        rows = self._empty(self.capacity, indices.shape[0])
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "HomeBuffer":
+        rows = self._empty(capacity, indices.shape[0])
         with torch.no_grad():
-            torch.index_select(self.rows, 1, indices.to(rows.device), out=rows)
+            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=rows[:count])
         return HomeBuffer(rows, self.memory, self.device)
+
+    @override
+    def another(self, batch_size: int, capacity: int) -> "HomeBuffer":
+        # Not zeros: no more than the tokens that are there is ever brought.
+        return HomeBuffer(self._empty(capacity, batch_size), self.memory, self.device)
 
     def _empty(self, capacity: int, batch_size: int) -> Tensor:
         _, _, kv_heads, head_dim = self.rows.shape
@@ -72,7 +77,9 @@ class HomeBuffer(TokenBuffer):
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
-        return self if batch_size == self.rows.shape[1] else TokenBuffer(self.tensor[:batch_size])
+        if batch_size == self.rows.shape[1]:
+            return self
+        return HomeBuffer(self.rows[:, :batch_size], self.memory, self.device)
 
 
 class StagedBuffer(TokenBuffer):

@@ -44,7 +44,7 @@ class HostMemory(HomeMemory):
         with torch.inference_mode(False):
             if torch.accelerator.is_available():
                 try:
-                    return torch.empty(shape, dtype=dtype, pin_memory=True)
+                    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
                 except (RuntimeError, NotImplementedError) as error:
                     _say_unpinned(str(error))
             try:

@@ -1,5 +1,6 @@
 """Brings the states of layers to their device just before they are needed, and sends back what is new."""
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -82,6 +83,12 @@ class Lane:
             sent, _ = self._in_flight[0]
             self.transfers.computing_waits(sent)
             self._in_flight.popleft()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no more of the memory of what has been sent by now."""
+        while self._in_flight and self.transfers.is_reached(self._in_flight[0][0]):
+            self._in_flight.popleft()
 
 
 class Departure:
@@ -95,6 +102,7 @@ class Departure:
     Attributes:
         pairs: rows at home, and those that are to be sent to them.
         sent_from: memory that is sent from, and that nobody else holds until then.
+        changes_homes: whether a buffer has another home now than what it was brought from, or its first one.
     """
 
     def __init__(self, memory: HomeMemory, device: torch.device, wait: Callable[[], None]) -> None:
@@ -102,17 +110,20 @@ class Departure:
         self._homes: dict[int, HomeBuffer] = {}
         self.pairs: list[tuple[Rows, Rows]] = []
         self.sent_from: list[Tensor] = []
+        self.changes_homes = False
 
     def note(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
         """Find a home for a buffer; a `Mover` that moves nothing."""
         if isinstance(buffer, StagedBuffer):
             self._homes[id(buffer)] = home = self._home_of_staged(buffer)
+            self.changes_homes = self.changes_homes or home is not buffer.home
             for run in clipped(buffer.written, 0, end):
                 self.pairs.append((Rows(home.rows, *run), Rows(buffer.rows, *run)))
             if not buffer.was_brought:
                 self.sent_from.append(buffer.rows)
         elif not isinstance(buffer, HomeBuffer) and not buffer.tracks_gradients:
             self._homes[id(buffer)] = home = HomeBuffer.like(buffer, self._memory, self._device)
+            self.changes_homes = True
             if start < end:
                 with torch.inference_mode(False), torch.no_grad():
                     rows = by_tokens(buffer.tensor)[start:end].contiguous()
@@ -196,6 +207,7 @@ class Prefetcher:
         lane = self.lane(device)
         if lane is None:
             return
+        lane.let_go()
         follower = lane.follow(layer)
         staged = self._staged(lane, layer)
         if staged.ready is not None:
@@ -207,7 +219,9 @@ class Prefetcher:
             if other is not layer and other is not follower:
                 self._drop(lane, other)
         if follower is not None and follower is not layer:
-            self._staged(lane, follower)
+            # Where there is no memory for it yet, it is brought when it is needed.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._staged(lane, follower)
 
     def _staged(self, lane: Lane, layer: Traveller) -> Staged:
         """What is on the device, or on its way there; sets out for it where there is nothing."""
@@ -257,6 +271,9 @@ class Prefetcher:
         layer.relocate(departure.home_of)
         if departure.pairs:
             self._send(lane, layer, departure)
+        if lane is not None and (departure.pairs or departure.changes_homes):
+            # Even where nothing is sent: what is staged is of other buffers than those that are at home now.
+            lane.staged.pop(layer, None)
 
     def _send(self, lane: Lane | None, layer: Traveller, departure: Departure) -> None:
         if lane is None:
@@ -268,7 +285,6 @@ class Prefetcher:
         lane.sent = lane.transfers.send(departure.pairs, [lane.transfers.computed()])
         if departure.sent_from:
             lane.hold_until_sent(lane.sent, departure.sent_from)
-        lane.staged.pop(layer, None)
         self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in departure.pairs)))
 
     def settle(self, layer: Traveller) -> None:
@@ -276,3 +292,10 @@ class Prefetcher:
         lane = self.lane(layer.device)
         if lane is not None and lane.sent is not None:
             lane.transfers.host_waits(lane.sent)
+            lane.let_go()
+
+    def forget(self, layer: Traveller) -> None:
+        """Let go of what was brought of a layer: it is about to change at home."""
+        lane = self.lane(layer.device)
+        if lane is not None:
+            self._drop(lane, layer)

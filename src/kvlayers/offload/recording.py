@@ -94,6 +94,10 @@ class RecordingTransfers(Transfers):
         if mark is not None:
             _finish(mark)
 
+    @override
+    def is_reached(self, mark: Mark) -> bool:
+        return mark is None or mark.done
+
     @property
     def held_bytes(self) -> int:
         """Device memory that somebody holds."""

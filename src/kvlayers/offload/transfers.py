@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from .. import compat
+
 logger = logging.getLogger(__name__)
 
 Mark = Any
@@ -68,18 +70,25 @@ class Transfers(ABC):
     def host_waits(self, mark: Mark) -> None:
         """Return when a mark is reached."""
 
+    @abstractmethod
+    def is_reached(self, mark: Mark) -> bool:
+        """Whether a mark is reached by now."""
+
 
 class StreamTransfers(Transfers):
     """Two streams beside the current one, and events between them; nothing waits for the whole device.
 
     Raises:
         RuntimeError: the device has no streams.
+        ValueError: it is not the accelerator of this process.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._inbound = torch.Stream(device=device)
         self._outbound = torch.Stream(device=device)
+        # A device may have streams to be made, and none that are current.
+        self.host_waits(self.computed())
 
     @override
     def computed(self) -> Mark:
@@ -91,7 +100,7 @@ class StreamTransfers(Transfers):
             self._inbound.wait_event(mark)
         # Allocated on this stream, whose order of work is that in which the allocator gives memory out again.
         with _on(self._inbound):
-            brought = [_copied(rows, self.device) for rows in sources]
+            brought = [_copied(rows, self.device, non_blocking=True) for rows in sources]
         return brought, self._inbound.record_event()
 
     @override
@@ -101,7 +110,10 @@ class StreamTransfers(Transfers):
         with _on(self._outbound):
             for home, rows in pairs:
                 home.states.copy_(rows.states, non_blocking=True)
-        return self._outbound.record_event()
+        sent = self._outbound.record_event()
+        # Streams are of a pool, and another cache may have this one too: its memory is given out again in this order.
+        self._inbound.wait_event(sent)
+        return sent
 
     @override
     def computing_waits(self, mark: Mark) -> None:
@@ -110,6 +122,10 @@ class StreamTransfers(Transfers):
     @override
     def host_waits(self, mark: Mark) -> None:
         mark.synchronize()
+
+    @override
+    def is_reached(self, mark: Mark) -> bool:
+        return bool(mark.query())
 
 
 class BlockingTransfers(Transfers):
@@ -124,7 +140,7 @@ class BlockingTransfers(Transfers):
 
     @override
     def bring(self, sources: Sequence[Rows], after: Sequence[Mark]) -> tuple[list[Tensor], Mark]:
-        return [_copied(rows, self.device) for rows in sources], None
+        return [_copied(rows, self.device, non_blocking=False) for rows in sources], None
 
     @override
     def send(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Mark]) -> Mark:
@@ -139,35 +155,40 @@ class BlockingTransfers(Transfers):
     def host_waits(self, mark: Mark) -> None:
         pass
 
+    @override
+    def is_reached(self, mark: Mark) -> bool:
+        return True
+
 
 def transfers_for(device: torch.device) -> Transfers | None:
     """How states get to a device and back, `None` for the host itself."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return None
     try:
         return StreamTransfers(device)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         _say_blocking(str(device), str(error))
         return BlockingTransfers(device)
 
 
-def _copied(rows: Rows, device: torch.device) -> Tensor:
+def _copied(rows: Rows, device: torch.device, non_blocking: bool) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.empty(rows.tensor.shape, dtype=rows.tensor.dtype, device=device)
-        tensor[rows.start : rows.end].copy_(rows.states, non_blocking=True)
+        tensor[rows.start : rows.end].copy_(rows.states, non_blocking=non_blocking)
     return tensor
 
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
     before = torch.accelerator.current_stream(stream.device)
-    device = torch.accelerator.current_device_index()
+    device = compat.current_device_index()
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
+        if compat.current_device_index() != device:
+            compat.set_device_index(device)
 
 
 @functools.cache

@@ -113,14 +113,19 @@ class TokenBuffer:
             buffer.write(0, self.read(start, count))
         return buffer
 
-    def selected(self, indices: Tensor) -> "TokenBuffer":
-        """A new buffer of the same capacity, whose sequence `i` is sequence `indices[i]` of this one."""
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "TokenBuffer":
+        """As `moved`, where sequence `i` of the new buffer is sequence `indices[i]` of this one."""
         tensor = self.tensor
         form = (indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
-        buffer = TokenBuffer.allocate(form, self.capacity)
+        buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
-            torch.index_select(tensor, 0, indices.to(tensor.device), out=buffer.tensor)
+            torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(0, count))
         return buffer
+
+    def another(self, batch_size: int, capacity: int) -> "TokenBuffer":
+        """A buffer of zeros in memory of the same kind, for states of the same form but for the batch size."""
+        form = (batch_size, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device)
+        return TokenBuffer.allocate(form, capacity, torch.zeros)
 
     @property
     def form(self) -> StateForm:

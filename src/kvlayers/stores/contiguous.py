@@ -275,7 +275,7 @@ class ContiguousStore(TokenStore):
         if self._key_form is None or self._value_form is None:
             raise StateMismatchError("expected admitted states before any are read: update the layer first.")
         length = self.length
-        if length and self._keys is not None and self._values is not None:
+        if self._keys is not None and self._values is not None:
             # Both before either is put in place: where there is no memory for the second, nothing has changed.
             keys = self._keys.moved(self._start, length, capacity)
             values = self._values.moved(self._start, length, capacity)

@@ -52,11 +52,14 @@ class DenseStore(ContiguousStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._keys is None or self._values is None or self._tracks_gradients or self.length * 2 < self._capacity:
+        if self._keys is None or self._values is None or self._tracks_gradients:
             super().select(indices)
             return
-        # One pass over the buffers, where taking the live tokens out and writing them back would be two.
-        self._keys, self._values = self._keys.selected(indices), self._values.selected(indices)
+        length = self.length
+        capacity = min(self._capacity, self.grown_capacity(length))
+        keys = self._keys.selected(indices, self._start, length, capacity)
+        self._values = self._values.selected(indices, self._start, length, capacity)
+        self._keys, self._start, self._end, self._capacity = keys, 0, length, capacity
         self._key_form, self._value_form = self._keys.form, self._values.form
 
     def selected(self, indices: Tensor) -> Self:

@@ -356,8 +356,12 @@ class FixedStore(ContiguousStore):
             return self._reserved
         self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
+        alike = (self._keys, self._values) if self._reserved is None else self._reserved
         keys, values = (
-            TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros) for form in (key_form, value_form)
+            TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros)
+            if buffer is None
+            else buffer.another(rows, capacity)
+            for buffer, form in zip(alike, (key_form, value_form), strict=True)
         )
         return keys, values
 

@@ -373,3 +373,23 @@ def test_the_benchmark_for_cuda_runs_and_says_where_it_cannot(
         with pytest.raises(SystemExit):
             cuda_static.main(arguments)
         assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
+    benchmark: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import offload
+
+    assert offload.main(["--quick", "--output", str(tmp_path)]) == 0
+    traffic = json.loads((tmp_path / "offload.json").read_text())["traffic"]
+    # Four layers, two KV heads of 32, keys and values, two bytes each.
+    new_token = 4 * 2 * 32 * 2 * 2
+    for name in (offload.OURS, offload.STATIC):
+        assert traffic[name]["to_host"] == new_token
+        assert traffic[name]["to_device"] % new_token == 0
+        assert traffic[name]["peak_on_device"] < traffic[name]["held"]
+    assert traffic[offload.OURS_PACKED]["to_device"] < traffic[offload.OURS]["to_device"]
+    if not torch.accelerator.is_available():
+        with pytest.raises(SystemExit):
+            offload.main(["--quick", "--device", "cuda"])
+        assert "there is no accelerator" in capsys.readouterr().err

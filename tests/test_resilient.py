@@ -18,14 +18,8 @@ from torch import Tensor
 import kvlayers
 from kvlayers import OptionError, RegistryError
 from kvlayers.generation import registry, reservations, resilient
-from kvlayers.generation.resilient import (
-    AS_ASKED,
-    DEFAULT_LADDER,
-    Rung,
-    SteppedDownWarning,
-    is_out_of_memory,
-    resilient_generate,
-)
+from kvlayers.generation.ladder import AS_ASKED, DEFAULT_LADDER, Rung
+from kvlayers.generation.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.stores.buffer import TokenBuffer
 from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt
 

@@ -48,11 +48,13 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .generation.install import install, installed, is_installed, uninstall
-    from .generation.resilient import DEFAULT_LADDER, Rung, SteppedDownWarning, resilient_generate
+    from .generation.ladder import DEFAULT_LADDER, Rung
+    from .generation.resilient import SteppedDownWarning, resilient_generate
 
 _LATE = {
     **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "install"),
-    **dict.fromkeys(("DEFAULT_LADDER", "Rung", "SteppedDownWarning", "resilient_generate"), "resilient"),
+    **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "ladder"),
+    **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "resilient"),
 }
 """What is imported when it is first asked for, and from which module of `generation`."""
 

@@ -275,8 +275,10 @@ def test_options_of_another_kind_are_refused(act: Callable[[], object]) -> None:
 
 def test_alibi_for_a_whole_reservation_is_not_compiled_around(installed: None) -> None:
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
-    with pytest.raises(kvlayers.ConfigError, match="alibi"):
-        kvlayers.StaticCache(config, 40, compiled=True)
+    falcon = transformers.FalconConfig(num_hidden_layers=2, alibi=True)
+    for alibi in (config, falcon):
+        with pytest.raises(kvlayers.ConfigError, match="alibi"):
+            kvlayers.StaticCache(alibi, 40, compiled=True)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     options = {"max_new_tokens": 9, "do_sample": False}

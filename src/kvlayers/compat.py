@@ -119,10 +119,11 @@ def replaces_cross_attention_cache(model: Any) -> bool:
     return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
 
 
-def counts_on_the_whole_reservation(config: Any) -> bool:
+def counts_on_the_whole_reservation(config: object) -> bool:
     """Whether the model's forward pass makes a bias for all slots of a static cache, so that no bucket fits it."""
-    alibi = bool(config.to_dict().get("alibi")) if isinstance(config, PreTrainedConfig) else False
-    return isinstance(config, PreTrainedConfig) and (config.model_type == "bloom" or alibi)
+    if not isinstance(config, PreTrainedConfig):
+        return False
+    return config.model_type == "bloom" or bool(vars(config).get("alibi"))
 
 
 def makes_its_own_cache(model: Any, name: str) -> bool:

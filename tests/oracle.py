@@ -37,6 +37,15 @@ class Oracle:
         """Position of the first token that a query at position `length` attends to."""
         return 0 if self.window is None else max(length - self.window + 1, 0)
 
+    def first_needed(self, length: int) -> int:
+        """Position of the first token that must be held for a query at position `length`, but for tokens kept apart."""
+        return self.first_attended(length)
+
+    def attended_next(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of what is held that the next token attends to."""
+        first = self.first_attended(self.length)
+        return self.keys[:, :, first:], self.values[:, :, first:]
+
     def fits(self, tokens: int) -> bool:
         return self.capacity is None or self.length + tokens <= self.capacity
 
@@ -46,16 +55,16 @@ class Oracle:
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.keys, self.values = keys, values
         if not self.recording:
-            self.held_from = max(self.held_from, self.first_attended(self.length))
+            self.held_from = max(self.held_from, self.first_needed(self.length))
         return self.keys[:, :, first:], self.values[:, :, first:]
 
     def can_truncate(self, length: int) -> bool:
-        return 0 <= length <= self.length and self.first_attended(length) >= self.held_from
+        return length == 0 or (0 < length <= self.length and self.first_needed(length) >= self.held_from)
 
     def truncate(self, length: int) -> None:
         if self.keys is not None:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
-        self.held_from = max(self.held_from, self.first_attended(length))
+        self.held_from = max(self.held_from, self.first_needed(length)) if length else 0
 
     def select(self, rows: list[int]) -> None:
         if self.keys is not None:

@@ -107,9 +107,26 @@ def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
     return mapping[spec.layer_type](**size, **spec.options)
 
 
+SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
+"""Model types whose scan over several tokens takes no state to begin from: behind others, tokens go one by one."""
+
+
+def tokens_at_once(config: object) -> int | None:
+    """The most tokens that a model's recurrent layers can take in at once behind others, `None` for any number."""
+    return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO else None
+
+
 def cache_argument(model: Any) -> str:
     """Name under which `model` takes its cache. transformers goes by the name of the class, and so must we."""
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def whole_length(generation_config: Any, attention_mask: torch.Tensor | None) -> int | None:
+    """Tokens of the whole sequence that `generate()` was given, those that a cache has seen included, where known.
+
+    It drops a mask without padding (transformers 5.23 and a few before), and notes its length.
+    """
+    return attention_mask.shape[1] if attention_mask is not None else vars(generation_config).get("_mask_length")
 
 
 def replaces_cross_attention_cache(model: Any) -> bool:

@@ -109,6 +109,10 @@ class History:
     packed: PackedRun | None
     after: tuple[DenseRun, ...]
 
+    def behind(self, run: DenseRun) -> "History":
+        """The same with other tokens in front."""
+        return replace(self, before=(run, *self.before))
+
     @property
     def runs(self) -> tuple[DenseRun | PackedRun, ...]:
         """All runs in order."""

@@ -101,7 +101,7 @@ class SlidingLayer(TokenLayer):
         check_rollback(length, self._seen)
         dropped = self._seen - self._store.length
         needed = max(length - self.sliding_window + 1, 0)
-        if needed < dropped:
+        if length and needed < dropped:
             raise RollbackError(
                 f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
                 f"tokens needs token {needed} again, and those before {dropped} have left the window of "
@@ -114,7 +114,7 @@ class SlidingLayer(TokenLayer):
         length = whole_number(length, "a length")
         self.check_truncate(length)
         store = self._store
-        store.truncate(store.length - (self._seen - length))
+        store.truncate(max(store.length - (self._seen - length), 0))
         self._seen = length
         self._keep_window()
 

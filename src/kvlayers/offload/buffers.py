@@ -53,17 +53,18 @@ class HomeBuffer(TokenBuffer):
         return (*super().form[:4], self.device)
 
     @override
-    def moved(self, start: int, count: int, capacity: int) -> "HomeBuffer":
+    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "HomeBuffer":
         rows = self._empty(capacity, self.rows.shape[1])
         with torch.no_grad():
-            rows[:count].copy_(self.rows[start : start + count])
+            rows[free : free + count].copy_(self.rows[start : start + count])
         return HomeBuffer(rows, self.memory, self.device)
 
     @override
-    def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "HomeBuffer":
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "HomeBuffer":
         rows = self._empty(capacity, indices.shape[0])
         with torch.no_grad():
-            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=rows[:count])
+            chosen = rows[free : free + count]
+            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=chosen)
         return HomeBuffer(rows, self.memory, self.device)
 
     @override
@@ -89,12 +90,13 @@ class StagedBuffer(TokenBuffer):
         rows: its memory, `[capacity, batch, kv_heads, head_dim]`, contiguous.
         home: the buffer that it is a copy of.
         first: token of `home` that is the first one here.
+        free: slots before that one.
         kept: tokens that were brought, or moved here from where they were brought to.
         was_brought: whether the memory is what states were brought to, rather than some that they were moved to since.
         written: runs of tokens, start and end, that `home` does not have, or has otherwise.
     """
 
-    __slots__ = ("first", "home", "kept", "rows", "was_brought", "written")
+    __slots__ = ("first", "free", "home", "kept", "rows", "was_brought", "written")
 
     def __init__(
         self,
@@ -103,11 +105,13 @@ class StagedBuffer(TokenBuffer):
         first: int = 0,
         kept: int | None = None,
         written: Sequence[tuple[int, int]] = (),
+        free: int = 0,
     ) -> None:
         super().__init__(as_states(rows))
         self.rows = rows
         self.home = home
         self.first = first
+        self.free = free
         self.was_brought = kept is None
         self.kept = self.capacity if kept is None else kept
         self.written = list(written)
@@ -124,12 +128,13 @@ class StagedBuffer(TokenBuffer):
             self.written.append((start, end))
 
     @override
-    def moved(self, start: int, count: int, capacity: int) -> "StagedBuffer":
+    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
         shape = (capacity, *self.rows.shape[1:])
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.empty(shape, dtype=self.rows.dtype, device=self.rows.device)
-            rows[:count].copy_(self.rows[start : start + count])
-        return StagedBuffer(rows, self.home, self.first + start, count, clipped(self.written, start, start + count))
+            rows[free : free + count].copy_(self.rows[start : start + count])
+        written = [(free + begin, free + end) for begin, end in clipped(self.written, start, start + count)]
+        return StagedBuffer(rows, self.home, self.first + start - self.free, count, written, free)
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
@@ -138,7 +143,7 @@ class StagedBuffer(TokenBuffer):
     @property
     def is_in_place(self) -> bool:
         """Whether its tokens are in the slots that they have at home."""
-        return self.first == 0 and self.capacity == self.home.capacity
+        return self.first == self.free and self.capacity == self.home.capacity
 
 
 class _FirstSequences(TokenBuffer):

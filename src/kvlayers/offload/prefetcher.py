@@ -141,7 +141,7 @@ class Departure:
             return buffer.home
         self._wait()
         with torch.inference_mode(False):
-            return buffer.home.moved(buffer.first, buffer.kept, buffer.capacity)
+            return buffer.home.moved(buffer.first, buffer.kept, buffer.capacity, buffer.free)
 
 
 class Prefetcher:

@@ -12,6 +12,9 @@ Fact = int | str | bool | None
 """A plain fact that is kept beside the tensors of a state."""
 
 
+StatePair = tuple[Tensor, Tensor]
+"""Keys and values of the same tokens."""
+
 Mover = Callable[[TokenBuffer, int, int], TokenBuffer]
 """Given a buffer, of whose tokens those from a first to a last one count, the buffer that is to be held instead."""
 
@@ -62,23 +65,28 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
+    ) -> StatePair:
         """Append admitted states; return what their queries attend to.
 
         Args:
             keys: `[batch, kv_heads, new, key_head_dim]`.
             values: `[batch, kv_heads, new, value_head_dim]`.
             past: how many of the newest tokens that were held before are attended to, `None` for all of them.
+            front: keys and values of other tokens, of the form of those held, that are attended to in front of them.
 
         Returns:
-            Keys and values of `past` tokens and the new ones, in order.
+            Keys and values of the tokens in front, of `past` tokens and of the new ones, in order.
 
         Raises:
             CapacityError: the store cannot hold that many tokens.
         """
 
     @abstractmethod
-    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
+    def pass_through(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
+    ) -> StatePair:
         """As `extend`, where no more than the newest `kept` tokens are held afterwards, nor room is made for more."""
 
     @abstractmethod
@@ -89,7 +97,7 @@ class TokenStore(ABC):
     def newest_values(self, count: int) -> Tensor:
         """Values of the newest `count` tokens, in order."""
 
-    def newest(self, count: int) -> tuple[Tensor, Tensor]:
+    def newest(self, count: int) -> StatePair:
         """Keys and values of the newest `count` tokens, in order."""
         return self.newest_keys(count), self.newest_values(count)
 

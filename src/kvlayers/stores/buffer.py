@@ -95,31 +95,32 @@ class TokenBuffer:
         self._slots = self.tensor.narrow(2, start, count).split(1, dim=2)  # type: ignore[no-untyped-call]
         self._first_slot = start
 
-    def shift_to_front(self, start: int, count: int) -> None:
-        """Move `count` tokens from `start` to the front, never over themselves."""
-        if start * MOST_PIECES < count:
-            self.write(0, self.read(start, count).clone())
+    def shift_to_front(self, start: int, count: int, free: int = 0) -> None:
+        """Move `count` tokens from `start` to the front, behind `free` slots, never over themselves."""
+        distance = start - free
+        if distance * MOST_PIECES < count:
+            self.write(free, self.read(start, count).clone())
             return
-        for done in range(0, count, start):
-            piece = min(start, count - done)
-            self.write(done, self.read(start + done, piece))
+        for done in range(0, count, distance):
+            piece = min(distance, count - done)
+            self.write(free + done, self.read(start + done, piece))
 
-    def moved(self, start: int, count: int, capacity: int) -> "TokenBuffer":
-        """A new buffer for `capacity` tokens that begins with `count` tokens from `start`."""
+    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
+        """A new buffer for `capacity` tokens that begins with `free` slots and then `count` tokens from `start`."""
         tensor = self.tensor
         form = (self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
-            buffer.write(0, self.read(start, count))
+            buffer.write(free, self.read(start, count))
         return buffer
 
-    def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "TokenBuffer":
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
         """As `moved`, where sequence `i` of the new buffer is sequence `indices[i]` of this one."""
         tensor = self.tensor
         form = (indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
-            torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(0, count))
+            torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(free, count))
         return buffer
 
     def another(self, batch_size: int, capacity: int) -> "TokenBuffer":

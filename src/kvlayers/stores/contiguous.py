@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from ..attention.single_query import attended_by_one_query
 from ..errors import StateMismatchError
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
-from .base import Mover, TokenStore
+from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, TokenBuffer
 
 
@@ -22,14 +22,16 @@ class ContiguousStore(TokenStore):
     the new tokens. When the end of the buffers is reached, `_make_room` decides what to do: that is the one question
     in which the stores differ.
 
-    `limit` is the most tokens that the store may hold, `None` for no limit.
+    `limit` is the most tokens that the store may hold, `None` for no limit. `front_room` slots are left free before the
+    tokens wherever they are moved, for those that are attended to in front of them.
 
     Where autograd follows the states, they are concatenated instead, and the buffers that result have no spare room,
     so that no write ever changes a tensor that a backward pass still needs.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, front_room: int = 0) -> None:
         self.limit = limit
+        self.front_room = front_room
         self._keys: TokenBuffer | None = None
         self._values: TokenBuffer | None = None
         self._key_form: StateForm | None = None
@@ -104,18 +106,37 @@ class ContiguousStore(TokenStore):
         self._end = end + tokens
 
     @override
-    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
+    ) -> StatePair:
         tokens = keys.shape[2]
         self.append(keys, values)
-        attended = self.newest(self.length if past is None else past + tokens)
+        count = self.length if past is None else past + tokens
+        attended = self.newest(count) if front is None else self._newest_behind(front, count)
         return (attended_by_one_query(attended[0]), attended[1]) if tokens == 1 else attended
 
+    def _newest_behind(self, front: StatePair, count: int) -> StatePair:
+        """Other tokens and the newest `count`: in one piece of memory, where nothing is held between the two."""
+        width = front[0].shape[2]
+        if count < self.length or self._tracks_gradients or front[0].requires_grad or front[1].requires_grad:
+            keys, values = self.newest(count)
+            return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
+        if self._start < width:
+            self._allocate(self._capacity - self._start)
+        key_buffer, value_buffer = self._buffers()
+        start = self._start - width
+        key_buffer.write(start, front[0])
+        value_buffer.write(start, front[1])
+        return key_buffer.read(start, width + count), value_buffer.read(start, width + count)
+
     @override
-    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
-        if past:
-            past_keys, past_values = self.newest(past)
-            keys = torch.cat([past_keys, keys], dim=2)
-            values = torch.cat([past_values, values], dim=2)
+    def pass_through(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
+    ) -> StatePair:
+        held = [*([] if front is None else [front]), *([self.newest(past)] if past else [])]
+        if held:
+            keys = torch.cat([*(states[0] for states in held), keys], dim=2)
+            values = torch.cat([*(states[1] for states in held), values], dim=2)
         start = keys.shape[2] - kept
         self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
         return keys, values
@@ -180,7 +201,7 @@ class ContiguousStore(TokenStore):
 
     @override
     def clear(self) -> None:
-        self._start = self._end = 0
+        self._start = self._end = min(self.front_room, self._capacity)
         if self._tracks_gradients:
             self._release()
 
@@ -271,27 +292,28 @@ class ContiguousStore(TokenStore):
         return self._keys, self._values  # type: ignore[return-value]
 
     def _allocate(self, capacity: int) -> None:
-        """Take new buffers for `capacity` tokens, and bring what is held to their front."""
+        """Take new buffers for `capacity` tokens, and bring what is held to their front, behind the room there."""
         if self._key_form is None or self._value_form is None:
             raise StateMismatchError("expected admitted states before any are read: update the layer first.")
-        length = self.length
+        length, free = self.length, self.front_room
+        capacity += free
         if self._keys is not None and self._values is not None:
             # Both before either is put in place: where there is no memory for the second, nothing has changed.
-            keys = self._keys.moved(self._start, length, capacity)
-            values = self._values.moved(self._start, length, capacity)
+            keys = self._keys.moved(self._start, length, capacity, free)
+            values = self._values.moved(self._start, length, capacity, free)
         else:
             keys = TokenBuffer.allocate(self._key_form, capacity)
             values = TokenBuffer.allocate(self._value_form, capacity)
         self._keys, self._values = keys, values
-        self._start, self._end, self._capacity = 0, length, capacity
+        self._start, self._end, self._capacity = free, free + length, capacity
         self._tracks_gradients = False
 
     def _shift_to_front(self) -> None:
         key_buffer, value_buffer = self._buffers()
-        length = self.length
-        key_buffer.shift_to_front(self._start, length)
-        value_buffer.shift_to_front(self._start, length)
-        self._start, self._end = 0, length
+        length, free = self.length, self.front_room
+        key_buffer.shift_to_front(self._start, length, free)
+        value_buffer.shift_to_front(self._start, length, free)
+        self._start, self._end = free, free + length
 
     def _release(self) -> None:
         self._keys = self._values = None

@@ -20,6 +20,7 @@ class DenseStore(ContiguousStore):
             holds, so that the last growth is not too large. It is no limit: more tokens than that still fit.
         growth_divisor: a full buffer grows by one part in so many.
         minimum_growth: tokens by which it grows at least.
+        front_room: slots that are left free before the tokens; see `ContiguousStore`.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class DenseStore(ContiguousStore):
         length_hint: int | None = None,
         growth_divisor: int = GROWTH_DIVISOR,
         minimum_growth: int = MINIMUM_GROWTH,
+        front_room: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(front_room=front_room)
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
@@ -45,7 +47,9 @@ class DenseStore(ContiguousStore):
         length = self.length
         needed = length + tokens
         # Moving to the front must be paid for by the room that it wins, or a window would be copied at every token.
-        if needed <= self._capacity and self._start * GROWTH_DIVISOR >= length and not self._tracks_gradients:
+        dropped = self._start - self.front_room
+        fits = needed + self.front_room <= self._capacity
+        if fits and dropped * GROWTH_DIVISOR >= length and not self._tracks_gradients:
             self._shift_to_front()
         else:
             self._allocate(self.grown_capacity(needed))
@@ -55,11 +59,11 @@ class DenseStore(ContiguousStore):
         if self._keys is None or self._values is None or self._tracks_gradients:
             super().select(indices)
             return
-        length = self.length
-        capacity = min(self._capacity, self.grown_capacity(length))
-        keys = self._keys.selected(indices, self._start, length, capacity)
-        self._values = self._values.selected(indices, self._start, length, capacity)
-        self._keys, self._start, self._end, self._capacity = keys, 0, length, capacity
+        length, free = self.length, self.front_room
+        capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
+        keys = self._keys.selected(indices, self._start, length, capacity, free)
+        self._values = self._values.selected(indices, self._start, length, capacity, free)
+        self._keys, self._start, self._end, self._capacity = keys, free, free + length, capacity
         self._key_form, self._value_form = self._keys.form, self._values.form
 
     def selected(self, indices: Tensor) -> Self:
@@ -83,5 +87,5 @@ class DenseStore(ContiguousStore):
 
     @override
     def shrink(self, tokens: int) -> None:
-        if self._capacity > self.grown_capacity(tokens) and not self._tracks_gradients:
+        if self._capacity - self.front_room > self.grown_capacity(tokens) and not self._tracks_gradients:
             self._allocate(self.grown_capacity(tokens))

@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import StateMismatchError
 from .admission import mismatch, no_room_for_batch, no_room_for_tokens
-from .base import Mover
+from .base import Mover, StatePair
 from .buckets import Buckets, places
 from .buffer import StateForm, TokenBuffer, form_of
 from .contiguous import ContiguousStore
@@ -180,10 +180,12 @@ class FixedStore(ContiguousStore):
             self._stand_at(self._end, self.total)
 
     @override
-    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
+    ) -> StatePair:
         bucket = self._bucket_for(keys.shape[2])
-        if bucket is None:
-            return super().extend(keys, values, past)
+        if bucket is None or front is not None:
+            return super().extend(keys, values, past, front)
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
         return shared_in_graph(key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket])
@@ -235,15 +237,19 @@ class FixedStore(ContiguousStore):
             self._allocate(self.capacity)
 
     @override
-    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> tuple[Tensor, Tensor]:
+    def pass_through(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
+    ) -> StatePair:
         if not torch.compiler.is_compiling():
-            return super().pass_through(keys, values, past, kept)
+            return super().pass_through(keys, values, past, kept, front)
         total = self.total + keys.shape[2]
         self._reserve_in_graph(kept)
         attended = keys.detach(), values.detach()
         if past:
             held = self.newest(past)
             attended = torch.cat([held[0], attended[0]], dim=2), torch.cat([held[1], attended[1]], dim=2)
+        if front is not None:
+            attended = torch.cat([front[0], attended[0]], dim=2), torch.cat([front[1], attended[1]], dim=2)
         for buffer, states in zip(self._buffers(), attended, strict=True):
             buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
         self._stand_at(kept, total)
@@ -374,7 +380,7 @@ class FixedStore(ContiguousStore):
         reserved: tuple[TokenBuffer, TokenBuffer],
         key_form: StateForm,
         value_form: StateForm,
-        held: tuple[Tensor, Tensor] | None,
+        held: StatePair | None,
         start: int,
     ) -> None:
         """Use the first rows of a reservation, with states `held` from slot `start` on."""

@@ -11,7 +11,7 @@ from ..attention.history import PackedRun
 from ..autocast import without_autocast
 from ..errors import StateMismatchError
 from ..quantizers.base import CodeFormat, Quantizer, Side, check_groups
-from .base import Mover
+from .base import Mover, StatePair
 from .buffer import StateForm
 from .dense import DenseStore
 from .packed_side import PackedSide, pack_side, side_bytes
@@ -26,7 +26,6 @@ BLOCKS_AT_ONCE = 16
 """Blocks that are quantized together, which bounds what a long prefill needs besides."""
 
 SIDES: tuple[Side, Side] = ("keys", "values")
-StatePair = tuple[Tensor, Tensor]
 
 
 class PackedBlocks:

@@ -13,10 +13,10 @@ from ..attention.on_handles import handles
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
-from .base import Fact, Mover, TokenStore
+from .base import Fact, Mover, StatePair, TokenStore
 from .buffer import StateForm, form_of
 from .dense import DenseStore
-from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, StatePair, check_packed_state
+from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
 from .quantization import Quantization, block_tokens
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -174,22 +174,28 @@ class QuantizedStore(TokenStore):
         return _blocks_beyond(self._recent.length + new, self._room, size)
 
     @override
-    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> StatePair:
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
+    ) -> StatePair:
         past = self.length if past is None else past
         self._take_form()
         new = keys.shape[2]
         differentiable = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if not differentiable and not self._blocks_to_pack(new):
             self.append(keys, values)
-            return self.newest(past + new)
-        history = self._history_with(keys, values, past)
+            if front is None:
+                return self.newest(past + new)
+            return self._returned(self._history(past + new).behind(DenseRun(*front)))
+        history = self._history_with(keys, values, past, front)
         self.append(keys, values)
         return self._returned(history)
 
     @override
-    def pass_through(self, keys: Tensor, values: Tensor, past: int, kept: int) -> StatePair:
+    def pass_through(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
+    ) -> StatePair:
         self._take_form()
-        history = self._history_with(keys, values, past)
+        history = self._history_with(keys, values, past, front)
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
             fresh = QuantizedStore(self.quantization, self.length_hint)
@@ -283,12 +289,12 @@ class QuantizedStore(TokenStore):
         packed = None if self._blocks is None else self._blocks.run(max(skipped - self._sinks.length, 0))
         return before, packed
 
-    def _history_with(self, keys: Tensor, values: Tensor, past: int) -> History:
-        """The newest `past` tokens that are held, and new ones."""
+    def _history_with(self, keys: Tensor, values: Tensor, past: int, front: StatePair | None) -> History:
+        """Those in front, where there are any, the newest `past` tokens that are held, and new ones."""
         history = self._history(past)
-        return History(
-            history.before, history.packed, (*history.after, DenseRun(self._as_held(keys), self._as_held(values)))
-        )
+        new = DenseRun(self._as_held(keys), self._as_held(values))
+        history = History(history.before, history.packed, (*history.after, new))
+        return history if front is None else history.behind(DenseRun(*front))
 
     # Dropping, cropping and the batch
 

@@ -1,0 +1,70 @@
+"""A cache that the user gives to `generate()`: what it is told of the call, and what must be true of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..cache import Cache
+from ..encoder_decoder import EncoderDecoderCache
+from ..errors import ConfigError, StateMismatchError
+from ..sink_cache import SinkCache
+
+
+def padding_mask(model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask `[batch, tokens]` that says what is padding, where there is one."""
+    mask = model_kwargs.get("attention_mask")
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def prepare(model: Any, cache: Any, attention_mask: torch.Tensor | None, whole_length: int | None) -> None:
+    """Check that a cache can go on with what `generate()` was given, and tell an empty one what it must know.
+
+    Args:
+        model: the model that generates.
+        cache: what was given to it.
+        attention_mask: `[batch, tokens]` of the whole sequence, where anything in it is padding.
+        whole_length: tokens of the whole sequence, where known.
+
+    Raises:
+        StateMismatchError: the sequence is not longer than what the cache holds.
+        ConfigError: as `check_rotation`, and as `SinkCache`.
+    """
+    if not isinstance(cache, Cache):
+        return
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if isinstance(own, SinkCache):
+        check_rotation(model)
+        if not own.layers or (attention_mask is not None and not own.get_seq_length()):
+            own.prepare(model.config, attention_mask)
+    # Models that take their cache under another name (mamba) are given new tokens alone.
+    counts_whole = compat.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
+    if whole_length is not None and counts_whole and own.layers:
+        check_is_new(own.get_seq_length(), whole_length)
+
+
+def check_is_new(held: int, given: int) -> None:
+    """Raise `StateMismatchError` where a sequence of `given` tokens does not go on from `held` ones.
+
+    transformers takes what is new by counting from the end of what it is given, and would take other tokens.
+    """
+    if given <= held and held:
+        raise StateMismatchError(
+            f"expected the whole sequence, of which the cache has seen {held} tokens already, but saw {given}: pass "
+            "all of it as input_ids, or new tokens alone with an attention_mask for all (a cache with a window needs "
+            "no cropped input), or reset the cache."
+        )
+
+
+def check_rotation(model: torch.nn.Module) -> None:
+    """Raise `ConfigError` where the model rotates its keys by other angles than its config says.
+
+    That is so after `model.to(torch.bfloat16)`, which rounds the frequencies as well.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
+            raise ConfigError(
+                f"expected the frequencies of RoPE in float32, as the config gives them, but saw {name} rounded to "
+                f"{buffer.dtype}: load the model with dtype={buffer.dtype}, rather than convert it."
+            )

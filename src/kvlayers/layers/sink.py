@@ -1,0 +1,329 @@
+"""A layer that keeps the first few tokens and a window of the newest."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..errors import OptionError, RollbackError, StateMismatchError
+from ..options import checks_options
+from ..rotary import Rotary
+from ..stores import DenseStore, TokenStore
+from ..stores.base import Fact, StatePair
+from .base import LayerState, whole_number
+from .dynamic import check_rollback
+from .sinks import NAMES, PADDING_NAME, Sinks
+from .sliding import window_room
+from .token_layer import TokenLayer, seen_tokens
+
+
+class SinkLayer(TokenLayer):
+    """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest, `window_length` in all.
+
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query see the kept tokens as if they were one sequence
+    without a gap. Attention under RoPE sees distances alone, so the window's keys stay as they are, and the few keys of
+    the sinks are turned by the distance that eviction has put between them and the window. They are always turned
+    from what they were at first: nothing is rounded twice.
+
+    Tokens are evicted between updates, never within one: the tokens of a prompt see all of it.
+
+    Where sequences are padded on the left, each has its own sinks: its first tokens that are no padding.
+
+    While the past is recorded, nothing is evicted between one `truncate` or `crop` and the next.
+
+    Args:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        rotary: how keys are rotated, `None` for a layer of attention that knows no positions.
+        store: how the tokens of the window are held, a `DenseStore` where not given.
+        left_padding: tokens of padding before each sequence.
+
+    Raises:
+        OptionError: a window that is not larger than the sinks, or a count that is no whole number.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> rotary = kvlayers.Rotary(10000.0 ** -(torch.arange(0, 8, 2) / 8).double(), "halves")
+        >>> layer = kvlayers.SinkLayer(window_length=16, num_sink_tokens=4, rotary=rotary)
+        >>> for _ in range(100):
+        ...     keys, values = layer.update(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
+        >>> keys.shape, layer.length
+        (torch.Size([1, 2, 16, 8]), 100)
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        window_length: int,
+        num_sink_tokens: int,
+        rotary: Rotary | None,
+        store: TokenStore | None = None,
+        left_padding: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        check_sinks(window_length, num_sink_tokens)
+        self.room = window_room(window_length)
+        super().__init__(DenseStore(self.room, front_room=num_sink_tokens) if store is None else store)
+        self.window_length = window_length
+        self.num_sink_tokens = num_sink_tokens
+        self.record_past = False
+        self._sinks = Sinks(num_sink_tokens, rotary, padding_of(left_padding))
+        self._seen = 0
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor) -> StatePair:
+        store, seen = self._store, self._seen
+        tokens = store.admit(key_states, value_states)
+        self._sinks.check_batch(key_states.shape[0])
+        sinks = self._sinks.with_tokens(seen, key_states, value_states)
+        past = self._past(seen)
+        first = seen - past
+        front = sinks.standing_before(first) if first > sinks.first_start else None
+        # Where some sequences have tokens between their sinks and the window and others do not, those of the latter
+        # are attended to as they are.
+        all_stand = front is not None and first > sinks.last_start
+        behind = past - self.num_sink_tokens if all_stand else past
+        if self.record_past:
+            store.reserve(store.length + tokens)
+        if not self.record_past and past + tokens > self.room:
+            kept = min(self._needed(seen + tokens), behind + tokens)
+            attended = store.pass_through(key_states, value_states, behind, kept, front if all_stand else None)
+        else:
+            attended = store.extend(key_states, value_states, behind, front if all_stand else None)
+        if front is not None and not all_stand:
+            attended = self._with_some(sinks.stands_before(first), front, attended)
+        self._sinks, self._seen = sinks, seen + tokens
+        if not self.record_past:
+            self._evict()
+        return attended
+
+    def _with_some(self, stands: Tensor, front: StatePair, attended: StatePair) -> StatePair:
+        """What is attended to, with the sinks of those sequences whose sinks are not among it anyway."""
+        width = self.num_sink_tokens
+        keys, values = (
+            torch.cat([torch.where(stands.to(states.device), sinks, states[:, :, :width]), states[:, :, width:]], 2)
+            for sinks, states in zip(front, attended, strict=True)
+        )
+        return keys, values
+
+    def _past(self, seen: int) -> int:
+        """Tokens before the next one that it attends to, sinks included."""
+        return min(seen, self.window_length - 1)
+
+    def _needed(self, seen: int) -> int:
+        """Newest tokens that must be held after `seen` tokens: all that is attended to, or that but for the sinks."""
+        past = self._past(seen)
+        return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
+
+    def _evict(self) -> None:
+        beyond = self._store.length - self._needed(self._seen)
+        if beyond > 0:
+            self._store.drop_oldest(beyond)
+
+    @property
+    def left_padding(self) -> Tensor | None:
+        """Tokens of padding before each sequence, int64 `[batch]`; `None` where there is none."""
+        return self._sinks.padding
+
+    @left_padding.setter
+    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
+        if self._seen:
+            raise StateMismatchError(
+                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first."
+            )
+        self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys that the next token attends to, `[batch, kv_heads, tokens, head_dim]`; `None` at first."""
+        return self._attended_past(0)
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        self._replace(states, self.values)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values that the next token attends to, `[batch, kv_heads, tokens, head_dim]`; `None` at first."""
+        return self._attended_past(1)
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        self._replace(self.keys, states)
+
+    def _attended_past(self, side: int) -> Tensor | None:
+        if self._store.key_form is None:
+            return None
+        past = self._past(self._seen)
+        first = self._seen - past
+        if first <= self._sinks.first_start:
+            return self._store.newest(past)[side]
+        front = self._sinks.standing_before(first)
+        if first <= self._sinks.last_start:
+            return self._with_some(self._sinks.stands_before(first), front, self._store.newest(past))[side]
+        return torch.cat([front[side], self._store.newest(past - self.num_sink_tokens)[side]], dim=2)
+
+    @override
+    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+        if self._seen != self._store.length or self._seen > self._past(self._seen):
+            raise StateMismatchError(
+                f"expected states in place of those of all {self._seen} tokens, but some have been evicted: use "
+                "state() and load_state()."
+            )
+        super()._replace(keys, values)
+        self._sinks = self._sinks.with_tokens(0, *self._store.newest(self._seen))
+
+    @override
+    def activate_past_recording(self) -> None:
+        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
+        self.record_past = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        """Hold no more than the sinks and the window from now on."""
+        self.record_past = False
+        self._keep_window()
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.window_length
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self._past(self._seen)
+        return past + query_length, self._seen - past
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        dropped = self._seen - self._store.length
+        needed = length - self._needed(length)
+        if length and needed < dropped:
+            raise RollbackError(
+                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
+                f"tokens needs token {needed} again, and those between the {self.num_sink_tokens} sinks and token "
+                f"{dropped} have been evicted: call activate_past_recording() before the tokens that may be taken "
+                "back, or fork() the cache."
+            )
+
+    @override
+    def truncate(self, length: int) -> None:
+        length = whole_number(length, "a length")
+        self.check_truncate(length)
+        self._store.truncate(max(self._store.length - (self._seen - length), 0))
+        self._seen = length
+        self._keep_window()
+
+    def _keep_window(self) -> None:
+        self._evict()
+        self._store.shrink(self.room)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        sinks = self._sinks.selected(indices)
+        super().select(indices)
+        self._sinks = sinks
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory of the window is kept for the next ones."""
+        super().reset()
+        self._sinks = self._sinks.emptied()
+        self._seen = 0
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return super().nbytes + self._sinks.nbytes
+
+    @override
+    def settings(self) -> dict[str, Fact]:
+        rotary = self._sinks.rotary
+        return {
+            **super().settings(),
+            "window_length": self.window_length,
+            "num_sink_tokens": self.num_sink_tokens,
+            "rotary": None if rotary is None else rotary.fingerprint,
+        }
+
+    @override
+    def state(self) -> LayerState:
+        state = super().state()
+        return LayerState(state.kind, {**state.tensors, **self._sinks.state()}, state.facts)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        own, window = _split(state)
+        super().check_state(window)
+        sinks = self._sinks.of_state(own)
+        seen = seen_tokens(state)
+        if seen and sinks.keys is None:
+            raise StateMismatchError(f"expected a state with the first tokens of {seen}, but saw none: take it again.")
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        least = max(self._past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
+        if not least <= held <= seen:
+            raise StateMismatchError(
+                f"expected a state with the newest {least} of {seen} tokens, or with more of them, but saw {held}: "
+                "take the state again."
+            )
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        own, window = _split(state)
+        sinks = self._sinks.of_state(own)
+        self._store.load_state(window.tensors)
+        self._sinks, self._seen = sinks, seen_tokens(state)
+
+
+def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
+    """The tensors of the sinks, and the state of the window."""
+    names = {*NAMES, PADDING_NAME}
+    own = {name: tensor for name, tensor in state.tensors.items() if name in names}
+    window = {name: tensor for name, tensor in state.tensors.items() if name not in names}
+    return own, LayerState(state.kind, window, state.facts)
+
+
+def check_sinks(window_length: object, num_sink_tokens: object) -> None:
+    """Raise `OptionError` where the two are no window and no count of sinks in it."""
+    for name, number, least in (("window_length", window_length, 2), ("num_sink_tokens", num_sink_tokens, 1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise OptionError(f"expected {name} to be a whole number of at least {least}, but saw {number!r}.")
+    if window_length <= num_sink_tokens:  # type: ignore[operator]
+        raise OptionError(
+            f"expected a window_length larger than num_sink_tokens, since the sinks are part of it, but saw "
+            f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
+        )
+
+
+def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
+    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` where there is none.
+
+    Raises:
+        OptionError: other than one whole number, of at least 0, for each sequence.
+    """
+    if left_padding is None:
+        return None
+    try:
+        padding = torch.as_tensor(left_padding)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_padding(left_padding) from error
+    whole = not padding.dtype.is_floating_point and padding.dtype != torch.bool and not padding.dtype.is_complex
+    if padding.dim() != 1 or not padding.numel() or not whole or bool((padding < 0).any()):
+        raise _no_padding(left_padding)
+    padding = padding.to("cpu", torch.int64, copy=True)
+    return padding if bool(padding.any()) else None
+
+
+def _no_padding(left_padding: object) -> OptionError:
+    return OptionError(
+        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
+    )

@@ -1,0 +1,32 @@
+"""What the sink layers of a cache have in common."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..rotary import Rotary
+from ..stores.quantization import Quantization
+from ..stores.quantized import QuantizedStore
+from .sink import SinkLayer
+
+
+@dataclass(frozen=True, eq=False)
+class Sinking:
+    """How the layers of a `SinkCache` are made.
+
+    Attributes:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        quantization: how windows are held in packed codes, `None` for full precision.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`; `None` where there is none.
+    """
+
+    window_length: int
+    num_sink_tokens: int
+    quantization: Quantization | None = None
+    left_padding: Tensor | None = None
+
+    def layer(self, rotary: Rotary | None) -> SinkLayer:
+        """A layer whose keys are rotated so; `None` where they are not."""
+        store = None if self.quantization is None else QuantizedStore(self.quantization)
+        return SinkLayer(self.window_length, self.num_sink_tokens, rotary, store, self.left_padding)

@@ -1,0 +1,168 @@
+"""The first tokens of each sequence, and where they stand in front of a window."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import StateMismatchError
+from ..rotary import Rotary
+from ..stores.base import StatePair
+
+NAMES = ("first_keys", "first_values")
+"""What the sinks are called in a state."""
+
+PADDING_NAME = "left_padding"
+"""What the padding of each sequence is called in a state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks:
+    """The first `num_tokens` tokens of each sequence that are no padding. What changes them makes new ones.
+
+    Attributes:
+        num_tokens: tokens of each sequence.
+        rotary: how their keys are turned to where they stand, `None` where keys know no positions.
+        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` where there is none.
+        keys: `[batch, kv_heads, num_tokens, key_head_dim]`, turned as they came; `None` before the first tokens.
+        values: `[batch, kv_heads, num_tokens, value_head_dim]`.
+        partner: what a rotation mixes into the keys, of their shape.
+    """
+
+    num_tokens: int
+    rotary: Rotary | None
+    padding: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    partner: Tensor | None = None
+
+    @functools.cached_property
+    def first_start(self) -> int:
+        """Position of the first token that is no padding."""
+        return 0 if self.padding is None else int(self.padding.min())
+
+    @functools.cached_property
+    def last_start(self) -> int:
+        """Position from which on no sequence has padding."""
+        return 0 if self.padding is None else int(self.padding.max())
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `StateMismatchError` where the padding is of another count of sequences."""
+        if self.padding is not None and self.padding.shape[0] != batch_size:
+            raise StateMismatchError(
+                f"expected states of {self.padding.shape[0]} sequences, as left_padding was given for, but saw "
+                f"{batch_size}: give it for each sequence, beams included, or reset the cache."
+            )
+
+    def with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
+        """The sinks with those of new tokens that are some; `seen` tokens came before.
+
+        Args:
+            seen: position of the first new token.
+            keys: `[batch, kv_heads, new, key_head_dim]`.
+            values: `[batch, kv_heads, new, value_head_dim]`.
+        """
+        if not keys.shape[2] or (self.keys is not None and seen >= self.last_start + self.num_tokens):
+            return self
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            return self._with_tokens(seen, keys, values)
+        # What is made in inference mode could not be attended to by queries that require gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._with_tokens(seen, keys.clone(), values.clone())
+
+    def _with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
+        starts = torch.zeros(keys.shape[0], dtype=torch.int64) if self.padding is None else self.padding
+        place = (starts[:, None] + torch.arange(self.num_tokens) - seen).to(keys.device)
+        taken_keys = _taken(keys, place, None if seen == 0 else self.keys)
+        taken_values = _taken(values, place, None if seen == 0 else self.values)
+        partner = None if self.rotary is None else self.rotary.partner(taken_keys)
+        return replace(self, keys=taken_keys, values=taken_values, partner=partner)
+
+    def standing_before(self, position: int) -> StatePair:
+        """Keys and values as they are attended to in front of the token at `position + num_tokens`.
+
+        A sequence whose padding reaches beyond `position` has its keys as they came.
+        """
+        if self.keys is None or self.values is None:
+            raise StateMismatchError("expected tokens before any stand in front of others: update the layer first.")
+        if self.rotary is None or self.partner is None:
+            return self.keys, self.values
+        distance = position if self.padding is None else (position - self.padding).clamp(min=0)
+        return self.rotary.rotated(self.keys, self.partner, distance), self.values
+
+    def stands_before(self, position: int) -> Tensor:
+        """For each sequence, whether there are tokens between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
+        starts = torch.zeros(1, dtype=torch.int64) if self.padding is None else self.padding
+        return (position > starts)[:, None, None, None]
+
+    def selected(self, indices: Tensor) -> "Sinks":
+        """Those of the sequences at `indices`, int64 `[new_batch]`."""
+
+        def rows(states: Tensor | None) -> Tensor | None:
+            return None if states is None else states.index_select(0, indices.to(states.device))
+
+        return replace(
+            self, padding=rows(self.padding), keys=rows(self.keys), values=rows(self.values), partner=rows(self.partner)
+        )
+
+    def emptied(self) -> "Sinks":
+        """As many sinks of sequences that are not known yet."""
+        return Sinks(self.num_tokens, self.rotary)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        tensors = (self.padding, self.keys, self.values, self.partner)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of what is held, by name."""
+        held = {NAMES[0]: self.keys, NAMES[1]: self.values, PADDING_NAME: self.padding}
+        return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
+
+    def of_state(self, tensors: dict[str, Tensor]) -> "Sinks":
+        """The sinks that `state` was taken of, with the rotation of these.
+
+        Raises:
+            StateMismatchError: the tensors are no such state.
+        """
+        keys, values = (tensors.get(name) for name in NAMES)
+        padding = tensors.get(PADDING_NAME)
+        if keys is None and values is None and padding is None:
+            return self.emptied()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        batches = {tensor.shape[:1] for tensor in (keys, values, padding) if tensor is not None}
+        held = (keys, values) != (None, None)
+        if (
+            len(batches) != 1
+            or (held and not all(states is not None and _holds(states, self.num_tokens) for states in (keys, values)))
+            or (
+                padding is not None
+                and (padding.dim() != 1 or padding.dtype != torch.int64 or bool((padding < 0).any()))
+            )
+        ):
+            raise StateMismatchError(
+                f"expected a state with the first {self.num_tokens} tokens of each sequence and the padding before "
+                f"them, but saw {shapes}: take the state again."
+            )
+        sinks = Sinks(self.num_tokens, self.rotary, None if padding is None else padding.clone().cpu())
+        if keys is None or values is None:
+            return sinks
+        partner = None if self.rotary is None else self.rotary.partner(keys)
+        return replace(sinks, keys=keys.clone(), values=values.clone(), partner=partner)
+
+
+def _holds(states: Tensor, tokens: int) -> bool:
+    return states.dim() == 4 and states.shape[2] == tokens
+
+
+def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:
+    """For each sink the new state at its `place`, `[batch, num_tokens]`, or what is held where that is none of them."""
+    batch, kv_heads, new, head_dim = states.shape
+    sinks = place.shape[1]
+    index = place.clamp(0, new - 1)[:, None, :, None].expand(batch, kv_heads, sinks, head_dim)
+    is_new = ((place >= 0) & (place < new))[:, None, :, None]
+    if held is None or held.shape[0] != batch:
+        held = states.new_zeros(())
+    return torch.where(is_new, states.gather(2, index), held)

@@ -1,0 +1,153 @@
+"""The cache for chats without an end."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from .cache import Cache
+from .errors import ConfigError, OptionError, StateMismatchError
+from .layers import SinkLayer
+from .layers.dispatch import sink_layers
+from .layers.sink import check_sinks, padding_of
+from .layers.sinking import Sinking
+from .options import checks_options
+from .rotary import Rotary
+from .stores.quantization import Quantization
+
+
+class SinkCache(Cache):
+    """Attention sinks: holds the first few tokens and the newest, so that a chat may go on for as long as it likes.
+
+    StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453). See `SinkLayer` for what is attended to. Windows that the model
+    slides itself, and that are no longer than `window_length`, stay what they are.
+
+    How a model rotates its keys is read from its config, which may also come later: a cache without one is given it by
+    `generate()` under `install()`, and by `prepare`.
+
+    Args:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        config: config of the model.
+        rotary: how the model's keys are rotated, for a model that kvlayers does not know.
+        left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
+        quantization: how the window is held in packed codes: a `Quantization`, or its options. In full precision where
+            not given; the sinks always are.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: where the files are made, for "disk".
+
+    Raises:
+        OptionError: an option that does not exist, or a window that is not larger than the sinks.
+        ConfigError: a model without RoPE, with one that depends on the length, or whose RoPE is not known.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> cache = kvlayers.SinkCache(window_length=256, num_sink_tokens=4, config=config)
+        >>> cache, cache.get_max_length()
+        (SinkCache(2 x SinkLayer(length=0)), 256)
+        >>> kvlayers.SinkCache(256, config=transformers.GPT2Config())
+        Traceback (most recent call last):
+        kvlayers.errors.ConfigError: ...
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        window_length: int,
+        num_sink_tokens: int = 4,
+        config: object | None = None,
+        rotary: Rotary | None = None,
+        left_padding: Sequence[int] | Tensor | None = None,
+        quantization: Quantization | Mapping[str, Any] | None = None,
+        offloading: bool = False,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_sinks(window_length, num_sink_tokens)
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise OptionError(f"expected rotary to be a kvlayers.Rotary, but saw a {type(rotary).__name__}.")
+        self.window_length = window_length
+        self.num_sink_tokens = num_sink_tokens
+        self.quantization = _window_quantization(quantization)
+        self._rotary = rotary
+        self._padding = padding_of(left_padding)
+        if config is None:
+            super().__init__(None, self._layer_without_config, offloading, False, offload_device, offload_directory)
+        else:
+            super().__init__(self._layers_of(config), None, offloading, False, offload_device, offload_directory)
+
+    def _layers_of(self, config: object) -> list[Any]:
+        sinks = Sinking(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
+        return sink_layers(config, sinks, self._rotary)
+
+    def _layer_without_config(self) -> SinkLayer:
+        if self._rotary is None:
+            raise ConfigError(
+                "expected to know how the model rotates its keys, but the cache has no config: make it with "
+                "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
+            )
+        sinks = Sinking(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
+        return sinks.layer(self._rotary)
+
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding, where it does not know.
+
+        Args:
+            config: config of the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+
+        Raises:
+            StateMismatchError: tokens are held.
+            ConfigError: as for the cache itself.
+        """
+        if self.get_seq_length():
+            raise StateMismatchError(
+                f"expected an empty cache, but {self.get_seq_length()} tokens have been seen: reset it first."
+            )
+        padding = self._padding if attention_mask is None else left_padding_of(attention_mask)
+        before, self._padding = self._padding, padding
+        try:
+            layers = self._layers_of(config)
+        except Exception:
+            self._padding = before
+            raise
+        Cache.__init__(self, layers, None, **self.offloading_options())
+
+    @override
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens that a query attends to; in a layer whose window the model slides itself, those of that window."""
+        return self.window_length if layer_idx is None else super().get_max_length(layer_idx)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: the sinks are turned by a number of their own at every token."""
+        return False
+
+
+def left_padding_of(attention_mask: Tensor) -> Tensor | None:
+    """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` where there is none.
+
+    A sequence that is nothing but padding has none, as it has no first token either.
+    """
+    is_token = attention_mask.ne(0).to("cpu")
+    padding = is_token.to(torch.int8).argmax(dim=1)
+    return padding if bool(padding.any()) else None
+
+
+def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:
+    if given is None:
+        return None
+    if not isinstance(given, Quantization | Mapping):
+        raise OptionError(
+            f"expected quantization to be a kvlayers.Quantization or a mapping with its options, but saw a "
+            f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
+        )
+    quantization = given if isinstance(given, Quantization) else Quantization(**given)
+    # A window drops its oldest tokens, so that none of those in it stays for good.
+    return dataclasses.replace(quantization, sink_tokens=0)

@@ -1,0 +1,347 @@
+"""Attention sinks: what is attended to, on a model whose every sum is in float64, and through the cache's options."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import kvlayers
+from kvlayers import Quantization, QuantizedStore, Rotary, SinkCache, SinkLayer
+from models import COMMON, fresh_model, prompt, tiny_model
+
+WINDOW, SINKS = 24, 4
+EXACT = {"rtol": 0, "atol": 1e-10}
+"""float64 rounds a sum of a few dozen terms of order 1 to 1e-14, and three layers of them to less than this."""
+
+
+def cos_and_sin(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Of RoPE, float64 `[1, tokens, head_dim]`: transformers computes them in float32 whatever the model's dtype."""
+    angles = positions.double()[:, None] * model.model.rotary_emb.inv_freq.double()
+    angles = torch.cat([angles, angles], dim=-1)[None]
+    return angles.cos(), angles.sin()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A random llama of three layers that computes everything in float64."""
+    exact = fresh_model("llama", num_hidden_layers=3).double()
+    exact.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(exact, position_ids[0])
+    return exact
+
+
+def rotary(model: Any) -> Rotary:
+    return Rotary(model.model.rotary_emb.inv_freq, "halves")
+
+
+def sink_cache(model: Any, window: int = WINDOW, **options: Any) -> SinkCache:
+    return SinkCache(window, SINKS, config=model.config, **options)
+
+
+class PaperCache(kvlayers.DynamicCache):
+    """StreamingLLM as its paper has it: keys are held as they are before RoPE, and rotated at every step by the
+    positions that they have among what is held."""
+
+    def __init__(self, model: Any, window: int, sinks: int) -> None:
+        super().__init__()
+        self.model, self.window, self.sinks = model, window, sinks
+        self.plain: dict[int, tuple[Tensor, Tensor]] = {}
+        self.seen = dict.fromkeys(range(model.config.num_hidden_layers), 0)
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = cos_and_sin(self.model, positions)
+        one, other = keys.chunk(2, dim=-1)
+        return keys * cos + torch.cat([-other, one], dim=-1) * sin
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
+        first, new = self.seen[layer_idx], keys.shape[2]
+        keys = self.rotate(keys, -torch.arange(first, first + new))
+        if layer_idx in self.plain:
+            held_keys, held_values = self.plain[layer_idx]
+            keys, values = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
+        self.seen[layer_idx] = seen = first + new
+        # The queries are rotated by their positions in the text: the positions of what is held count back from there.
+        attended = self.rotate(keys, torch.arange(seen - keys.shape[2], seen)), values
+        if keys.shape[2] >= self.window:
+            kept = [*range(self.sinks), *range(keys.shape[2] - (self.window - 1 - self.sinks), keys.shape[2])]
+            keys, values = keys[:, :, kept], values[:, :, kept]
+        self.plain[layer_idx] = keys, values
+        return attended
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen[layer_idx]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        held = self.plain[layer_idx][0].shape[2] if layer_idx in self.plain else 0
+        return held + query_length, self.seen[layer_idx] - held
+
+
+def logits_of(model: Any, ids: Tensor, cache: Any, chunks: list[int]) -> Tensor:
+    """Logits of every token, `[tokens, vocab]`, read in chunks of such lengths."""
+    with torch.no_grad():
+        pieces = [model(piece, past_key_values=cache).logits[0] for piece in ids.split(chunks, dim=1)]
+    return torch.cat(pieces)
+
+
+READINGS = {
+    "token by token": [1] * 240,
+    "a prompt longer than the window": [100, *[1] * 140],
+    "turns of a chat": [10, *[1] * 30, 7, *[1] * 40, 40, *[1] * 60, 13, *[1] * 40],
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_states_are_those_of_the_paper(model: Any, reading: str) -> None:
+    chunks = READINGS[reading]
+    ids = prompt(1, sum(chunks))
+    expected = logits_of(model, ids, PaperCache(model, WINDOW, SINKS), chunks)
+    torch.testing.assert_close(logits_of(model, ids, sink_cache(model), chunks), expected, **EXACT)
+
+
+def test_one_layer_sees_sinks_and_window_as_one_text() -> None:
+    """With one layer a token's states depend on nothing but itself: recomputing what is held must give the same."""
+    single = fresh_model("llama", num_hidden_layers=1).double()
+    single.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(single, position_ids[0])
+    ids = prompt(1, 100)
+    seen = logits_of(single, ids, sink_cache(single), [1] * 100)
+    for position in range(100):
+        held = ids[:, : position + 1]
+        if position >= WINDOW:
+            held = torch.cat([ids[:, :SINKS], ids[:, position + 1 - (WINDOW - SINKS) : position + 1]], dim=1)
+        with torch.no_grad():
+            expected = single(held).logits[0, -1]
+        torch.testing.assert_close(seen[position], expected, **EXACT)
+
+
+def test_padded_sequences_have_sinks_of_their_own(model: Any) -> None:
+    """Each sequence of a padded batch is decoded as it is alone, through the whole of the way into eviction."""
+    lengths, steps = [30, 23, 9], 40
+    texts = [prompt(1, length + steps, seed=seed) for seed, length in enumerate(lengths)]
+    alone = [
+        logits_of(model, ids, sink_cache(model), [n, *[1] * steps])[n:] for ids, n in zip(texts, lengths, strict=True)
+    ]
+    padding = [max(lengths) - length for length in lengths]
+    ids = torch.cat([torch.cat([ids.new_zeros(1, n), ids], dim=1) for ids, n in zip(texts, padding, strict=True)])
+    mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
+    cache = sink_cache(model, left_padding=padding)
+    model.model.rotary_emb.forward = lambda states, position_ids: batched_cos_and_sin(model, position_ids)
+    try:
+        for start, end in [(0, max(lengths)), *((n, n + 1) for n in range(max(lengths), ids.shape[1]))]:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
+            with torch.no_grad():
+                logits = model(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end].long(),
+                    position_ids=positions,
+                    past_key_values=cache,
+                ).logits
+            if start:
+                for row, expected in enumerate(alone):
+                    torch.testing.assert_close(logits[row, -1], expected[start - max(lengths)], **EXACT)
+    finally:
+        model.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(model, position_ids[0])
+
+
+def batched_cos_and_sin(model: Any, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    rows = [cos_and_sin(model, positions) for positions in position_ids]
+    return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+
+
+OPERATIONS = {
+    "fork": lambda cache: cache.fork(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "select": lambda cache: cache.batch_select_indices([0]) or cache,
+    "repeat and select": lambda cache: (cache.batch_repeat_interleave(3), cache.batch_select_indices([2]), cache)[-1],
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("read", [10, 60])
+def test_decoding_goes_on_after_an_operation(model: Any, operation: str, read: int) -> None:
+    ids = prompt(1, read + 40)
+    expected = logits_of(model, ids, sink_cache(model), [1] * (read + 40))[read:]
+    cache = sink_cache(model)
+    logits_of(model, ids[:, :read], cache, [1] * read)
+    cache = OPERATIONS[operation](cache)
+    torch.testing.assert_close(logits_of(model, ids[:, read:], cache, [1] * 40), expected, **EXACT)
+
+
+@pytest.mark.parametrize("read", [10, 60])
+def test_a_state_goes_on_elsewhere(model: Any, read: int) -> None:
+    ids = prompt(2, read + 40)
+    cache = sink_cache(model, left_padding=[0, 3])
+    with torch.no_grad():
+        model(ids[:, :read], past_key_values=cache)
+        twin = sink_cache(model)
+        twin.load_state(cache.state())
+        for token in ids[:, read:].split(1, dim=1):
+            assert torch.equal(model(token, past_key_values=twin).logits, model(token, past_key_values=cache).logits)
+
+
+@pytest.mark.parametrize("read", [10, 60])
+def test_drafts_are_taken_back(model: Any, read: int) -> None:
+    ids, draft = prompt(1, read + 40), prompt(1, 7, seed=9)
+    expected = logits_of(model, ids, sink_cache(model), [1] * (read + 40))[read:]
+    cache = sink_cache(model)
+    logits_of(model, ids[:, :read], cache, [1] * read)
+    cache.activate_past_recording()
+    seen = []
+    for token in ids[:, read:].split(1, dim=1):
+        seen.append(logits_of(model, token, cache, [1]))
+        logits_of(model, draft, cache, [3, 4])
+        cache.crop(-7)
+    torch.testing.assert_close(torch.cat(seen), expected, **EXACT)
+    cache.deactivate_past_recording()
+    held = cache.layers[0].nbytes
+    assert held < 3 * sink_cache_bytes(model, read + 40)
+
+
+def sink_cache_bytes(model: Any, tokens: int) -> int:
+    cache = sink_cache(model)
+    logits_of(model, prompt(1, tokens), cache, [1] * tokens)
+    return cache.layers[0].nbytes
+
+
+def test_a_crop_within_the_window_is_exact_and_one_beyond_is_refused(model: Any) -> None:
+    ids = prompt(1, 60)
+    cache = sink_cache(model)
+    logits_of(model, ids[:, :20], cache, [20])
+    cache.crop(-8)
+    expected = logits_of(model, ids, sink_cache(model), [12, *[1] * 48])[12:]
+    torch.testing.assert_close(logits_of(model, ids[:, 12:], cache, [1] * 48), expected, **EXACT)
+    before = cache.state()
+    with pytest.raises(kvlayers.RollbackError, match=r"the 4 sinks and token \d+ have been evicted"):
+        cache.crop(-8)
+    assert all(
+        torch.equal(a.tensors[n], b.tensors[n])
+        for a, b in zip(before.layers, cache.state().layers, strict=True)
+        for n in a.tensors
+    )
+    cache.crop(-60)
+    torch.testing.assert_close(logits_of(model, ids, cache, [12, *[1] * 48])[12:], expected, **EXACT)
+
+
+def test_a_reset_cache_is_as_new(model: Any) -> None:
+    ids = prompt(1, 60)
+    expected = logits_of(model, ids, sink_cache(model), [1] * 60)
+    cache = sink_cache(model, left_padding=[5])
+    logits_of(model, prompt(1, 50, seed=4), cache, [50])
+    cache.reset()
+    torch.testing.assert_close(logits_of(model, ids, cache, [1] * 60), expected, **EXACT)
+
+
+def test_memory_stays_that_of_the_window(model: Any) -> None:
+    cache = sink_cache(model)
+    sizes = []
+    for token in prompt(1, 400).split(1, dim=1):
+        logits_of(model, token, cache, [1])
+        sizes.append(cache.nbytes)
+    assert max(sizes[2 * WINDOW :]) == sizes[2 * WINDOW] <= 2 * 3 * 2 * (WINDOW + 20) * 2 * 8 * 8
+    assert cache.get_seq_length() == 400
+
+
+@pytest.mark.parametrize("operation", [None, "fork", "select", "state", "recorded draft"])
+def test_a_quantized_window_holds_its_sinks_in_full_precision(operation: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 2, 400, 64, generator=generator) for _ in range(2))
+    turn = Rotary(10000.0 ** -(torch.arange(0, 64, 2) / 64).double(), "halves")
+    plain = SinkLayer(200, 4, turn)
+    packed = SinkLayer(200, 4, turn, store=QuantizedStore(Quantization(nbits=8, residual_length=32, sink_tokens=0)))
+    for start in range(400):
+        if start == 330 and operation == "fork":
+            packed = packed.fork()
+        if start == 330 and operation == "select":
+            for layer in (plain, packed):
+                layer.select(torch.tensor([1, 1]))
+            keys, values = keys[[1, 1]], values[[1, 1]]
+        if start == 330 and operation == "state":
+            state = packed.state()
+            packed = SinkLayer(
+                200, 4, turn, store=QuantizedStore(Quantization(nbits=8, residual_length=32, sink_tokens=0))
+            )
+            packed.load_state(state)
+        if start == 330 and operation == "recorded draft":
+            packed.activate_past_recording()
+            packed.update(keys[:, :, 7:30], values[:, :, 7:30])
+            packed.truncate(330)
+            packed.deactivate_past_recording()
+        token = keys[:, :, start : start + 1], values[:, :, start : start + 1]
+        expected, seen = plain.update(*token), packed.update(*token)
+        for side, close in zip(expected, seen, strict=True):
+            dense = close + 0
+            if start >= 200:
+                assert torch.equal(dense[:, :, :4], side[:, :, :4])
+            # 8 bits of a normal distribution: steps of some 6 / 255, of which half is the most that rounding does.
+            torch.testing.assert_close(dense, side, rtol=0, atol=0.03)
+    # Up to 96 of the 200 tokens are in full precision: the residual, and a block that is not full yet.
+    assert packed.nbytes < plain.nbytes * 0.7
+
+
+BAD_OPTIONS = {
+    "a window as large as the sinks": ({"window_length": 4, "num_sink_tokens": 4}, "window_length larger than"),
+    "no window": ({"window_length": 0}, "window_length to be a whole number"),
+    "no sinks": ({"window_length": 8, "num_sink_tokens": 0}, "num_sink_tokens to be a whole number"),
+    "half a token": ({"window_length": 8.5}, "whole number"),
+    "a misspelt option": ({"window_size": 8}, "did you mean 'window_length'"),
+    "padding of no number": ({"window_length": 8, "left_padding": ["a"]}, "left_padding"),
+    "negative padding": ({"window_length": 8, "left_padding": [-1]}, "left_padding"),
+    "quantization by a number": ({"window_length": 8, "quantization": 4}, "quantization to be"),
+    "rotary by a name": ({"window_length": 8, "rotary": "halves"}, "rotary to be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options_are_refused(case: str) -> None:
+    options, message = BAD_OPTIONS[case]
+    with pytest.raises(kvlayers.OptionError, match=message):
+        SinkCache(**{"config": tiny_model("llama").config, **options})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "jamba", "t5", "llama4"])
+def test_models_whose_keys_cannot_be_turned_are_refused(family: str) -> None:
+    with pytest.raises(kvlayers.ConfigError):
+        SinkCache(WINDOW, config=tiny_model(family).config)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
+    scaling = {"factor": 2.0} if rope_type == "dynamic" else factors
+    config = tf.LlamaConfig(**COMMON, rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **scaling})
+    with pytest.raises(kvlayers.ConfigError, match="length"):
+        SinkCache(WINDOW, config=config)
+
+
+def test_a_cache_without_a_config_says_what_it_lacks_before_it_takes_anything() -> None:
+    cache = SinkCache(window_length=WINDOW, num_sink_tokens=SINKS)
+    assert cache.get_max_length() == WINDOW
+    with pytest.raises(kvlayers.ConfigError, match=r"prepare\(model.config\)"):
+        tiny_model("llama")(prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    cache.prepare(tiny_model("llama").config)
+    tiny_model("llama")(prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == 12
+    with pytest.raises(kvlayers.StateMismatchError, match="12 tokens"):
+        cache.prepare(tiny_model("llama").config)
+
+
+def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:
+    cache = sink_cache(model)
+    logits_of(model, prompt(1, 50), cache, [50])
+    other = copy.deepcopy(model.config)
+    other.rope_parameters["rope_theta"] = 5e5
+    for stranger in (SinkCache(WINDOW, SINKS, config=other), SinkCache(WINDOW + 1, SINKS, config=model.config)):
+        with pytest.raises(kvlayers.StateMismatchError):
+            stranger.load_state(cache.state())
+        assert stranger.get_seq_length() == 0
+
+
+def test_padding_of_another_batch_is_refused_before_anything_is_changed(model: Any) -> None:
+    cache = sink_cache(model, left_padding=[0, 2, 1])
+    with pytest.raises(kvlayers.StateMismatchError, match="3 sequences"):
+        model(prompt(2), past_key_values=cache)
+    assert cache.get_seq_length() == 0

@@ -393,3 +393,15 @@ def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
         with pytest.raises(SystemExit):
             offload.main(["--quick", "--device", "cuda"])
         assert "there is no accelerator" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    import sinks
+
+    output = tmp_path / "sinks.json"
+    assert sinks.main(["--quick", "--output", str(output)]) == 0
+    [figures] = json.loads(output.read_text())["windows"].values()
+    assert len(figures[sinks.SINKS]["steps"]) == 4
+    assert figures[sinks.RECOMPUTED]["perplexity"] > 1
+    with pytest.raises(SystemExit):
+        sinks.main(["--quick", "--window", "4"])

@@ -25,9 +25,9 @@ HALVES = frozenset({
     "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hrm_text", "hy_v3",
     "hyperclovax", "jais2", "jetmoe", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum",
     "mimo_v2_flash", "minimax_m2", "ministral", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron",
-    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm",
-    "starcoder2", "vaultgemma", "zamba2", "zaya",
+    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "zamba2", "zaya",
 })  # fmt: skip
 """Model types (of the text model) that turn dimension `i` with `i + pairs`."""
 
@@ -136,6 +136,9 @@ def rotaries(config: object) -> list[Rotary | None]:
 def _check(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> None:
     """Raise `ConfigError` where the keys of a model cannot be moved, with the reason that says most."""
     model_type = decoder.model_type
+    if not type(decoder).__module__.startswith("transformers."):
+        # A model with code of its own may have any name, and may do anything.
+        raise _unknown(decoder)
     if not _has_rope(decoder):
         raise ConfigError(
             f"expected a model whose keys are rotated by their positions (RoPE), but '{model_type}' as configured does "
@@ -171,12 +174,8 @@ def _check(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> None:
             f"expected a model that caches the keys which it rotates, but '{model_type}' has multi-head latent "
             "attention, which caches what it rotates as values: use a cache that leaves tokens where they are."
         )
-    if model_type not in HALVES | PAIRS or not type(decoder).__module__.startswith("transformers."):
-        raise ConfigError(
-            f"expected a model type whose rotary layout is known to kvlayers, but saw '{model_type}' "
-            f"({type(decoder).__name__}): pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the "
-            "layout of the model's own code."
-        )
+    if model_type not in HALVES | PAIRS:
+        raise _unknown(decoder)
     if model_type == "llama4_text" and decoder.attn_temperature_tuning and not all(decoder.no_rope_layers):
         raise _scaled_by_position(model_type, "attn_temperature_tuning")
     unknown = sorted({spec.layer_type for spec in specs} - {*WITH_KEYS, *WITHOUT_KEYS})
@@ -185,6 +184,14 @@ def _check(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> None:
             f"expected layers that attend to each token ({', '.join(WITH_KEYS)}) or cache none, but '{model_type}' has "
             f"{', '.join(unknown)}: use a cache that leaves tokens where they are."
         )
+
+
+def _unknown(decoder: PreTrainedConfig) -> ConfigError:
+    return ConfigError(
+        f"expected a model whose rotary layout is known to kvlayers, but saw '{decoder.model_type}' "
+        f"({type(decoder).__name__}): pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the "
+        "layout of the model's own code."
+    )
 
 
 def _scaled_by_position(model_type: str, by: str) -> ConfigError:
@@ -231,7 +238,7 @@ def _layer_frequencies(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> Ite
 def _model_frequencies(decoder: PreTrainedConfig) -> dict[str, Tensor]:
     """The buffers of the model's rotary embedding: `inv_freq`, or `<layer type>_inv_freq` for each kind of layer."""
     if decoder.model_type in ("codegen", "gptj"):
-        steps = torch.arange(0, decoder.rotary_dim, 2, dtype=torch.int64, device="cpu") / decoder.rotary_dim
+        steps = torch.arange(0, decoder.rotary_dim, 2, dtype=torch.float32, device="cpu") / decoder.rotary_dim
         return {"inv_freq": 1.0 / 10000**steps}
     # On the CPU as models are built, also where the caller has set another default device.
     with torch.device("cpu"):

@@ -216,7 +216,10 @@ class SinkLayer(TokenLayer):
     def truncate(self, length: int) -> None:
         length = whole_number(length, "a length")
         self.check_truncate(length)
-        self._store.truncate(max(self._store.length - (self._seen - length), 0))
+        if length:
+            self._store.truncate(self._store.length - (self._seen - length))
+        else:
+            self._store.clear()
         self._seen = length
         self._keep_window()
 

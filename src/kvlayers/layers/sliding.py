@@ -114,7 +114,10 @@ class SlidingLayer(TokenLayer):
         length = whole_number(length, "a length")
         self.check_truncate(length)
         store = self._store
-        store.truncate(max(store.length - (self._seen - length), 0))
+        if length:
+            store.truncate(store.length - (self._seen - length))
+        else:
+            store.clear()
         self._seen = length
         self._keep_window()
 

@@ -13,6 +13,7 @@ from ..errors import StateMismatchError
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, TokenBuffer
+from .sharing import Sharing
 
 
 class ContiguousStore(TokenStore):
@@ -41,6 +42,7 @@ class ContiguousStore(TokenStore):
         self._capacity = 0
         self._tracks_gradients = False
         self._admitted: tuple[StateForm, StateForm] | None = None
+        self._sharing: Sharing | None = None
 
     @abstractmethod
     def _make_room(self, tokens: int) -> None:
@@ -100,6 +102,8 @@ class ContiguousStore(TokenStore):
             self._make_room(tokens)
         elif not tokens:
             return
+        elif self._sharing is not None:
+            self._part_unless_writable(self._end, self._end + tokens)
         end = self._end
         self._keys.write(end, keys)  # type: ignore[union-attr]
         self._values.write(end, values)  # type: ignore[union-attr]
@@ -123,6 +127,8 @@ class ContiguousStore(TokenStore):
             return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
         if self._start < width:
             self._allocate(self._capacity - self._start)
+        elif self._sharing is not None:
+            self._part_unless_writable(self._start - width, self._start)
         key_buffer, value_buffer = self._buffers()
         start = self._start - width
         key_buffer.write(start, front[0])
@@ -140,6 +146,21 @@ class ContiguousStore(TokenStore):
         start = keys.shape[2] - kept
         self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
         return keys, values
+
+    def reads(self, start: int, end: int) -> bool:
+        """Whether any token that is held is in the slots from `start` to `end`."""
+        return start < self._end and self._start < end
+
+    def _part_unless_writable(self, start: int, end: int) -> None:
+        """Go on in buffers of its own where other stores have a say in some slots."""
+        if self._sharing is None or self._sharing.has_one_holder:
+            self._sharing = None
+        elif not self._sharing.may_write(self, start, end):
+            self._allocate(self._room_alone(max(end - self._end, 0)))
+
+    def _room_alone(self, tokens: int) -> int:
+        """Tokens to allocate for those that are held and `tokens` more, where these buffers have room for them."""
+        return self._capacity - self._start
 
     def _apart(self, states: Tensor) -> Tensor:
         """States that making room cannot move: a copy, where they are a view of what was returned before."""
@@ -159,7 +180,7 @@ class ContiguousStore(TokenStore):
         self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
 
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values = TokenBuffer(keys), TokenBuffer(values)
+        self._hold_alone(TokenBuffer(keys), TokenBuffer(values))
         self._start, self._end = 0, keys.shape[2]
         self._capacity = self._end
         self._tracks_gradients = keys.requires_grad or values.requires_grad
@@ -231,12 +252,16 @@ class ContiguousStore(TokenStore):
     def relocate(self, move: Mover) -> None:
         if self._keys is not None and self._values is not None:
             start, end = self._start, self._end
-            self._keys, self._values = move(self._keys, start, end), move(self._values, start, end)
+            keys, values = move(self._keys, start, end), move(self._values, start, end)
+            if keys is not self._keys or values is not self._values:
+                self._hold_alone(keys, values)
 
     @override
     def snapshot(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__dict__)
+        if self._sharing is not None:
+            self._sharing.join(twin)
         return twin
 
     @override
@@ -262,12 +287,24 @@ class ContiguousStore(TokenStore):
     @override
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__getstate__())
+        twin.__dict__.update(self._shared_state() if self._can_share() else self.__getstate__())
+        if twin._sharing is not None:
+            twin._sharing.join(twin)
         return twin
+
+    def _can_share(self) -> bool:
+        """Whether a fork may hold the same buffers: not where they are at home elsewhere, nor what autograd follows."""
+        return type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer and not self._tracks_gradients
+
+    def _shared_state(self) -> dict[str, Any]:
+        if self._sharing is None:
+            self._sharing = Sharing()
+            self._sharing.join(self)
+        return dict(self.__dict__)
 
     def __getstate__(self) -> dict[str, Any]:
         # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.
-        live = dict(self.__dict__)
+        live = {**self.__dict__, "_sharing": None}
         if self._keys is not None and self._values is not None:
             start, length = self._start, self.length
             if self._tracks_gradients and not torch.is_inference_mode_enabled():
@@ -304,9 +341,16 @@ class ContiguousStore(TokenStore):
         else:
             keys = TokenBuffer.allocate(self._key_form, capacity)
             values = TokenBuffer.allocate(self._value_form, capacity)
-        self._keys, self._values = keys, values
+        self._hold_alone(keys, values)
         self._start, self._end, self._capacity = free, free + length, capacity
         self._tracks_gradients = False
+
+    def _hold_alone(self, keys: TokenBuffer | None, values: TokenBuffer | None) -> None:
+        """Hold buffers that no other store holds."""
+        if self._sharing is not None:
+            self._sharing.leave(self)
+            self._sharing = None
+        self._keys, self._values = keys, values
 
     def _shift_to_front(self) -> None:
         key_buffer, value_buffer = self._buffers()
@@ -316,6 +360,6 @@ class ContiguousStore(TokenStore):
         self._start, self._end = free, free + length
 
     def _release(self) -> None:
-        self._keys = self._values = None
+        self._hold_alone(None, None)
         self._start = self._end = self._capacity = 0
         self._tracks_gradients = False

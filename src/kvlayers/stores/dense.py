@@ -49,10 +49,14 @@ class DenseStore(ContiguousStore):
         # Moving to the front must be paid for by the room that it wins, or a window would be copied at every token.
         dropped = self._start - self.front_room
         fits = needed + self.front_room <= self._capacity
-        if fits and dropped * GROWTH_DIVISOR >= length and not self._tracks_gradients:
+        if fits and dropped * GROWTH_DIVISOR >= length and not self._tracks_gradients and self._sharing is None:
             self._shift_to_front()
         else:
             self._allocate(self.grown_capacity(needed))
+
+    @override
+    def _room_alone(self, tokens: int) -> int:
+        return min(self._capacity - self._start, self.grown_capacity(self.length + tokens))
 
     @override
     def select(self, indices: Tensor) -> None:
@@ -62,18 +66,18 @@ class DenseStore(ContiguousStore):
         length, free = self.length, self.front_room
         capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
         keys = self._keys.selected(indices, self._start, length, capacity, free)
-        self._values = self._values.selected(indices, self._start, length, capacity, free)
-        self._keys, self._start, self._end, self._capacity = keys, free, free + length, capacity
-        self._key_form, self._value_form = self._keys.form, self._values.form
+        values = self._values.selected(indices, self._start, length, capacity, free)
+        self._hold_alone(keys, values)
+        self._start, self._end, self._capacity = free, free + length, capacity
+        self._key_form, self._value_form = keys.form, values.form
 
     def selected(self, indices: Tensor) -> Self:
         """A store of those sequences, in memory of its own; this one stays what it is."""
-        if self.length * 2 < self._capacity or self._tracks_gradients:
-            # Only what is live is copied before it is written over.
+        if self._tracks_gradients:
             twin = self.fork()
         else:
             twin = self.__class__.__new__(self.__class__)
-            twin.__dict__.update(self.__dict__)
+            twin.__dict__.update(self.__dict__, _sharing=None)
         twin.select(indices)
         return twin
 

@@ -12,6 +12,7 @@ import transformers
 import kvlayers
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, WINDOW, prompt, tiny_model
+from test_families import model_and_inputs
 
 pytestmark = pytest.mark.fast
 
@@ -243,7 +244,7 @@ def test_tokens_that_do_not_fit_are_refused_before_any_layer_takes_them(family: 
 
 
 def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> None:
-    model = tiny_model("jamba")
+    model = model_and_inputs("granitemoehybrid")[0]
     cache, other = kvlayers.DynamicCache(config=model.config), kvlayers.DynamicCache(config=model.config)
     with torch.no_grad():
         for tokens in (5, 1):

@@ -12,6 +12,8 @@ from kvlayers import (
     CacheLayer,
     CapacityError,
     DynamicLayer,
+    HybridLayer,
+    LinearAttentionLayer,
     OffloadedLayer,
     Prefetcher,
     Quantization,
@@ -51,6 +53,8 @@ KINDS: dict[str, Callable[[], CacheLayer]] = {
     "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),
     "DynamicLayer, offloaded": lambda: OffloadedLayer(DynamicLayer(), _prefetcher()),
     "QuantizedLayer, offloaded": lambda: OffloadedLayer(QuantizedLayer(IN_CODES), _prefetcher()),
+    "LinearAttentionLayer": LinearAttentionLayer,
+    "HybridLayer": lambda: HybridLayer(DynamicLayer(), LinearAttentionLayer()),
 }
 
 
@@ -58,9 +62,18 @@ def tokens(count: int, batch: int = 2, **form: object) -> tuple[torch.Tensor, to
     return torch.randn(batch, 2, count, 4, **form), torch.randn(batch, 2, count, 4, **form)
 
 
+def give(layer: CacheLayer, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What attention, or a convolution, reads once a layer has taken in new tokens."""
+    read = keys
+    if layer.is_recurrent:
+        read = layer.update_conv_state(keys.transpose(2, 3).flatten(1, 2), conv_kernel_size=4)
+        layer.update_recurrent_state(keys.sum(2))
+    return layer.update(keys, values)[0] if layer.attends else read
+
+
 def past(layer: CacheLayer, count: int = PAST) -> CacheLayer:
     for _ in range(count):
-        layer.update(*tokens(1))
+        give(layer, *tokens(1))
     return layer
 
 
@@ -73,7 +86,7 @@ def roll_back(layer: CacheLayer) -> bool:
 def record_and_roll_back(layer: CacheLayer) -> bool:
     past(layer)
     layer.activate_past_recording()
-    layer.update(*tokens(REMOVED))
+    give(layer, *tokens(REMOVED))
     layer.crop(-REMOVED)
     return layer.length == PAST
 
@@ -83,7 +96,11 @@ def any_length(layer: CacheLayer) -> bool:
 
 
 def one_address(layer: CacheLayer) -> bool:
-    return len({layer.update(*tokens(1))[0].untyped_storage().data_ptr() for _ in range(200)}) == 1
+    addresses = set()
+    for _ in range(200):
+        read = give(layer, *tokens(1))
+        addresses.add((read if layer.attends else layer.conv_states[0]).untyped_storage().data_ptr())
+    return len(addresses) == 1
 
 
 def bounded_memory(layer: CacheLayer) -> bool:
@@ -94,7 +111,7 @@ def bounded_memory(layer: CacheLayer) -> bool:
 def keeps_batch(change: Callable[[CacheLayer], object], batch: int) -> Callable[[CacheLayer], bool]:
     def operation(layer: CacheLayer) -> bool:
         change(past(layer))
-        layer.update(*tokens(1, batch))
+        give(layer, *tokens(1, batch))
         return layer.batch_size == batch
 
     return operation
@@ -103,7 +120,7 @@ def keeps_batch(change: Callable[[CacheLayer], object], batch: int) -> Callable[
 def twin(make: Callable[[CacheLayer], CacheLayer]) -> Callable[[CacheLayer], bool]:
     def operation(layer: CacheLayer) -> bool:
         other = make(past(layer))
-        other.update(*tokens(1))
+        give(other, *tokens(1))
         return (layer.length, other.length) == (PAST, PAST + 1)
 
     return operation
@@ -118,8 +135,8 @@ def load_state(layer: CacheLayer) -> bool:
 
 def gradients(layer: CacheLayer) -> bool:
     keys, values = tokens(4, requires_grad=True)
-    layer.update(keys, values)
-    attended = layer.update(*tokens(1))[0].sum()
+    give(layer, keys, values)
+    attended = give(layer, *tokens(1)).sum()
     if not attended.requires_grad:
         return False
     attended.backward()
@@ -140,6 +157,8 @@ CAPABILITIES: dict[str, Callable[[CacheLayer], bool]] = {
     "lets gradients through": gradients,
 }
 NOTES = {
+    ("rolls back (`crop`, `truncate`)", "LinearAttentionLayer"): "to checkpoints (`truncate`)",
+    ("rolls back (`crop`, `truncate`)", "HybridLayer"): "to checkpoints (`truncate`)",
     ("rolls back (`crop`, `truncate`)", "SlidingLayer"): "until the window is full",
     ("rolls back (`crop`, `truncate`)", "StaticSlidingLayer"): "until the window is full",
     ("rolls back (`crop`, `truncate`)", "SlidingLayer, quantized"): "until the window is full",

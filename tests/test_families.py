@@ -146,6 +146,7 @@ def generated(model: Any, inputs: dict[str, torch.Tensor], **how: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": lambda: {"do_sample": False},
     "sampling": lambda: {"do_sample": True},
     "beams": lambda: {"num_beams": 3, "do_sample": False},
 }
@@ -165,3 +166,19 @@ def test_every_family_generates_the_tokens_of_transformers(family: str, way: str
             cache = next(output[key] for key in ("past_key_values", "cache_params") if key in output)
             ours = type(cache).__module__.startswith("kvlayers")
             assert ours is (family not in HOLDS_ITS_OWN_CACHE and not compat.makes_its_own_cache(model, name or ""))
+
+
+HAVE_CONVOLUTIONS = ("mamba2", "falcon_mamba", "bamba", "lfm2", "qwen3_next", "zamba2", "falcon_h1", "nemotron_h")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("family", HAVE_CONVOLUTIONS)
+def test_prompts_about_as_long_as_a_convolution_give_the_tokens_of_transformers(family: str, tokens: int) -> None:
+    """The columns of short ones are behind zeros."""
+    model, inputs = model_and_inputs(family)
+    short = {name: entries[:, :tokens] for name, entries in inputs.items()}
+    expected = generated(model, short, do_sample=False).sequences
+    with kvlayers.installed():
+        for name in ("dynamic", "static"):
+            seen = generated(model, short, do_sample=False, cache_implementation=name).sequences
+            assert torch.equal(seen, expected), name

@@ -18,6 +18,8 @@ from kvlayers import (
     QuantizedLayer,
     QuantizedStore,
     RollbackError,
+    Rotary,
+    SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
@@ -26,6 +28,7 @@ from kvlayers.layers import TokenLayer
 from kvlayers.offload import RecordingTransfers
 from oracle import Oracle
 from quantized_oracle import QuantizedOracle
+from sink_oracle import INV_FREQ, SinkOracle
 
 pytestmark = pytest.mark.fast
 
@@ -49,6 +52,11 @@ def _offloaded(layer: TokenLayer, oracle: Oracle) -> tuple[CacheLayer, Oracle]:
     return OffloadedLayer(layer, Prefetcher(transfers=_recording_transfers)), oracle
 
 
+def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[SinkLayer, SinkOracle]:
+    layer = SinkLayer(window, sinks, Rotary(INV_FREQ, "halves"), left_padding=padding)
+    return layer, SinkOracle(window, sinks, padding)
+
+
 KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "dynamic": lambda: (DynamicLayer(), Oracle()),
     "dynamic with a hint": lambda: (DynamicLayer(length_hint=20), Oracle()),
@@ -66,6 +74,10 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
         Oracle(500, capacity=90),
     ),
     "static sliding that grows": lambda: (StaticSlidingLayer(4, WINDOW, grow=True), Oracle(WINDOW)),
+    "sink": lambda: _sink(WINDOW, 3),
+    "sink over a long window": lambda: _sink(40, 4),
+    "sink that is nearly all of the window": lambda: _sink(WINDOW, WINDOW - 1),
+    "sink of padded sequences": lambda: _sink(WINDOW, 3, [0, 6]),
     "quantized": lambda: (QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
     "quantized without sinks": lambda: (
         QuantizedLayer(QUANTIZATION_ALONG_TOKENS, length_hint=100),
@@ -75,6 +87,7 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "quantized sliding within the residual": lambda: _quantized_window(WINDOW),
     "offloaded": lambda: _offloaded(DynamicLayer(), Oracle()),
     "offloaded sliding": lambda: _offloaded(SlidingLayer(40), Oracle(40)),
+    "offloaded sink": lambda: _offloaded(*_sink(40, 4)),
     "offloaded static": lambda: _offloaded(StaticLayer(90, max_batch_size=8), Oracle(capacity=90)),
     "offloaded static that grows": lambda: _offloaded(StaticLayer(4, grow=True), Oracle()),
     "offloaded static sliding": lambda: _offloaded(StaticSlidingLayer(90, 40, max_batch_size=8), Oracle(40)),
@@ -170,6 +183,14 @@ def _repeat(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
     return layer
 
 
+def _expand(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.expand(3)
+    oracle.select([0, 0, 0, 1, 1, 1])
+    # What sequences have in common may be held once.
+    oracle.least_bytes = lambda tokens: 0
+    return layer
+
+
 def _twin(make: Callable[[CacheLayer], CacheLayer]) -> Operation:
     def twin(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
         other, other_oracle = make(layer), oracle.copy()
@@ -205,6 +226,7 @@ OPERATIONS: dict[str, Operation] = {
     "select by a mask": _mask,
     "select more": _select([1, 0, 1, 1, 0]),
     "repeat": _repeat,
+    "expand": _expand,
     "fork": _twin(lambda layer: layer.fork()),
     "deepcopy": _twin(copy.deepcopy),
     "pickle": _twin(lambda layer: pickle.loads(pickle.dumps(layer))),

@@ -21,6 +21,7 @@ from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, RecordingTransfers, Traffic
 from models import fresh_model, prompt, tiny_model
 from oracle import states
+from test_families import model_and_inputs
 
 QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 8}
 STEPS = 60
@@ -596,6 +597,24 @@ def test_recurrent_states_stay_on_the_device(
     if offloaded:
         layers = outputs[1].past_key_values.layers
         assert sum(isinstance(layer, OffloadedLayer) for layer in layers) == offloaded
+
+
+@pytest.mark.parametrize("family", ["zamba2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
+def test_layers_that_attend_and_have_a_state_besides_are_offloaded_in_part(
+    installed: None, recorded: list[RecordingTransfers], family: str, name: str
+) -> None:
+    model, inputs = model_and_inputs(family)
+    how = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **how)
+    output = model.generate(**inputs, **how, cache_implementation=name)
+    assert torch.equal(output.sequences, expected.sequences)
+    cache = output.past_key_values
+    hybrids = [layer for layer in cache.layers if isinstance(layer, kvlayers.HybridLayer)]
+    assert hybrids
+    assert all(isinstance(layer.attention, OffloadedLayer) for layer in hybrids)
+    assert cache.traffic.total.to_device > 0
+    assert cache.truncate(14) >= 0
 
 
 def test_a_fork_and_its_origin_share_what_travels(recorded: list[RecordingTransfers]) -> None:

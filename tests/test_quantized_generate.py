@@ -422,7 +422,7 @@ def padded(family: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_conversation_goes_on_from_its_cache(family: str) -> None:
+def test_a_conversation_goes_on_from_its_cache(installed: None, family: str) -> None:
     model, given = tiny_model(family), inputs(family, batch=1)
 
     def conversation(cache: Any) -> list[torch.Tensor]:
@@ -487,7 +487,9 @@ def test_generate_goes_on_from_a_cache_that_was_cropped(depth: int) -> None:
 
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda cache: cache.fork()], ids=["deepcopy", "fork"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_prefix_serves_many_prompts_and_stays_as_it_was(family: str, twin_of: Callable[[Any], Any]) -> None:
+def test_a_prefix_serves_many_prompts_and_stays_as_it_was(
+    installed: None, family: str, twin_of: Callable[[Any], Any]
+) -> None:
     model, prefix = tiny_model(family), prompt(1, TOKENS)
     cache, slow = quantized(model), reference(model)
     with torch.no_grad():

@@ -8,8 +8,10 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
-from kvlayers import SinkCache
+from kvlayers import SinkCache, SinkLayer
+from kvlayers.layers.dispatch import attention_part, recurrent_part
 from models import fresh_model, prompt, tiny_model
+from test_families import model_and_inputs
 
 OPTIONS = {"window_length": 20, "num_sink_tokens": 3}
 
@@ -182,6 +184,21 @@ def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
         for how in ({"cache_implementation": "sink"}, {"past_key_values": SinkCache(20, config=model.config)}):
             with pytest.raises(kvlayers.ConfigError, match="rounded to torch.bfloat16"):
                 generated(model, prompt(), **how)
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "zamba2", "falcon_h1", "lfm2"])
+def test_models_with_recurrent_states_keep_them_beside_the_sinks(family: str) -> None:
+    model, inputs = model_and_inputs(family)
+    ids = inputs["input_ids"][:1]
+    with kvlayers.installed():
+        wide = {"cache_implementation": "sink", "cache_config": {"window_length": 200}}
+        expected = generated(model, ids, cache_implementation="dynamic")
+        assert torch.equal(generated(model, ids, **wide).sequences, expected.sequences)
+        narrow = generated(model, ids, cache_implementation="sink", cache_config={"window_length": 8})
+        assert any(isinstance(attention_part(layer), SinkLayer) for layer in narrow.past_key_values.layers)
+        recurrent = [part for layer in narrow.past_key_values.layers if (part := recurrent_part(layer)) is not None]
+        assert recurrent
+        assert all(part.length == ids.shape[1] + 49 for part in recurrent)
 
 
 @pytest.mark.parametrize("window", [6, 12])

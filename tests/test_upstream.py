@@ -24,6 +24,10 @@ NAMESAKES = {
     kvlayers.SlidingLayer: upstream.CacheLayerMixin,
     kvlayers.StaticLayer: upstream.CacheLayerMixin,
     kvlayers.StaticSlidingLayer: upstream.CacheLayerMixin,
+    kvlayers.HybridLayer: upstream.CacheLayerMixin,
+    kvlayers.LinearAttentionLayer: upstream.LinearAttentionCacheLayerMixin,
+    kvlayers.MambaCache: upstream.DynamicCache,
+    kvlayers.HybridMambaAttentionDynamicCache: upstream.DynamicCache,
 }
 
 
@@ -172,7 +176,7 @@ def test_an_encoder_decoder_cache_with_one_empty_part_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_layers_of_transformers_own_take_part_in_operations(family: str) -> None:
+def test_layers_with_recurrent_states_take_part_in_operations(family: str) -> None:
     model, ids = tiny_model(family), prompt(2, 9)
     name = "cache_params" if family == "mamba" else "past_key_values"
     with torch.no_grad():

@@ -11,11 +11,14 @@ from .dynamic_cache import DynamicCache
 from .encoder_decoder import EncoderDecoderCache
 from .errors import (
     BatchIndexError,
+    CacheFileError,
+    CachePathError,
     CapacityError,
     ConfigError,
     KVLayersError,
     LayerIndexError,
     LegacyFormatError,
+    ModelMismatchError,
     OptionError,
     ReadOnlyStatesError,
     RegistryError,
@@ -29,19 +32,27 @@ from .generation.registry import CacheRequest, cache_names, make_cache, register
 from .generation.reservations import free_reservations
 from .layers import (
     CacheLayer,
+    Checkpoints,
     DynamicLayer,
+    HybridLayer,
     LayerState,
+    LinearAttentionLayer,
     OffloadedLayer,
     QuantizedLayer,
+    SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
+from .mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
 from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
 from .offloaded_cache import OffloadedCache, OffloadedStaticCache
 from .operations import CacheState
+from .persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
 from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
+from .rotary import Rotary
+from .sink_cache import SinkCache
 from .static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
 from .version import __version__
@@ -63,10 +74,14 @@ __all__ = [
     "BatchIndexError",
     "Buckets",
     "Cache",
+    "CacheFile",
+    "CacheFileError",
     "CacheLayer",
+    "CachePathError",
     "CacheRequest",
     "CacheState",
     "CapacityError",
+    "Checkpoints",
     "ConfigError",
     "DenseStore",
     "DiskMemory",
@@ -80,10 +95,14 @@ __all__ = [
     "HostMemory",
     "HybridCache",
     "HybridChunkedCache",
+    "HybridLayer",
+    "HybridMambaAttentionDynamicCache",
     "KVLayersError",
     "LayerIndexError",
     "LayerState",
     "LegacyFormatError",
+    "LinearAttentionLayer",
+    "MambaCache",
     "OffloadedCache",
     "OffloadedLayer",
     "OffloadedStaticCache",
@@ -98,7 +117,10 @@ __all__ = [
     "ReadOnlyStatesError",
     "RegistryError",
     "RollbackError",
+    "Rotary",
     "Rung",
+    "SinkCache",
+    "SinkLayer",
     "SlidingLayer",
     "SlidingWindowCache",
     "StaleStatesError",
@@ -114,17 +136,21 @@ __all__ = [
     "__version__",
     "cache_names",
     "free_reservations",
+    "inspect_cache",
     "install",
     "installed",
     "is_installed",
+    "load_cache",
     "make_cache",
     "quantizer_names",
     "register",
     "register_quantizer",
     "resilient_generate",
+    "save_cache",
     "uninstall",
     "unregister",
     "unregister_quantizer",
+    "weights_id",
 ]
 
 

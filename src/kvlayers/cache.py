@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import compat
 from .errors import ConfigError, LayerIndexError, OptionError, UnsupportedLayerError
-from .layers import CacheLayer
+from .layers import CacheLayer, LinearAttentionLayer
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import offloaded, share_readings
 from .legacy import LegacySurface
@@ -191,10 +191,19 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     # Lengths and masks
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen. Where layer 0 does not attend, it stands for the first one that does."""
+        """Tokens that a layer has seen. Where layer 0 does not attend, it stands for the first one that does.
+
+        Raises:
+            UnsupportedLayerError: neither attends, nor does any layer with a recurrent state know.
+        """
         if layer_idx >= len(self.layers):
             return 0
-        seen = self.layers[self._attending(layer_idx)].get_seq_length()
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, LinearAttentionLayer):
+            layer = self.layers[self._attending(layer_idx)]
+        elif layer_idx == 0:
+            layer = next((other for other in self.layers if isinstance(other, compat.ATTENTION_LAYER)), layer)
+        seen = layer.get_seq_length()
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         return seen if torch.compiler.is_compiling() else int(seen)
 
@@ -222,8 +231,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 if isinstance(layer, compat.ATTENTION_LAYER):
                     return index
         raise UnsupportedLayerError(
-            f"expected a layer that counts tokens, but layer {layer_idx} is a {type(self.layers[layer_idx]).__name__}: "
-            "ask an attention layer, where the model has one."
+            f"expected a layer that attends, but layer {layer_idx} is a {type(self.layers[layer_idx]).__name__}: ask "
+            "another, where the model has one, or make the cache from the config of the model that uses it."
         )
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -111,6 +111,10 @@ SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
 """Model types whose scan over several tokens takes no state to begin from: behind others, tokens go one by one."""
 
 
+KEEPS_STATES_IN_MODULES = ("recurrent_gemma",)
+"""Model types whose recurrent states are attributes of their modules, out of the reach of any cache."""
+
+
 def tokens_at_once(config: object) -> int | None:
     """The most tokens that a model's recurrent layers can take in at once behind others, `None` for any number."""
     return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO else None

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import transformers
@@ -12,7 +12,7 @@ from typing_extensions import Self
 from . import compat, legacy
 from .cache import Cache
 from .errors import LayerIndexError, LegacyFormatError, OptionError
-from .layers import DynamicLayer, SlidingLayer
+from .layers import Checkpoints, DynamicLayer, SlidingLayer
 from .layers.base import whole_number
 from .layers.dispatch import dynamic_layers
 from .options import checks_options
@@ -30,6 +30,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
         offload_directory: where the files are made, for "disk".
+        checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
+            arguments.
 
     Raises:
         ConfigError: the config does not describe the model's layers.
@@ -58,13 +60,16 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         length_hint: int | None = None,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         if isinstance(ddp_cache_data, transformers.PreTrainedConfig):
             raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
+        if checkpoints is not None and config is None:
+            raise OptionError("expected a config beside checkpoints, to say what layers are recurrent, but saw none.")
         given = legacy.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
-            layers = dynamic_layers(config, length_hint)
+            layers = dynamic_layers(config, length_hint, checkpoints)
             if len(given) > len(layers):
                 raise LayerIndexError(
                     f"expected states for at most {len(layers)} layers, as the config has, but saw {len(given)}."

@@ -1,11 +1,12 @@
 """The caches that are offloaded by their name."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from .dynamic_cache import DynamicCache
+from .layers import Checkpoints
 from .options import checks_options
 from .static_cache import StaticCache
 from .stores import Buckets
@@ -31,9 +32,17 @@ class OffloadedCache(DynamicCache):
         length_hint: int | None = None,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__(
-            ddp_cache_data, config, True, offload_only_non_sliding, length_hint, offload_device, offload_directory
+            ddp_cache_data,
+            config,
+            True,
+            offload_only_non_sliding,
+            length_hint,
+            offload_device,
+            offload_directory,
+            checkpoints,
         )
 
 
@@ -54,6 +63,7 @@ class OffloadedStaticCache(StaticCache):
         grow: bool = False,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -66,4 +76,5 @@ class OffloadedStaticCache(StaticCache):
             compiled=False,
             offload_device=offload_device,
             offload_directory=offload_directory,
+            checkpoints=checkpoints,
         )

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from .errors import BatchIndexError, StateMismatchError
-from .layers import CacheLayer, LayerState, TransformersLayer
+from .errors import BatchIndexError, RollbackError, StateMismatchError
+from .layers import LayerOperations, LayerState, TransformersLayer
 from .layers.base import crop_target, whole_number
 from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from .layers.dispatch import share_readings
@@ -31,8 +31,12 @@ class CacheState:
     parts: tuple["CacheState", ...] = ()
 
 
-def _operable(layer: Any) -> CacheLayer | TransformersLayer:
-    return layer if isinstance(layer, CacheLayer) else TransformersLayer(layer)
+Operable = LayerOperations | TransformersLayer
+"""A layer with the operations of ours."""
+
+
+def _operable(layer: Any) -> Operable:
+    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
 
 
 class LayerwiseOperations(ABC):
@@ -52,37 +56,75 @@ class LayerwiseOperations(ABC):
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
 
-    def operable(self) -> Iterator[CacheLayer | TransformersLayer]:
+    def operable(self) -> Iterator[Operable]:
         """The layers, those of transformers behind an adapter that gives them the operations of ours."""
         for layer in self.layers:
             yield _operable(layer)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Roll back: a positive number is the length to keep, zero or a negative one removes the newest tokens.
+        """Roll back, exactly: a positive number is the length to keep, zero or a negative one removes newest tokens.
 
         Zero removes no token, but lets go of what was recorded for a rollback.
 
         Raises:
-            RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
+            RollbackError: fewer tokens are held, tokens that would be needed again are gone, or a recurrent state can
+                only be put back to an earlier length (see `truncate`); nothing is changed.
         """
         length = self._token_count()
         target = crop_target(tokens_to_remove, length)
         if tokens_to_remove > 0:
-            self.truncate(target)
+            self._remove(self._removals(target))
         else:
             self._remove([(layer, length - target) for layer in self.operable()])
 
-    def truncate(self, length: int) -> None:
-        """Roll back, exactly, to when the cache had seen `length` tokens; 0 is allowed here.
+    def truncate(self, length: int) -> int:
+        """Roll back to when the cache had seen `length` tokens (0 is one), or as near before that as its layers can go.
+
+        Layers of tokens go back to any length that they hold. A recurrent state goes back to a checkpoint, and all
+        layers with it. What `get_seq_length()` says afterwards is how many tokens the cache has seen: pass it those
+        from there on again.
+
+        Returns:
+            How many tokens must be passed again to be at `length`: 0 where no layer has a recurrent state.
 
         Raises:
-            RollbackError: as `crop`.
+            RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
+        """
+        target = self.restorable(length)
+        self._remove(self._removals(target))
+        return length - target
+
+    def restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, that all layers can be put back to.
+
+        Raises:
+            RollbackError: as `truncate`.
         """
         held, length = self._token_count(), whole_number(length, "a length")
-        # A forward pass that broke off leaves some layers ahead of others: each goes back by what it is ahead.
-        self._remove([(layer, (layer.length or held) - length) for layer in self.operable()])
+        if not 0 <= length <= held:
+            raise RollbackError(
+                f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
+            )
+        counting = [layer for layer in self.operable() if isinstance(layer, LayerOperations) and layer.length]
+        while True:
+            nearest = min((layer.restorable(length) for layer in counting), default=length)
+            if nearest == length:
+                return length
+            length = nearest
 
-    def _remove(self, removals: list[tuple[CacheLayer | TransformersLayer, int]]) -> None:
+    def _removals(self, length: int) -> list[tuple[Operable, int]]:
+        """By how many tokens each layer must go back. A pass that broke off leaves some layers ahead of others."""
+        held = self._token_count()
+        return [(layer, (layer.length or held) - length) for layer in self.operable()]
+
+    def _remove(self, removals: list[tuple[Operable, int]]) -> None:
+        held = self._token_count()
+        for layer, tokens in removals:
+            if 0 < tokens < held and layer.is_recurrent and not layer.attends and layer.length == 0:
+                raise RollbackError(
+                    "expected recurrent layers that have seen what the others have, but one has seen nothing: the "
+                    "model keeps its states elsewhere, or a forward pass broke off; reset() the cache."
+                )
         for layer, tokens in removals:
             layer.check_removal(tokens)
         for layer, tokens in removals:
@@ -110,6 +152,24 @@ class LayerwiseOperations(ABC):
         batch_size = self.batch_size
         if batch_size >= 0:
             self._select(repeated_rows(repeats, batch_size))
+
+    def expand(self, repeats: int) -> None:
+        """Let `repeats` sequences go on from each one, side by side.
+
+        As `batch_repeat_interleave`, but what they have in common is held once for all of them, where full attention
+        holds it in full precision on its device: attention reads it once, and what each has of its own beside it.
+
+        Raises:
+            OptionError: a count that is not at least 1.
+            CapacityError: a static cache has no room for so many; nothing is changed.
+        """
+        batch_size = self.batch_size
+        if batch_size >= 0:
+            rows = repeated_rows(repeats, batch_size)
+            if repeats > 1:
+                self.check_select(rows.shape[0])
+                for layer in self.operable():
+                    layer.expand(repeats)
 
     def _select(self, rows: Tensor) -> None:
         if is_identity(rows, self.batch_size):
@@ -144,10 +204,6 @@ class LayerwiseOperations(ABC):
         """Let go of what was recorded, and record no more."""
         for layer in self.operable():
             layer.deactivate_past_recording()
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a layer holds more than it needs, for a later crop."""
-        return bool(vars(self.layers[layer_idx]).get("record_past", False))
 
     def fork(self) -> Self:
         """An independent continuation: what happens to the one never shows in the other. Copies live tokens only."""
@@ -186,14 +242,17 @@ class LayerwiseOperations(ABC):
         pairs = [(_operable(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
-        batch_sizes = {
-            s.tensors["keys"].shape[0] for s in state.layers if "keys" in s.tensors and s.facts.get("length")
-        }
+        batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
         self.layers = layers
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
+
+
+def _batch_of(state: LayerState) -> int | None:
+    names = ("keys", *(name for name in state.tensors if "conv_states." in name))
+    return next((state.tensors[name].shape[0] for name in names if name in state.tensors), None)
 
 
 def check_is_state(state: object) -> None:

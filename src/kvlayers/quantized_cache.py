@@ -11,7 +11,7 @@ from typing_extensions import override
 from . import compat
 from .cache import Cache
 from .errors import OptionError
-from .layers import QuantizedLayer
+from .layers import Checkpoints, QuantizedLayer
 from .layers.base import whole_number
 from .layers.dispatch import quantized_layers
 from .options import checks_options
@@ -110,6 +110,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         offload_only_non_sliding: leave layers that attend within a window on the device.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
         offload_directory: where the files are made, for "disk".
+        checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
+            arguments.
 
     Raises:
         OptionError: an option that does not exist, a value that the backend does not take, a group size that does not
@@ -147,6 +149,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         offload_only_non_sliding: bool = True,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         if not isinstance(backend, str):
             raise OptionError(
@@ -177,7 +180,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         head_dims = compat.head_dims(config)
         if head_dims is not None:
             self.quantization.quantizers(*head_dims)
-        super().__init__(quantized_layers(config, self.quantization, quantize_sliding, length_hint), None, *placement)
+        layers = quantized_layers(config, self.quantization, quantize_sliding, length_hint, checkpoints)
+        super().__init__(layers, None, *placement)
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:

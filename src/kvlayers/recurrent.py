@@ -1,15 +1,17 @@
-"""What models with recurrent layers ask of a cache: convolution states, recurrent states and indexer keys.
-
-The layers that hold them are transformers' own.
-"""
+"""What models with recurrent layers ask of a cache: convolution states, recurrent states and indexer keys."""
 
 from typing import Any
 
 from torch import Tensor
 
 from . import compat
-from .errors import UnsupportedLayerError
-from .layers import CacheLayer
+from .errors import LayerIndexError, UnsupportedLayerError
+from .layers import HybridLayer, LayerOperations, LinearAttentionLayer
+
+RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
+"""Ours first: an instance of the very class is found without asking its bases, at every layer and token."""
+
+OURS = (LinearAttentionLayer, HybridLayer, LayerOperations)
 
 
 class RecurrentSurface:
@@ -17,54 +19,117 @@ class RecurrentSurface:
 
     layers: list[Any]
 
-    def _recurrent(self, layer_idx: int | None) -> Any:
-        candidates = reversed(self.layers) if layer_idx is None else [self.layers[layer_idx]]
-        for layer in candidates:
-            if isinstance(layer, compat.LINEAR_LAYER):
-                return layer
+    def _recurrent(self, layer_idx: int) -> Any:
+        """The layer at `layer_idx`, which has such states."""
+        try:
+            layer = self.layers[layer_idx]
+        except (IndexError, TypeError):
+            raise self._no_recurrent_layer(layer_idx) from None
+        if isinstance(layer, RECURRENT):
+            return layer
         raise UnsupportedLayerError(
-            "expected a layer with a recurrent state, but saw "
-            f"{'none' if layer_idx is None else f'a {type(self.layers[layer_idx]).__name__} at {layer_idx}'}: make the "
-            "cache from the config of the model that uses it."
+            f"expected a layer with a recurrent state, but layer {layer_idx} is a {type(layer).__name__}: the cache "
+            "was made for another model, so make one from the config of the model that uses it."
         )
 
+    def _no_recurrent_layer(self, layer_idx: object) -> Exception:
+        if not self.layers:
+            return UnsupportedLayerError(
+                "expected a cache that was made from the config of the model that uses it, as it has recurrent layers, "
+                f"but this {type(self).__name__} was made without one: pass config=model.config."
+            )
+        return LayerIndexError(
+            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx!r}: make the cache from the "
+            "config of the model that uses it."
+        )
+
+    @staticmethod
+    def _state(states: dict[int, Any], state_idx: int) -> Any:
+        try:
+            return states[state_idx]
+        except (KeyError, TypeError):
+            raise LayerIndexError(
+                f"expected a state index from 0 to {len(states) - 1}, but saw {state_idx!r}: make the cache from the "
+                "config of the model that uses it."
+            ) from None
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a recurrent layer (the last one by default) has seen tokens."""
-        if layer_idx is not None and layer_idx >= len(self.layers):
+        """Whether a recurrent layer (the last one by default) has seen tokens.
+
+        Raises:
+            UnsupportedLayerError: the layer has no such states, or no layer has.
+            LayerIndexError: the layer has no such state.
+        """
+        if layer_idx is None:
+            layer = next((layer for layer in reversed(self.layers) if isinstance(layer, RECURRENT)), None)
+            if layer is None:
+                raise UnsupportedLayerError(
+                    "expected a layer with a recurrent state, but saw none: make the cache from the config of the "
+                    "model that uses it."
+                )
+        elif layer_idx >= len(self.layers):
             return False
-        seen = self._recurrent(layer_idx).has_previous_state
-        return all(seen.values()) if state_idx is None else bool(seen[state_idx])
+        else:
+            layer = self._recurrent(layer_idx)
+        seen = layer.has_previous_state
+        return all(seen.values()) if state_idx is None else bool(self._state(seen, state_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Convolution state of a layer, `None` before the first tokens."""
+        """Convolution state of a layer, `[batch, channels, conv_kernel_size]`, `None` before the first tokens.
+
+        Raises:
+            LayerIndexError: no layer has that index, or the layer no such state.
+            UnsupportedLayerError: the layer has no such states.
+        """
         layer = self._recurrent(layer_idx)
-        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
+        seen = self._state(layer.has_previous_state, state_idx)
+        return layer.conv_states[state_idx] if seen else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Recurrent state of a layer, `None` before the first tokens."""
+        """Recurrent state of a layer, `None` before the first tokens. Raises as `get_conv_state`."""
         layer = self._recurrent(layer_idx)
-        return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
+        seen = self._state(layer.has_previous_state, state_idx)
+        return layer.recurrent_states[state_idx] if seen else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
     ) -> Tensor:
-        """Take in the convolution inputs of new tokens in a layer, which checks `layer_options` itself."""
+        """Take in the convolution inputs of new tokens in a layer, which checks `layer_options` itself.
+
+        See `LinearAttentionLayer.update_conv_state`, whose option is `conv_kernel_size`.
+
+        Raises:
+            LayerIndexError: no layer has that index, or the layer no such state.
+            UnsupportedLayerError: the layer has no such states, or takes in no several tokens behind others.
+            StateMismatchError: inputs of another batch size, channels, dtype, device or kernel than those held.
+        """
         updated: Tensor = self._recurrent(layer_idx).update_conv_state(conv_states, state_idx, **layer_options)
         return updated
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
     ) -> Tensor:
-        """Replace the recurrent state of a layer, which checks `layer_options` itself."""
+        """Replace the recurrent state of a layer, which checks `layer_options`. Raises as `update_conv_state`."""
         updated: Tensor = self._recurrent(layer_idx).update_recurrent_state(
             recurrent_states, state_idx, **layer_options
         )
         return updated
 
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a model must pass the states of every token to a layer, rather than write to those that it holds.
+
+        Layers of ours with recurrent states always say so, as they count tokens. Whether a layer holds more than it
+        needs, for a later rollback, is its `is_recording`.
+        """
+        layer = self.layers[layer_idx]
+        if isinstance(layer, OURS):
+            return bool(layer.record_past)
+        return bool(vars(layer).get("record_past", False))
+
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, in a sparse-attention layer."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, CacheLayer):
+        if isinstance(layer, LayerOperations):
             raise UnsupportedLayerError(
                 f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer).__name__}: make the cache "
                 "from the config of the model that uses it."

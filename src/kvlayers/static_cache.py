@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 
 import torch
 import transformers
@@ -10,8 +11,8 @@ from typing_extensions import override
 from . import compat
 from .cache import Cache
 from .errors import ConfigError, OptionError
-from .layers import StaticLayer, StaticSlidingLayer
-from .layers.dispatch import WINDOWED, Reservation, static_layers
+from .layers import Checkpoints, StaticLayer, StaticSlidingLayer
+from .layers.dispatch import WINDOWED, Reservation, fixed_layers, static_layers
 from .options import checks_options
 from .stores import Buckets
 
@@ -39,6 +40,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             compile with the model and its masks in it needs nothing.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
         offload_directory: where the files are made, for "disk".
+        checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
+            arguments. Compiled code takes none.
 
     Raises:
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
@@ -71,10 +74,11 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         compiled: bool | None = None,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         self.check_config(config)
         self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
-        layers = static_layers(config, self._reservation)
+        layers = static_layers(config, self._reservation, checkpoints)
         super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
         self.compiled = self._masks_are_of_buckets(config, compiled)
 
@@ -128,7 +132,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         return Cache(layers=layers, **self.offloading_options())
 
     def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:
-        return [layer for layer in self.layers if isinstance(layer, StaticLayer | StaticSlidingLayer)]
+        return fixed_layers(self.layers)
 
 
 class HybridCache(StaticCache):

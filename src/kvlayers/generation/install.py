@@ -4,6 +4,9 @@ What is replaced in transformers while kvlayers is installed, and why:
 
 * `GenerationMixin._prepare_cache_for_generation` makes the cache that a name asks for. It is the one place to do so.
 * `GenerationMixin._prepare_generation_config` forgets the name "hybrid" even where the user gave it; it is put back.
+* `GenerationMixin._validate_generation_mode` and `_assisted_decoding` refuse models with recurrent states, which caches
+  of ours can put back (`assisted.py`).
+* `GenerationMixin._prefill` forgets what a cache has seen where the model's scan begins from zero (`passing.py`).
 * `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped.
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
@@ -28,8 +31,9 @@ from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
 from ..legacy import LegacyStates
+from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
-from . import registry, reservations
+from . import assisted, given, passing, prompts, registry, reservations
 
 CONTINUOUS_BATCHING = "paged"
 """A name that is no cache: generate() turns to another way of batching."""
@@ -174,7 +178,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_recording(cache: Any) -> bool:
-    return isinstance(cache, Cache) and any(map(cache.is_recording_past, range(len(cache.layers))))
+    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.operable())
 
 
 def _cache_from_tuples(config: Any, states: tuple[Any, ...] | list[Any]) -> DynamicCache | EncoderDecoderCache:
@@ -221,6 +225,8 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = compat.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
+        attention_mask = given.padding_mask(model_kwargs)
+        given.prepare(self, past, attention_mask, compat.whole_length(generation_config, attention_mask))
         static = _static_part(past)
         if static is not None and generation_config.compile_config is not None:
             static.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)
@@ -247,10 +253,14 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             device=self.device,
             dtype=self.dtype,
             encoder_length=None if encoder is None else encoder[0].shape[1],
+            attention_mask=attention_mask,
         )
         cache = _cache_for(self, generation_config, generation_mode, cache_name, name, request)
+        if isinstance(cache, SinkCache):
+            given.check_rotation(self)
         if generation_config.is_assistant:
             cache.activate_past_recording()
+            cache = assisted.rolling(cache)
         if drafting:
             # transformers refuses to verify drafts with a cache of a static name, since its own cannot be rolled back.
             generation_config.cache_implementation = None
@@ -321,8 +331,49 @@ def _draft_length(generation_config: Any) -> int:
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
 
 
+def _wrap_validate_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_mode != GenerationMode.ASSISTED_GENERATION:
+            original(self, generation_mode, generation_config, *args, **kwargs)
+            return
+        with assisted.allowed(self, generation_config):
+            original(self, generation_mode, generation_config, *args, **kwargs)
+
+    return validate_generation_mode
+
+
+def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def assisted_decoding(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return assisted.decode(original, self, input_ids, kwargs)
+
+    return assisted_decoding
+
+
+def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def prefill(
+        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def plain(ids: Tensor, given_kwargs: dict[str, Any]) -> Any:
+            return original(self, ids, generation_config, given_kwargs, *args, **kwargs)
+
+        output = passing.prefill_in_steps(self, input_ids, generation_config, model_kwargs)
+        if output is None:
+            output = prompts.prefill_once(plain, input_ids, generation_config, model_kwargs, self)
+        return plain(input_ids, model_kwargs) if output is None else output
+
+    return prefill
+
+
 _WRAPS = {
     "generate": _wrap_generate,
     "_prepare_generation_config": _wrap_prepare_config,
     "_prepare_cache_for_generation": _wrap_prepare_cache,
+    "_validate_generation_mode": _wrap_validate_mode,
+    "_assisted_decoding": _wrap_assisted_decoding,
+    "_prefill": _wrap_prefill,
 }

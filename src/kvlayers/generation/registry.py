@@ -17,6 +17,7 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, RegistryError
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import QuantizedCache
+from ..sink_cache import SinkCache, left_padding_of
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
@@ -35,6 +36,7 @@ class CacheRequest:
         device: device of the model, where known.
         dtype: dtype of the model, where known.
         encoder_length: tokens of the encoder's output, where there is an encoder and that is known.
+        attention_mask: `[batch, tokens]` of the prompt, 0 for padding, where known.
     """
 
     config: PreTrainedConfig
@@ -44,6 +46,7 @@ class CacheRequest:
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     encoder_length: int | None = None
+    attention_mask: torch.Tensor | None = None
 
 
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
@@ -272,6 +275,16 @@ def _offloaded_hybrid_chunked(request: CacheRequest) -> OffloadedStaticCache:
 @register("offloaded_quantized")
 def _offloaded_quantized(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request, offloading=True)
+
+
+SINK_WINDOW = 256
+"""Tokens that a sink cache holds where none are asked for, as in transformers 4."""
+
+
+@register("sink")
+def _sink(request: CacheRequest) -> SinkCache:
+    found = {} if request.attention_mask is None else {"left_padding": left_padding_of(request.attention_mask)}
+    return SinkCache(**{"window_length": SINK_WINDOW, **found, **request.options, "config": request.config})
 
 
 @register("fp8")

@@ -1,20 +1,26 @@
 """From what a model config says to the layers of a cache: the one table."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import compat
 from ..compat import LayerSpec
-from ..errors import UnsupportedLayerError
+from ..errors import ConfigError, UnsupportedLayerError
 from ..offload.prefetcher import Prefetcher
+from ..rotary import Rotary
+from ..rotary_config import rotaries
 from ..stores.buckets import Buckets
 from ..stores.quantization import Quantization
 from ..stores.quantized import QuantizedStore
 from ..stores.reading import Reading
+from .checkpoints import Checkpoints
 from .dynamic import DynamicLayer
+from .hybrid import HybridLayer
+from .linear_attention import LinearAttentionLayer
 from .offloaded import OffloadedLayer
 from .quantized import QuantizedLayer
+from .sinking import Sinking
 from .sliding import SlidingLayer
 from .static import StaticLayer
 from .static_sliding import StaticSlidingLayer
@@ -23,8 +29,14 @@ from .token_layer import TokenLayer
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
 
-DynamicFactory = Callable[[LayerSpec, int | None], Any]
-StaticFactory = Callable[[LayerSpec, "Reservation", int | None], Any]
+RECURRENT = ("linear_attention", "conv")
+"""Layer types that have states of a fixed size, and do not attend."""
+
+HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""Layer types that have such states and attend, and how they attend."""
+
+Factory = Callable[[LayerSpec], Any]
+CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,56 +49,89 @@ class Reservation:
     grow: bool = False
 
 
-DYNAMIC: dict[str, DynamicFactory] = {
-    "full_attention": lambda spec, length_hint: DynamicLayer(length_hint=length_hint),
-    **dict.fromkeys(WINDOWED, lambda spec, length_hint: SlidingLayer(spec.options["sliding_window"])),
-}
-STATIC: dict[str, StaticFactory] = {
-    "full_attention": lambda spec, reserved, token_limit: StaticLayer(**vars(reserved)),
-    **dict.fromkeys(
-        WINDOWED,
-        lambda spec, reserved, token_limit: StaticSlidingLayer(
+def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
+    """Layers that grow, for each layer of a model; transformers' own where kvlayers has no kind for the type.
+
+    Args:
+        config: config of the model.
+        length_hint: the most tokens that are expected, where known.
+        checkpoints: of layers with recurrent states, see `Checkpoints`.
+    """
+    kinds: dict[str, Factory] = {
+        "full_attention": lambda spec: DynamicLayer(length_hint=length_hint),
+        **dict.fromkeys(WINDOWED, lambda spec: SlidingLayer(spec.options["sliding_window"])),
+    }
+    return _layers(config, kinds, checkpoints)
+
+
+def static_layers(config: object, reserved: Reservation, checkpoints: CheckpointOptions = None) -> list[Any]:
+    """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
+    # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
+    # others have not could not be taken back.
+    attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in compat.layer_specs(config)]
+    token_limit = reserved.max_cache_len if any(kind not in WINDOWED for kind in attending) else None
+
+    def window(spec: LayerSpec) -> StaticSlidingLayer:
+        return StaticSlidingLayer(
             sliding_window=spec.options["sliding_window"], token_limit=token_limit, **vars(reserved)
-        ),
-    ),
-}
+        )
+
+    kinds: dict[str, Factory] = {
+        "full_attention": lambda spec: StaticLayer(**vars(reserved)),
+        **dict.fromkeys(WINDOWED, window),
+    }
+    return _layers(config, kinds, checkpoints, reserved.max_cache_len)
 
 
-def dynamic_layers(config: object, length_hint: int | None = None) -> list[Any]:
-    """Layers that grow, for each layer of a model; transformers' own where kvlayers has no kind for the type."""
+def _layers(
+    config: object, kinds: Mapping[str, Factory], checkpoints: CheckpointOptions, max_cache_len: int | None = None
+) -> list[Any]:
+    """A layer for each layer of a model: by `kinds` where it attends, and with a recurrent state where it has one."""
+    policy, tokens_at_once = Checkpoints.of(checkpoints), compat.tokens_at_once(config)
+
+    def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
+        return LinearAttentionLayer(spec.options.get("number_of_states", 1), policy, tokens_at_once)
+
+    every: dict[str, Factory] = {
+        **kinds,
+        **dict.fromkeys(RECURRENT, recurrent),
+        **dict.fromkeys(HYBRID, lambda spec: HybridLayer(kinds[HYBRID[spec.layer_type]](spec), recurrent(spec))),
+    }
     return [
-        DYNAMIC[spec.layer_type](spec, length_hint) if spec.layer_type in DYNAMIC else compat.upstream_layer(spec)
+        every[spec.layer_type](spec) if spec.layer_type in every else compat.upstream_layer(spec, max_cache_len)
         for spec in compat.layer_specs(config)
     ]
 
 
-def static_layers(config: object, reserved: Reservation) -> list[Any]:
-    """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
-    specs = compat.layer_specs(config)
-    # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
-    # others have not could not be taken back.
-    holds_all = any(spec.layer_type not in WINDOWED for spec in specs)
-    token_limit = reserved.max_cache_len if holds_all else None
-    return [
-        STATIC[spec.layer_type](spec, reserved, token_limit)
-        if spec.layer_type in STATIC
-        else compat.upstream_layer(spec, reserved.max_cache_len)
-        for spec in specs
-    ]
+def attention_part(layer: Any) -> Any:
+    """The layer that attends within a hybrid one; else the layer itself."""
+    return layer.attention if isinstance(layer, HybridLayer) else layer
+
+
+def recurrent_part(layer: Any) -> LinearAttentionLayer | None:
+    """The layer of ours that has the recurrent states of a layer, where there is one."""
+    part = layer.linear if isinstance(layer, HybridLayer) else layer
+    return part if isinstance(part, LinearAttentionLayer) else None
+
+
+def fixed_layers(layers: Iterable[Any]) -> list[StaticLayer | StaticSlidingLayer]:
+    """Those of the layers that attend over a fixed reservation, hybrid ones included."""
+    return [layer for layer in map(attention_part, layers) if isinstance(layer, StaticLayer | StaticSlidingLayer)]
 
 
 def share_readings(layers: Sequence[Any]) -> None:
     """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
-    held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in layers]
-    fixed = [layer for layer in held if isinstance(layer, StaticLayer | StaticSlidingLayer)]
+    attending = [attention_part(layer) for layer in layers]
+    held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in attending]
+    fixed = fixed_layers(held)
     if not fixed:
         return
     mode = fixed[0].reserved.reading.mode
     mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
     # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
     mode.mixed = (
-        any(isinstance(layer, OffloadedLayer) for layer in layers)
-        or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in layers)
+        any(isinstance(layer, OffloadedLayer) for layer in attending)
+        or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in attending)
         or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
     )
     readings: dict[object, Reading] = {}
@@ -103,6 +148,8 @@ def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any
     Raises:
         UnsupportedLayerError: it holds tokens in a way of its own, which cannot be moved.
     """
+    if isinstance(layer, HybridLayer):
+        return HybridLayer(offloaded(layer.attention, prefetcher, only_non_sliding), layer.linear)
     if isinstance(layer, TokenLayer):
         return layer if only_non_sliding and layer.is_sliding else OffloadedLayer(layer, prefetcher)
     if isinstance(layer, compat.ATTENTION_LAYER):
@@ -114,7 +161,11 @@ def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any
 
 
 def quantized_layers(
-    config: object, quantization: Quantization, quantize_sliding: bool, length_hint: int | None = None
+    config: object,
+    quantization: Quantization,
+    quantize_sliding: bool,
+    length_hint: int | None = None,
+    checkpoints: CheckpointOptions = None,
 ) -> list[Any]:
     """As `dynamic_layers`, with full attention quantized, and windows as well where `quantize_sliding` says so."""
     # A window drops its oldest tokens, so that none of them stays for good.
@@ -123,11 +174,42 @@ def quantized_layers(
     def window(spec: LayerSpec) -> SlidingLayer:
         return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window) if quantize_sliding else None)
 
-    kinds: dict[str, Callable[[LayerSpec], Any]] = {
+    kinds: dict[str, Factory] = {
         "full_attention": lambda spec: QuantizedLayer(quantization, length_hint),
         **dict.fromkeys(WINDOWED, window),
     }
-    return [
-        kinds[spec.layer_type](spec) if spec.layer_type in kinds else compat.upstream_layer(spec)
-        for spec in compat.layer_specs(config)
-    ]
+    return _layers(config, kinds, checkpoints)
+
+
+def sink_layers(config: object, sinking: Sinking, rotary: Rotary | None = None) -> list[Any]:
+    """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than those of the sinks.
+
+    Args:
+        config: config of the model.
+        sinking: how sink layers are made.
+        rotary: how the keys of all layers are rotated, as the config says where not given.
+
+    Raises:
+        ConfigError: keys cannot be turned, or no layer attends to more than the window.
+    """
+    specs, turns = compat.layer_specs(config), None if rotary is not None else rotaries(config)
+    layers, forgetful = dynamic_layers(config), True
+    for index, spec in enumerate(specs):
+        if not _attends_beyond(spec, sinking.window_length):
+            continue
+        forgetful = False
+        attention = sinking.layer(rotary if turns is None else turns[index])
+        linear = recurrent_part(layers[index])
+        layers[index] = attention if linear is None else HybridLayer(attention, linear)
+    if forgetful:
+        raise ConfigError(
+            f"expected a layer that attends to more than {sinking.window_length} tokens, but saw "
+            f"{', '.join(sorted({spec.layer_type for spec in specs}))}: the model forgets by itself, so use a "
+            "DynamicCache."
+        )
+    return layers
+
+
+def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
+    kind = HYBRID.get(spec.layer_type, spec.layer_type)
+    return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)

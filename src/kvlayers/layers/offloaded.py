@@ -245,6 +245,11 @@ class OffloadedLayer(CacheLayer):
         """Whether `crop` can put it back as it was."""
         return self.layer.is_croppable
 
+    @property
+    @override
+    def is_recording(self) -> bool:
+        return self.layer.is_recording
+
     @override
     def make_room(self, tokens: int) -> None:
         self.layer.make_room(tokens)

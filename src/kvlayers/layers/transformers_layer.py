@@ -11,6 +11,7 @@ from .. import compat
 from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from ..stores.base import Fact
 from .base import LayerState
+from .batch import repeated_rows
 
 
 @runtime_checkable
@@ -29,7 +30,7 @@ class _Recording(Protocol):
 
 
 class TransformersLayer:
-    """Adapter over a layer that kvlayers has no kind for: linear attention, hybrids, indexers, a model's own.
+    """Adapter over a layer that kvlayers has no kind for: indexers, compressed attention, a model's own.
 
     The layer itself stays in the cache, since models look at its class; an adapter lives for one operation only.
 
@@ -46,6 +47,16 @@ class TransformersLayer:
     def length(self) -> int | None:
         """Tokens seen, `None` for a layer that does not count them."""
         return int(self.layer.get_seq_length()) if self.attends else None
+
+    @property
+    def record_past(self) -> bool:
+        """Whether the layer holds more than it needs, for a later crop. Not every class of transformers says so."""
+        return bool(vars(self.layer).get("record_past", False))
+
+    @property
+    def is_recording(self) -> bool:
+        """As `record_past`."""
+        return self.record_past
 
     @property
     def is_sliding(self) -> bool:
@@ -155,6 +166,11 @@ class TransformersLayer:
         self.layer.reorder_cache(indices)
         if "batch_size" in vars(self.layer):
             self.layer.batch_size = indices.shape[0]
+
+    def expand(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times, copies side by side."""
+        if self.batch_size is not None:
+            self.select(repeated_rows(repeats, self.batch_size))
 
     def activate_past_recording(self) -> None:
         """Hold what a later removal needs, where the layer can."""

@@ -1,0 +1,175 @@
+"""Assisted decoding for models with recurrent states, which transformers refuses, as its own caches cannot be put back.
+
+A rejected draft is taken back to a checkpoint, and the tokens between there and the draft are passed again: together
+with the next draft where they are few, else on their own, which leaves a checkpoint.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from .. import compat
+from ..cache import Cache
+from ..errors import RollbackError
+from ..layers import LayerOperations
+from ..layers.base import crop_target
+from ..layers.dispatch import recurrent_part
+from .passing import at_once, cut, pass_tokens
+
+MOST_WITH_A_DRAFT = 32
+"""Tokens that are passed again together with the next draft: beyond that, a checkpoint behind them is worth a pass."""
+
+
+class RollingCache(Cache):
+    """A cache that is another one, layers and all, but for a `crop` that may go back further than it was asked.
+
+    transformers' loops over drafts get it in the place of the other one.
+
+    Args:
+        cache: the other one.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.__dict__ = cache.__dict__
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `truncate`, for a length as `Cache.crop` has it."""
+        self.truncate(crop_target(tokens_to_remove, self._token_count()))
+
+
+def rolling(cache: Any) -> Any:
+    """A `RollingCache` where a cache has recurrent states of ours, else the cache itself."""
+    if isinstance(cache, Cache) and any(recurrent_part(layer) is not None for layer in cache.layers):
+        return RollingCache(cache)
+    return cache
+
+
+@contextmanager
+def allowed(model: Any, generation_config: Any) -> Iterator[None]:
+    """Let transformers' checks pass a model with recurrent states; `check_rollback` looks at the cache itself."""
+    needs_hidden_states = getattr(generation_config, "use_mtp", None) or (
+        getattr(generation_config, "speculation_type", None) is not None
+    )
+    if not model._is_stateful or needs_hidden_states or "_is_stateful" in vars(model):
+        yield
+        return
+    model._is_stateful = False
+    try:
+        yield
+    finally:
+        del model._is_stateful
+
+
+def check_rollback(model: Any, cache: Any) -> None:
+    """Raise `RollbackError` where drafts for a model with recurrent states could not be taken back."""
+    if not model._is_stateful:
+        return
+    name = type(model).__name__
+    if compat.cache_argument(model) != "past_key_values":
+        raise RollbackError(
+            f"expected a model that takes past_key_values, but {name} takes cache_params, which transformers' loop "
+            "over drafts does not pass: leave out the assistance."
+        )
+    layers = cache.layers if isinstance(cache, Cache) else []
+    ours = all(isinstance(layer, LayerOperations) or not _holds_states(layer) for layer in layers)
+    elsewhere = model.config.model_type in compat.KEEPS_STATES_IN_MODULES
+    if elsewhere or not ours or not any(recurrent_part(layer) is not None for layer in layers):
+        raise RollbackError(
+            f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be taken back, but saw "
+            f"{cache!r}: leave out past_key_values, or make it from the config of the model; a model that keeps states "
+            "elsewhere cannot be assisted."
+        )
+    if at_once(cache) is not None:
+        raise RollbackError(
+            f"expected a model that can verify several tokens at once, but the scan of {name} begins from zero: leave "
+            "out the assistance. (As a draft model for another one, it can be used.)"
+        )
+
+
+def _holds_states(layer: Any) -> bool:
+    return isinstance(layer, compat.ATTENTION_LAYER | compat.LINEAR_LAYER)
+
+
+def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
+    """transformers' assisted decoding, with rollbacks that it does not know of.
+
+    Args:
+        original: `GenerationMixin._assisted_decoding`.
+        model: the model.
+        input_ids: the prompt, `[1, tokens]`.
+        kwargs: its other arguments.
+    """
+    cache = kwargs.get("past_key_values")
+    check_rollback(model, cache)
+    if not isinstance(cache, Cache) or rolling(cache) is cache:
+        return original(model, input_ids, **kwargs)
+    with _passing_what_is_missing(model, cache, kwargs["generation_config"]) as loop:
+        output = original(model, input_ids, **{**kwargs, "past_key_values": loop.cache})
+    is_output = isinstance(output, ModelOutput)
+    loop.complete(output.sequences if is_output else output)
+    if is_output:
+        output["past_key_values"] = cache
+    return output
+
+
+class _Loop:
+    """One call of transformers' loop: it passes the tokens that a rollback has taken away besides the draft."""
+
+    def __init__(self, model: Any, cache: Cache, generation_config: Any) -> None:
+        self.cache = RollingCache(cache)
+        self._model = model
+        # Outputs with an entry for each token have to be of the draft alone.
+        per_token = generation_config.output_hidden_states or generation_config.output_attentions
+        self._most_with_a_draft = 0 if per_token else MOST_WITH_A_DRAFT
+        self._last: tuple[int, dict[str, Any]] | None = None
+
+    def prepare(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """In the place of the model's `prepare_inputs_for_generation`."""
+        if kwargs.get("past_key_values") is self.cache:
+            self._last = input_ids.shape[1], kwargs
+            seen = self.cache.get_seq_length()
+            missing = input_ids.shape[1] - seen
+            wanted = missing if next_sequence_length is None and seen else next_sequence_length
+            if wanted is not None and missing - wanted > self._most_with_a_draft:
+                end = input_ids.shape[1] - wanted
+                pass_tokens(self._model, input_ids[:, :end], cut(kwargs, wanted), self.cache, seen)
+            elif wanted is not None:
+                wanted = max(missing, wanted)
+            next_sequence_length = wanted
+        return type(self._model).prepare_inputs_for_generation(
+            self._model,
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def complete(self, sequences: Tensor) -> None:
+        """Leave the cache as decoding leaves one: with all tokens but the last."""
+        end, seen = sequences.shape[1] - 1, self.cache.get_seq_length()
+        if self._last is not None and seen < end:
+            tokens, kwargs = self._last
+            pass_tokens(self._model, sequences[:, :end], cut(kwargs, tokens - end), self.cache, seen)
+
+
+@contextmanager
+def _passing_what_is_missing(model: Any, cache: Cache, generation_config: Any) -> Iterator[_Loop]:
+    loop = _Loop(model, cache, generation_config)
+    before = vars(model).get("prepare_inputs_for_generation")
+    model.prepare_inputs_for_generation = loop.prepare
+    try:
+        yield loop
+    finally:
+        if before is None:
+            del model.prepare_inputs_for_generation
+        else:
+            model.prepare_inputs_for_generation = before

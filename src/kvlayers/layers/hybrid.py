@@ -1,0 +1,305 @@
+"""A layer that attends and has a state besides: an attention layer and a recurrent one, side by side."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from ..errors import StateMismatchError, UnsupportedLayerError
+from ..stores.base import Fact
+from ..stores.buffer import StateForm
+from .base import CacheLayer, LayerState, whole_number
+from .linear_attention import LinearAttentionLayer
+
+LINEAR = "linear."
+"""What the names of the recurrent part begin with in a saved state."""
+
+
+class HybridLayer(CacheLayer):
+    """An attention layer and a linear-attention layer for one layer of a model that has both.
+
+    Keys and values go to the one, convolution states and recurrent states to the other; operations go to both.
+
+    Args:
+        attention: which tokens are attended to, and how they are held: any `CacheLayer`.
+        linear: the states besides.
+
+    Raises:
+        UnsupportedLayerError: layers of other kinds.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.HybridLayer(kvlayers.DynamicLayer(), kvlayers.LinearAttentionLayer())
+        HybridLayer(DynamicLayer(length=0), LinearAttentionLayer(length=0))
+    """
+
+    is_recurrent = True
+
+    def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
+        if not isinstance(attention, CacheLayer) or attention.is_recurrent:
+            raise UnsupportedLayerError(
+                f"expected a layer of attention first, but saw a {type(attention).__name__}: pass a DynamicLayer, or "
+                "another CacheLayer."
+            )
+        if not isinstance(linear, LinearAttentionLayer):
+            raise UnsupportedLayerError(
+                f"expected a LinearAttentionLayer second, but saw a {type(linear).__name__}: pass one."
+            )
+        super().__init__()
+        self.attention = attention
+        self.linear = linear
+
+    # Attention
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attention.update(key_states, value_states)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.attention.mask_sizes(query_length)
+
+    @override
+    def get_seq_length(self) -> int:
+        return self.attention.get_seq_length()
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        self.attention.make_room(tokens)
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        self.attention.reserve_form(key_form, value_form)
+
+    @property
+    @override
+    def length(self) -> int:
+        return self.attention.length
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.attention.capacity
+
+    @property
+    def keys(self) -> Any:
+        """As those of the attention layer."""
+        return self._attends.keys
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        self._attends.keys = states
+
+    @property
+    def values(self) -> Any:
+        """As those of the attention layer."""
+        return self._attends.values
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        self._attends.values = states
+
+    @property
+    def _attends(self) -> Any:
+        return self.attention
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """Whether it attends within a window."""
+        return self.attention.is_sliding
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether masks are made for what compiled code reads."""
+        return bool(self.attention.is_compileable)
+
+    # Convolution states and recurrent states
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
+        """See `LinearAttentionLayer.update_conv_state`."""
+        return self.linear.update_conv_state(conv_states, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
+        """See `LinearAttentionLayer.update_recurrent_state`."""
+        return self.linear.update_recurrent_state(recurrent_states, state_idx)
+
+    @property
+    def number_of_states(self) -> int:
+        """Convolution states that the model's layer has."""
+        return self.linear.number_of_states
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        """As those of the recurrent layer."""
+        return self.linear.conv_states
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """As those of the recurrent layer."""
+        return self.linear.recurrent_states
+
+    @property
+    def conv_kernel_size(self) -> dict[int, int | None]:
+        """As those of the recurrent layer."""
+        return self.linear.conv_kernel_size
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """As that of the recurrent layer."""
+        return self.linear.has_previous_state
+
+    @property
+    def record_past(self) -> bool:
+        """As that of the recurrent layer: always true."""
+        return self.linear.record_past
+
+    @record_past.setter
+    def record_past(self, record_past: bool) -> None:
+        if not record_past:
+            self.deactivate_past_recording()
+
+    # Both
+
+    @property
+    @override
+    def is_recording(self) -> bool:
+        return self.attention.is_recording or self.linear.is_recording
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can put both back as they were."""
+        return self.attention.is_croppable and self.linear.is_croppable
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        return self.linear.batch_size if self.attention.batch_size is None else self.attention.batch_size
+
+    @property
+    def dtype(self) -> Any:
+        """dtype of the keys, `None` before the first states."""
+        return self._attends.dtype
+
+    @property
+    def device(self) -> Any:
+        """Device of the keys, `None` before the first states."""
+        return self._attends.device
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the form of the keys and values is known."""
+        return self.attention.is_initialized
+
+    @override
+    def restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, that both can be put back to."""
+        while True:
+            before = length
+            length = self._of_linear(self.attention.restorable(length))
+            if length == before:
+                return length
+
+    def _of_linear(self, length: int) -> int:
+        # Where the model does not use it, or an update broke off before it, there is nothing to take back.
+        unused = self.linear.length == 0
+        if unused or (self.linear.length is None and length == self.attention.length):
+            return length
+        return self.linear.restorable(length)
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        self.attention.check_truncate(length)
+        if self._of_linear(length) != length:
+            self.linear.check_truncate(length)
+
+    @override
+    def truncate(self, length: int) -> int:
+        length = whole_number(length, "a length")
+        target = self.restorable(length)
+        self.attention.truncate(target)
+        if self.linear.length:
+            self.linear.truncate(target)
+        return length - target
+
+    @override
+    def activate_past_recording(self) -> None:
+        self.attention.activate_past_recording()
+        self.linear.activate_past_recording()
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        self.attention.deactivate_past_recording()
+        self.linear.deactivate_past_recording()
+
+    @override
+    def check_select(self, batch_size: int) -> None:
+        self.attention.check_select(batch_size)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        if self.attention.batch_size is not None:
+            self.attention.select(indices)
+        self.linear.select(indices)
+
+    @override
+    def expand(self, repeats: int) -> None:
+        self.attention.expand(repeats)
+        self.linear.expand(repeats)
+
+    @override
+    def reset(self) -> None:
+        self.attention.reset()
+        self.linear.reset()
+
+    @override
+    def fork(self) -> Self:
+        return type(self)(self.attention.fork(), self.linear.fork())
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.attention.nbytes + self.linear.nbytes
+
+    @override
+    def state(self) -> LayerState:
+        attention, linear = self.attention.state(), self.linear.state()
+        facts: dict[str, Fact] = {**attention.facts, "attention": attention.kind, **_prefixed(linear.facts)}
+        return LayerState(type(self).__name__, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
+
+    def _parts(self, state: LayerState) -> tuple[LayerState, LayerState]:
+        kind = state.facts.get("attention")
+        if state.kind != type(self).__name__ or not isinstance(kind, str):
+            raise StateMismatchError(
+                f"expected the state of a {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                "that was made for the same model config."
+            )
+        own = {name: value for name, value in state.facts.items() if not name.startswith(LINEAR)}
+        del own["attention"]
+        tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}
+        linear = LayerState("LinearAttentionLayer", _unprefixed(state.tensors), _unprefixed(state.facts))
+        return LayerState(kind, tensors, own), linear
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        attention, linear = self._parts(state)
+        self.attention.check_state(attention)
+        self.linear.check_state(linear)
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        attention, linear = self._parts(state)
+        self.attention.load_state(attention)
+        self.linear.load_state(linear)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.attention!r}, {self.linear!r})"
+
+
+def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{LINEAR}{name}": value for name, value in values.items()}
+
+
+def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(LINEAR): value for name, value in values.items() if name.startswith(LINEAR)}

@@ -92,7 +92,9 @@ def test_what_is_done_to_one_does_not_show_in_the_other(kind: str, change: str, 
     generator = torch.Generator().manual_seed(0)
     layer, oracle = filled(kind, generator)
     twin, twin_oracle = layer.fork(), oracle.copy()
-    one, other = ((layer, oracle), (twin, twin_oracle)) if changed == "original" else ((twin, twin_oracle), (layer, oracle))
+    one, other = (
+        ((layer, oracle), (twin, twin_oracle)) if changed == "original" else ((twin, twin_oracle), (layer, oracle))
+    )
     CHANGES[change](*one)
     for tokens in (1, 3, 1, 1):
         for pair in (one, other):
@@ -154,7 +156,9 @@ def test_threads_that_write_at_once_do_not_meet() -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static", "quantized", "sink"])
 def test_generate_given_a_fork_leaves_the_original_alone(kind: str) -> None:
     model, ids = tiny_model("llama"), prompt(1, 40)
-    cache = kvlayers.make_cache(kind, model, **{"static": {"max_cache_len": 80}, "sink": {"window_length": 30}}.get(kind, {}))
+    cache = kvlayers.make_cache(
+        kind, model, **{"static": {"max_cache_len": 80}, "sink": {"window_length": 30}}.get(kind, {})
+    )
     with torch.no_grad():
         model(ids[:, :35], past_key_values=cache)
     before = cache.state()
@@ -184,5 +188,5 @@ def test_a_fork_is_made_at_once() -> None:
         kept = make()
         times[name] = time.perf_counter() - begin
         assert kept.get_seq_length() == 8192
-    # The figure asked for is 100, which benchmarks measure; timings decide no test, but an order of magnitude must show.
+    # The benchmark measures how many times as fast: timings decide no test, but an order of magnitude must show.
     assert times["fork"] * 10 < times["deepcopy"]

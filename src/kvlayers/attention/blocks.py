@@ -35,6 +35,16 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     Returns:
         `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
     """
+    return attend_partly(query, history, mask, scale)[0].to(query.dtype)
+
+
+def attend_partly(query: Tensor, history: History, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """As `attend`, for a history that is not all that the queries attend to: see `merging.merge`.
+
+    Returns:
+        Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
+        `[batch, heads, queries]`.
+    """
     batch, heads, queries, head_dim = query.shape
     kv_heads = history.kv_heads
     rows = heads // kv_heads * queries
@@ -67,7 +77,8 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     result = sum(rotate(part) if rotated else part for rotated, part in sums.items()) / total
     # As torch does: a query that may attend to nothing gets zeros.
     result = torch.where(total == 0, 0.0, result)
-    return result.reshape(batch, heads, queries, result.shape[3]).to(query.dtype)
+    logsumexp = highest.reshape(batch, heads, queries) + total.reshape(batch, heads, queries).log()
+    return result.reshape(batch, heads, queries, result.shape[3]), logsumexp
 
 
 def scores(query: Tensor, history: History) -> Tensor:

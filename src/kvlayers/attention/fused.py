@@ -8,9 +8,12 @@ from torch import Tensor
 from ..autocast import without_autocast
 from . import blocks, cpu, cuda
 from .history import History
+from .shared import SharedHistory
+
+AnyHistory = History | SharedHistory
 
 
-def attend(query: Tensor, history: History, mask: Tensor | None, scale: float | None) -> Tensor:
+def attend(query: Tensor, history: AnyHistory, mask: Tensor | None, scale: float | None) -> Tensor:
     """Softmax attention of queries over a history.
 
     Args:
@@ -28,6 +31,8 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float | 
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     rows = heads // history.kv_heads * queries
     with without_autocast(query.device):
+        if isinstance(history, SharedHistory):
+            return history.attend(query, mask, scale)
         if rows <= cpu.MOST_ROWS and cpu.supports(query, history):
             return cpu.attend(query, history, mask, scale)
         if rows <= cuda.MOST_ROWS and cuda.supports(query, history):
@@ -35,15 +40,19 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float | 
         return blocks.attend(query, history, mask, scale)
 
 
-def scores(query: Tensor, history: History) -> Tensor:
+def scores(query: Tensor, history: AnyHistory) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
+        if isinstance(history, SharedHistory):
+            return history.scores(query)
         return cpu.scores(query, history) if _few(query, history) else blocks.scores(query, history)
 
 
-def combine(weights: Tensor, history: History) -> Tensor:
+def combine(weights: Tensor, history: AnyHistory) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
+        if isinstance(history, SharedHistory):
+            return history.combine(weights)
         return cpu.combine(weights, history) if _few(weights, history) else blocks.combine(weights, history)
 
 

@@ -20,6 +20,7 @@ from ..autocast import without_autocast
 from ..errors import ReadOnlyStatesError, StaleStatesError
 from ..quantizers.base import Side
 from .history import History
+from .shared import SharedHistory
 
 
 class Edition:
@@ -48,14 +49,14 @@ class Attended:
         length: tokens that the store held when it returned the history.
     """
 
-    history: History
+    history: History | SharedHistory
     dtype: torch.dtype
     device: torch.device
     edition: Edition
     number: int
     length: int
 
-    def read(self) -> History:
+    def read(self) -> History | SharedHistory:
         """The history.
 
         Raises:

@@ -109,6 +109,22 @@ class History:
     packed: PackedRun | None
     after: tuple[DenseRun, ...]
 
+    def of_sequence(self, index: int) -> "History":
+        """That of one of the sequences, a batch of one."""
+        one = slice(index, index + 1)
+
+        def of_dense(runs: tuple[DenseRun, ...]) -> tuple[DenseRun, ...]:
+            return tuple(DenseRun(run.keys[one], run.values[one]) for run in runs)
+
+        packed = self.packed
+        if packed is not None:
+            keys, values = (
+                replace(side, codes=side.codes[one], parameters=side.parameters[one])
+                for side in (packed.keys, packed.values)
+            )
+            packed = PackedRun(keys, values, packed.first, packed.ends)
+        return History(of_dense(self.before), packed, of_dense(self.after))
+
     def behind(self, run: DenseRun) -> "History":
         """The same with other tokens in front."""
         return replace(self, before=(run, *self.before))

@@ -5,7 +5,7 @@ from typing_extensions import override
 
 from ..errors import RollbackError
 from ..options import checks_options
-from ..stores import DenseStore, TokenStore
+from ..stores import DenseStore, SharedStore, TokenStore
 from .base import whole_number
 from .token_layer import TokenLayer
 
@@ -29,6 +29,13 @@ class DynamicLayer(TokenLayer):
         store = self._store
         store.admit(key_states, value_states)
         return store.extend(key_states, value_states)
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if isinstance(self._store, DenseStore) and self._store.length:
+            self._store = SharedStore(self._store, repeats)
+        else:
+            super().expand(repeats)
 
     @property
     @override

@@ -6,5 +6,6 @@ from .dense import DenseStore
 from .fixed import FixedStore
 from .quantization import Quantization
 from .quantized import QuantizedStore
+from .shared import SharedStore
 
-__all__ = ["Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "TokenStore"]
+__all__ = ["Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "SharedStore", "TokenStore"]

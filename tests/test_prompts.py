@@ -1,0 +1,69 @@
+"""generate() computes and holds a prompt once for all of its beams or samples."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from kvlayers.stores import SharedStore
+from models import fresh_model, prompt, tiny_model
+
+FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "deepseek_v3", "gpt2", "jamba"]
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 4, "do_sample": False},
+    "several beams returned": {"num_beams": 4, "num_return_sequences": 3, "do_sample": False},
+    "samples": {"num_return_sequences": 5, "do_sample": True},
+    "sampled beams": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
+}
+
+
+def generated(model: Any, ids: Tensor, **how: Any) -> Any:
+    torch.manual_seed(0)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True, **how}
+    return model.generate(ids, **given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
+    model, ids = tiny_model(family), prompt(2, 40)
+    expected = generated(model, ids, **WAYS[way])
+    with kvlayers.installed():
+        seen = generated(model, ids, **WAYS[way])
+    assert torch.equal(seen.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_model_reads_each_prompt_once_and_the_cache_holds_it_once(way: str) -> None:
+    model, ids = fresh_model("llama"), prompt(2, 40)
+    passed: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    with kvlayers.installed():
+        cache = generated(model, ids, **WAYS[way]).past_key_values
+    repeats = max(WAYS[way].get("num_beams", 1), WAYS[way].get("num_return_sequences", 1))
+    assert passed[0] == (2, 40)
+    assert set(passed[1:]) == {(2 * repeats, 1)}
+    assert all(isinstance(layer._store, SharedStore) for layer in cache.layers)
+
+
+def test_a_short_prompt_a_given_cache_and_a_static_one_are_left_to_transformers() -> None:
+    model = fresh_model("llama")
+    passed: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    with kvlayers.installed():
+        for ids, how in [
+            (prompt(1, 12), {}),
+            (prompt(1, 40), {"cache_implementation": "static"}),
+            (prompt(1, 40), {"output_hidden_states": True}),
+        ]:
+            passed.clear()
+            generated(model, ids, num_beams=3, do_sample=False, **how)
+            assert passed[0] == (3, ids.shape[1])

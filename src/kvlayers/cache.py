@@ -97,6 +97,23 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
         return DynamicCache(**self.offloading_options())
 
+    def save(self, path: str | os.PathLike[str], token_ids: Tensor | None = None, config: object | None = None) -> None:
+        """Write all that is needed to go on decoding to a file; see `save_cache`.
+
+        Args:
+            path: of the file, which is replaced as a whole where there is one.
+            token_ids: tokens that the cache has seen, int64 `[batch, tokens]`, to be found in the file again.
+            config: config of the model, so that the file is refused for another one.
+
+        Raises:
+            CachePathError: the file cannot be written.
+            CacheFileError: states that a file cannot hold.
+        """
+        # Late, as it makes caches of every kind.
+        from .persistence import save_cache
+
+        save_cache(self, path, token_ids=token_ids, config=config)
+
     # Taking in states
 
     def update(

@@ -56,3 +56,15 @@ class StaleStatesError(KVLayersError, RuntimeError):
 
 class ReadOnlyStatesError(KVLayersError, RuntimeError):
     """States of a cache, as attention reads them, are written to."""
+
+
+class CacheFileError(KVLayersError, ValueError):
+    """A file is damaged, or no file of a cache, or holds what cannot be loaded as it was asked for."""
+
+
+class CachePathError(KVLayersError, OSError):
+    """A file cannot be read from or written to the path that was given."""
+
+
+class ModelMismatchError(KVLayersError, ValueError):
+    """The states in a file are another model's."""

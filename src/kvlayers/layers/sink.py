@@ -121,6 +121,11 @@ class SinkLayer(TokenLayer):
             self._store.drop_oldest(beyond)
 
     @property
+    def rotary(self) -> Rotary | None:
+        """How keys are rotated, `None` where they know no positions."""
+        return self._sinks.rotary
+
+    @property
     def left_padding(self) -> Tensor | None:
         """Tokens of padding before each sequence, int64 `[batch]`; `None` where there is none."""
         return self._sinks.padding

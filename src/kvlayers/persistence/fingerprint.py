@@ -1,0 +1,149 @@
+"""Which model states are of: what its config says that they depend on."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from ..compat import decoder_config
+from ..errors import ModelMismatchError, OptionError
+from .description import Description, ModelRecord
+
+# fmt: off
+IRRELEVANT = frozenset((
+    "architectures", "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_decoder_ids", "forced_eos_token_id", "gradient_checkpointing", "id2label",
+    "init_std", "initializer_factor", "initializer_range", "keys_to_ignore_at_inference", "label2id",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
+    "output_scores", "pad_token_id", "prefix", "problem_type", "remove_invalid_values", "repetition_penalty",
+    "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_z_loss_coef", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tie_encoder_decoder", "tie_word_embeddings",
+    "tokenizer_class", "top_k", "top_p", "torchscript", "transformers_version", "typical_p", "unk_token_id",
+    "use_cache",
+))
+# fmt: on
+"""Fields of a config that no state depends on. Any other does, as far as we know: a field that a new model brings is
+compared from its first day, and the worst that comes of one too many is a refusal that names it."""
+
+_IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
+
+
+def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
+    """What a config says that states depend on, by plain values.
+
+    Args:
+        config: config of the model.
+        is_pair: whether the states are those of a pair of caches, which depend on the encoder as well.
+
+    Raises:
+        ConfigError: it is no model config.
+    """
+    decoder = decoder_config(config)
+    content: Any = config if is_pair else decoder
+    fields: dict[str, Any] = _plain(content.to_dict())
+    return fields
+
+
+def model_record(config: object | None, is_pair: bool, weights_id: str | None) -> ModelRecord:
+    """What is saved of a model.
+
+    Raises:
+        ConfigError: `config` is no model config.
+        OptionError: `weights_id` is no text.
+    """
+    check_weights_id(weights_id)
+    if config is None:
+        return ModelRecord(weights_id=weights_id)
+    fields = model_fields(config, is_pair)
+    name, commit = vars(config).get("_name_or_path"), vars(config).get("_commit_hash")
+    known = isinstance(name, str) and name != "" and not os.path.exists(name) and not os.path.isabs(name)
+    return ModelRecord(fields, name if known else None, commit if isinstance(commit, str) else None, weights_id)
+
+
+def check_weights_id(weights_id: object) -> None:
+    """Raise `OptionError` where it is neither a text nor left out."""
+    if weights_id is not None and (not isinstance(weights_id, str) or not weights_id):
+        raise OptionError(
+            f"expected weights_id to be a text, but saw {weights_id!r}: pass kvlayers.weights_id(model), or a name of "
+            "your own."
+        )
+
+
+def check_model(path: str, description: Description, config: object | None, weights_id: str | None) -> None:
+    """Raise `ModelMismatchError` where states are another model's, as far as both sides say which it is.
+
+    Raises:
+        ConfigError: `config` is no model config.
+        OptionError: `weights_id` is no text.
+    """
+    check_weights_id(weights_id)
+    model = description.model
+    made_by = f" ({model.name})" if model.name else ""
+    if config is not None:
+        own = model_fields(config, bool(description.cache.parts))
+        same_version = description.versions.get("transformers") == transformers.__version__
+        if model.fields is not None:
+            for name, expected, seen in _differences(own, model.fields, same_version):
+                raise ModelMismatchError(
+                    f"expected {name} {expected}, but {path} was made with {seen}{made_by}: load it for the model that "
+                    "made it."
+                )
+    if weights_id is not None and weights_id != model.weights_id:
+        raise ModelMismatchError(
+            f"expected states of the weights {weights_id!r}, but {path} was made with {model.weights_id!r}{made_by}: "
+            "load it for the weights that made it."
+        )
+
+
+def _differences(
+    own: Mapping[str, Any], saved: Mapping[str, Any], same_version: bool
+) -> Iterator[tuple[str, Any, Any]]:
+    """Names under which two configs differ, with what each says.
+
+    Another version of transformers may know fields that this one does not; what it says by them is its default.
+    """
+    flat, flat_saved = dict(_flat(own)), dict(_flat(saved))
+    for name in sorted({*flat, *flat_saved}):
+        if name in flat and name in flat_saved:
+            if flat[name] != flat_saved[name]:
+                yield name, flat[name], flat_saved[name]
+        elif same_version:
+            yield name, flat.get(name, "not to be there"), flat_saved.get(name, "none")
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it, numbers in one way, without what states do not depend on."""
+    if isinstance(value, Mapping):
+        named = {str(name): field for name, field in value.items()}
+        return {name: _plain(named[name]) for name in sorted(named) if not _is_irrelevant(name)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
+        return int(value) if value == int(value) and abs(value) < 2**53 else value
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else str(value)
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def _is_irrelevant(name: str) -> bool:
+    return name in IRRELEVANT or name.startswith("_") or name.endswith(_IRRELEVANT_ENDS)

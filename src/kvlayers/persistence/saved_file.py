@@ -1,0 +1,135 @@
+"""A file of a cache that has been opened and checked, of whose tensors nothing has been read yet."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CacheFileError, CachePathError
+from .description import DIGESTS, FORMAT, FORMAT_VERSION, TOKEN_IDS, Description, read_description, rotary_name
+from .digests import DIGEST_BYTES, checksum, digest_of, first_rows, runs
+from .header import Header, read_header, refuse, shown
+
+METADATA = ("format", "format_version", "description", "checksum")
+
+
+class SavedFile:
+    """A file that has been found to be what it says, but for the bytes of its states, which are checked when read.
+
+    Args:
+        path: where it is.
+        file: the file as safetensors has mapped it.
+        header: what was read from it before.
+        description: what it says.
+
+    Raises:
+        CacheFileError: it is damaged.
+    """
+
+    def __init__(self, path: str, file: Any, header: Header, description: Description) -> None:
+        self.path = path
+        self.header = header
+        self.description = description
+        self._file = file
+        self._rows = first_rows(self._covered())
+        rows = self._rows[""]
+        entry = header.tensors.get(DIGESTS)
+        if entry is None or (entry.dtype, entry.shape) != (torch.uint8, (rows, DIGEST_BYTES)):
+            refuse(path, f"digests [{rows}, {DIGEST_BYTES}]", str(entry and list(entry.shape)))
+        self._digests = self._mapped(DIGESTS)
+        total = checksum(header.metadata["description"], self._covered(), self._digests)
+        if total != header.metadata["checksum"]:
+            refuse(path, f"the checksum {total}", shown(header.metadata["checksum"]), "it is damaged; save it again")
+
+    def _covered(self) -> dict[str, Any]:
+        return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the ids of the tokens are in it."""
+        return TOKEN_IDS in self.header.tensors
+
+    def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
+        """A tensor as it lies in the file, of which nothing is read that is not used: do not write to it.
+
+        Args:
+            name: what it is called.
+            tokens: of keys or values, how many of the first tokens; `None` for all that there is.
+            verify: whether to compare its bytes with their digests.
+
+        Raises:
+            CacheFileError: bytes have changed since it was saved.
+        """
+        states = self._mapped(name)
+        needed = states.shape[2] if tokens is None and states.dim() == 4 else (tokens or 0)
+        for row, (start, end) in enumerate(runs(tuple(states.shape)), self._rows[name]):
+            if verify and (start < needed or start == 0):
+                digest = bytes(self._digests[row].tolist())
+                if digest != digest_of(states, start, end):
+                    refuse(
+                        self.path,
+                        f"bytes of {name} with the digest {digest.hex()[:16]}...",
+                        "others",
+                        "it is damaged; save it again",
+                    )
+        return states if tokens is None else states[:, :, :tokens]
+
+    def _mapped(self, name: str) -> Tensor:
+        states: Tensor = self._file.get_tensor(name)
+        entry = self.header.tensors[name]
+        if (states.dtype, tuple(states.shape)) != (entry.dtype, entry.shape):
+            raise _replaced(self.path)
+        return states
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[SavedFile]:
+    """The file at `path`, for as long as the context lasts.
+
+    Raises:
+        CacheFileError: it is damaged, or no file of a cache, or of a later version of the format.
+        CachePathError: there is no such file, or it cannot be read.
+    """
+    header = read_header(path)
+    description = _described(path, header)
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            # It was opened a second time, and somebody may have put another one in its place.
+            if file.metadata() != header.metadata:
+                raise _replaced(path)
+        except SafetensorError as error:
+            raise CacheFileError(f"expected a safetensors file, but saw {path}: {error}.") from error
+        except OSError as error:
+            raise CachePathError(f"expected a file that can be read, but saw {path}: {error}.") from error
+        yield SavedFile(path, file, header, description)
+
+
+def _described(path: str, header: Header) -> Description:
+    metadata = header.metadata
+    if metadata.get("format") != FORMAT:
+        refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
+    if metadata.get("format_version") != str(FORMAT_VERSION):
+        refuse(
+            path,
+            f"version {FORMAT_VERSION} of the format",
+            f"version {shown(metadata.get('format_version'))}",
+            "it is damaged, or of a later kvlayers: update kvlayers, or save it again",
+        )
+    if set(metadata) != set(METADATA):
+        refuse(path, f"metadata of {', '.join(METADATA)}", shown(sorted(metadata)))
+    description = read_description(path, metadata["description"])
+    names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
+    names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
+    if sorted([*names, DIGESTS]) != sorted(set(header.tensors) - {TOKEN_IDS}):
+        refuse(path, "the tensors that it describes, and no others", f"{len(header.tensors)} of other names")
+    return description
+
+
+def _replaced(path: str) -> CacheFileError:
+    return CacheFileError(
+        f"expected a file that stays what it is while it is read, but {path} was replaced: load it again."
+    )

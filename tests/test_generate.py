@@ -239,3 +239,13 @@ def _tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({str(index): index for index in range(97)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_token="0")
+
+
+@pytest.mark.parametrize(("made_for", "given_to"), [("gemma3", "llama"), ("mistral", "qwen2"), ("gemma3", "gemma2")])
+def test_a_cache_with_windows_of_another_model_is_refused(made_for: str, given_to: str) -> None:
+    """Its windows would forget what the model attends to, and the tokens would be others, without a word."""
+    cache = kvlayers.DynamicCache(config=tiny_model(made_for).config)
+    model = tiny_model(given_to)
+    with kvlayers.installed(), pytest.raises(kvlayers.ConfigError, match="made for another model"):
+        model.generate(prompt(), past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 0

@@ -157,7 +157,7 @@ def test_all_operations_of_encoder_decoder_caches_reach_both_parts() -> None:
 def test_an_encoder_decoder_cache_is_saved_before_there_is_an_encoder() -> None:
     cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
     for index in range(2):
-        cache.update(*states(3), index)
+        cache.self_attention_cache.update(*states(3), index)
     again = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
     again.load_state(cache.state())
     assert [len(part.layers) for part in (again.self_attention_cache, again.cross_attention_cache)] == [2, 0]
@@ -169,7 +169,8 @@ def test_an_encoder_decoder_cache_with_one_empty_part_is_repeated() -> None:
     cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), cross)
     cache.batch_repeat_interleave(3)
     assert cache.batch_size == cross.batch_size == 6
-    uneven = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache([states(4, batch=4)]), cross)
+    uneven = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), cross)
+    uneven.self_attention_cache.update(*states(4, batch=4), 0)
     with pytest.raises(kvlayers.BatchIndexError):
         uneven.batch_select_indices([3, 2])
     assert (uneven.self_attention_cache.batch_size, cross.batch_size) == (4, 6)

@@ -103,6 +103,7 @@ __all__ = [
     "LegacyFormatError",
     "LinearAttentionLayer",
     "MambaCache",
+    "ModelMismatchError",
     "OffloadedCache",
     "OffloadedLayer",
     "OffloadedStaticCache",

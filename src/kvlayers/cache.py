@@ -141,7 +141,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         """
         if not 0 <= layer_idx < len(self.layers):
             return self._update_new_layer(key_states, value_states, layer_idx)
-        attended: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, compat.DUMMY_LAYER):
+            raise UnsupportedLayerError(
+                f"expected a layer that attends, but layer {layer_idx} holds nothing: make the cache from the config "
+                "of the model that uses it."
+            )
+        attended: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
         return attended
 
     def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -322,7 +328,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return len(self.layers)
 
     def __repr__(self) -> str:
-        groups = ((shown, len(list(same))) for shown, same in itertools.groupby(map(repr, self.layers)))
+        # Not all layers of transformers have a representation without an address.
+        shown_layers = ("DummyLayer" if isinstance(layer, compat.DUMMY_LAYER) else repr(layer) for layer in self.layers)
+        groups = ((shown, len(list(same))) for shown, same in itertools.groupby(shown_layers))
         return f"{type(self).__name__}({', '.join(f'{count} x {shown}' for shown, count in groups)})"
 
 

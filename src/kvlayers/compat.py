@@ -1,5 +1,6 @@
 """All that depends on a version of transformers or torch. Nothing else in kvlayers asks which one is installed."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ set_device_index = torch.accelerator.set_device_index if _NAMES_ITS_INDEX else t
 
 LINEAR_LAYER = upstream.LinearAttentionCacheLayerMixin
 ATTENTION_LAYER = upstream.CacheLayerMixin
+DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if hasattr(upstream, "DummyLayer") else ()
+"""What stands for a layer that holds nothing, in versions that have one for each layer of a model."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,13 @@ def decoder_config(config: object) -> PreTrainedConfig:
         raise ConfigError(
             f"expected a model config (a PreTrainedConfig), but saw a {type(config).__name__}: pass model.config."
         )
-    return config.get_text_config(decoder=True)
+    decoder = config.get_text_config(decoder=True)
+    # T5 has a name of its own for the layers of its decoder, which transformers overlooks.
+    layers = vars(config).get("num_decoder_layers") if config.is_encoder_decoder else None
+    if isinstance(layers, int) and decoder.num_hidden_layers != layers:
+        decoder = copy.copy(decoder)
+        decoder.num_hidden_layers = layers
+    return decoder
 
 
 def layer_specs(config: object) -> list[LayerSpec]:
@@ -83,7 +92,11 @@ def head_dims(config: object) -> tuple[int, int] | None:
     if getattr(decoder, "qk_rope_head_dim", None) is not None:
         # Multi-head latent attention caches what it expands to, or what it expands from: the model's own affair.
         return None
-    head_dim = getattr(decoder, "head_dim", None)
+    try:
+        head_dim = getattr(decoder, "head_dim", None)
+    except Exception:
+        # Where layers differ in it (gemma4), a config refuses to name one number for all.
+        return None
     hidden_size, heads = getattr(decoder, "hidden_size", None), getattr(decoder, "num_attention_heads", None)
     if head_dim is None and isinstance(hidden_size, int) and isinstance(heads, int):
         head_dim = hidden_size // heads

@@ -83,6 +83,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         for index, (keys, values, *_) in enumerate(given):
             if (keys is None) != (values is None):
                 raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw one alone.")
+        legacy.check_takes_pairs(
+            layer for layer, (keys, *_) in zip(self.operable(), given, strict=False) if keys is not None
+        )
         for layer, (keys, values, *_) in zip(self.layers, given, strict=False):
             if keys is not None and values is not None:
                 layer.update(keys, values)
@@ -113,6 +116,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
                 "those of every layer."
             )
+        legacy.check_takes_pairs(layer for layer in cache.operable() if pairs and layer.attends)
         for layer, (keys, values) in zip(attending, pairs, strict=False):
             layer.update(keys, values)
         return cache

@@ -37,6 +37,11 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
             )
         if not layer.attends:
             continue
+        if layer.has_other_states:
+            raise LegacyFormatError(
+                f"expected layers of keys and values alone, but layer {index} has states besides, such as those of an "
+                "indexer: use state() and load_state(), which keep all of it."
+            )
         if keys is None or values is None:
             empty = index
             continue
@@ -54,6 +59,16 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
         # What is read only while the cache stays as it is would not outlive the next update.
         pairs.append((as_dense(keys), as_dense(values)))
     return tuple(pairs)
+
+
+def check_takes_pairs(layers: Iterable[Any]) -> None:
+    """Raise `LegacyFormatError` where keys and values are not all that a layer needs of its tokens."""
+    for layer in layers:
+        if layer.has_other_states:
+            raise LegacyFormatError(
+                "expected layers of keys and values alone, but one has states besides, such as those of an indexer: "
+                "use state() and load_state(), which keep all of it."
+            )
 
 
 def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:

@@ -192,7 +192,7 @@ class LayerwiseOperations(ABC):
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
-        for layer in self.layers:
+        for layer in self.operable():
             layer.reset()
 
     def activate_past_recording(self) -> None:

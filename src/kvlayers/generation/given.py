@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 
 from .. import compat
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
-from ..errors import ConfigError, StateMismatchError
+from ..errors import ConfigError, OptionError, StateMismatchError
+from ..layers import SlidingLayer
+from ..layers.dispatch import attention_part
 from ..sink_cache import SinkCache
 
 
@@ -18,7 +21,13 @@ def padding_mask(model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 
-def prepare(model: Any, cache: Any, attention_mask: torch.Tensor | None, whole_length: int | None) -> None:
+def prepare(
+    model: Any,
+    cache: Any,
+    attention_mask: torch.Tensor | None,
+    whole_length: int | None,
+    encoded: torch.Tensor | None = None,
+) -> None:
     """Check that a cache can go on with what `generate()` was given, and tell an empty one what it must know.
 
     Args:
@@ -26,14 +35,30 @@ def prepare(model: Any, cache: Any, attention_mask: torch.Tensor | None, whole_l
         cache: what was given to it.
         attention_mask: `[batch, tokens]` of the whole sequence, where anything in it is padding.
         whole_length: tokens of the whole sequence, where known.
+        encoded: the encoder's output, `[batch, tokens, hidden]`, where there is an encoder and that is to be checked.
 
     Raises:
-        StateMismatchError: the sequence is not longer than what the cache holds.
+        StateMismatchError: the sequence is not longer than what the cache holds, or cross-attention has states of
+            another output of the encoder.
+        CapacityError: too little is reserved for cross-attention.
+        OptionError: a cache without cross-attention for a model that has it.
         ConfigError: as `check_rotation`, and as `SinkCache`.
     """
+    if (
+        model.config.is_encoder_decoder
+        and isinstance(cache, transformers.Cache)
+        and not isinstance(cache, transformers.EncoderDecoderCache)
+    ):
+        raise OptionError(
+            f"expected a cache for self-attention and one for cross-attention, as {type(model).__name__} has both, but "
+            f"saw a {type(cache).__name__}: pass EncoderDecoderCache(cache, DynamicCache())."
+        )
     if not isinstance(cache, Cache):
         return
+    if isinstance(cache, EncoderDecoderCache) and encoded is not None:
+        cache.check_encoded(encoded)
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    check_windows(model, own)
     if isinstance(own, SinkCache):
         check_rotation(model)
         if not own.layers or (attention_mask is not None and not own.get_seq_length()):
@@ -42,6 +67,25 @@ def prepare(model: Any, cache: Any, attention_mask: torch.Tensor | None, whole_l
     counts_whole = compat.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
     if whole_length is not None and counts_whole and own.layers:
         check_is_new(own.get_seq_length(), whole_length)
+
+
+def check_windows(model: Any, cache: Cache) -> None:
+    """Raise `ConfigError` where a layer holds fewer tokens than the model's layer attends to: that of another model."""
+    windows = {
+        index: part.sliding_window
+        for index, part in enumerate(map(attention_part, cache.layers))
+        if isinstance(part, SlidingLayer)
+    }
+    if not windows:
+        return
+    for index, spec in enumerate(compat.layer_specs(model.config)):
+        attended = spec.options.get("sliding_window")
+        if index in windows and (attended is None or attended > windows[index]):
+            raise ConfigError(
+                f"expected layer {index} of the cache to hold {'all tokens' if attended is None else attended}, as "
+                f"{type(model).__name__} attends to them, but saw a window of {windows[index]}: the cache was made for "
+                "another model, make one with config=model.config."
+            )
 
 
 def check_is_new(held: int, given: int) -> None:

@@ -226,7 +226,10 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
         attention_mask = given.padding_mask(model_kwargs)
-        given.prepare(self, past, attention_mask, compat.whole_length(generation_config, attention_mask))
+        # A draft model is given its own cache again and again, within one call.
+        outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
+        encoded = None if outputs is None else outputs[0]
+        given.prepare(self, past, attention_mask, compat.whole_length(generation_config, attention_mask), encoded)
         static = _static_part(past)
         if static is not None and generation_config.compile_config is not None:
             static.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)

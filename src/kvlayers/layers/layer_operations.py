@@ -35,6 +35,7 @@ class LayerOperations(ABC):
     Attributes:
         attends: whether it takes keys and values.
         is_recurrent: whether it has convolution states or recurrent states.
+        has_other_states: whether keys and values are not all that it holds of a token that it attends to.
         is_sliding: whether it attends within a window.
         is_croppable: whether `crop` can put it back as it was.
         is_compileable: whether generate() may compile the forward pass around it.
@@ -48,6 +49,7 @@ class LayerOperations(ABC):
     supports_early_init = True
     attends = True
     is_recurrent = False
+    has_other_states = False
     record_past: bool = False
 
     @property

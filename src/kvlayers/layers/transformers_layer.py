@@ -29,6 +29,11 @@ class _Recording(Protocol):
     def activate_past_recording(self) -> None: ...
 
 
+@runtime_checkable
+class _Indexed(Protocol):
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor: ...
+
+
 class TransformersLayer:
     """Adapter over a layer that kvlayers has no kind for: indexers, compressed attention, a model's own.
 
@@ -42,6 +47,11 @@ class TransformersLayer:
         self.layer = layer
         self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
+
+    @property
+    def has_other_states(self) -> bool:
+        """Whether keys and values are not all that the layer holds of a token."""
+        return isinstance(self.layer, _Indexed)
 
     @property
     def length(self) -> int | None:
@@ -190,6 +200,13 @@ class TransformersLayer:
     def reset(self) -> None:
         """Forget all tokens."""
         self.layer.reset()
+        if self.attends and self.length:
+            # In transformers 5.17, layers that grow fill their tokens with zeros, and keep them.
+            for name, value in vars(self.layer).items():
+                if isinstance(value, Tensor) and value.dim():
+                    setattr(self.layer, name, None)
+                elif name in ("is_initialized", "is_indexer_initialized"):
+                    setattr(self.layer, name, False)
 
     def fork(self) -> Any:
         """An independent layer with the same states."""
@@ -218,6 +235,9 @@ class TransformersLayer:
                 "cache that was made for the same model config."
             )
         known = {name for name, _ in self._entries()}
+        if not vars(self.layer).get("is_initialized", True):
+            # Before its first states a layer of transformers has no fields for what they look like.
+            known |= {name for name in state.facts if "." not in name}
         needed = {
             name.replace("is_", "", 1).replace("_initialized", "", 1)
             for name, value in state.facts.items()
@@ -241,8 +261,11 @@ class TransformersLayer:
                 held[next((known for known in held if str(known) == key), key)] = value
             else:
                 setattr(self.layer, attribute, value)
-        for states in state.tensors.values():
-            self.layer.dtype, self.layer.device = states.dtype, states.device
+        for name, states in state.tensors.items():
+            if name == "indexer_keys":
+                self.layer.indexer_dtype, self.layer.indexer_device = states.dtype, states.device
+            else:
+                self.layer.dtype, self.layer.device = states.dtype, states.device
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
         for name, value in vars(self.layer).items():

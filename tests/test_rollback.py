@@ -259,3 +259,39 @@ def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
 
 def test_every_family_of_the_tests_is_known() -> None:
     assert set(RECURRENT) <= {*FAMILIES, *CONFIGS}
+
+
+def logits_of(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    given = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found: torch.Tensor = model.generate(ids, **{**given, **how}).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("chunk", [3, 5, 7])
+def test_padding_stays_padding_where_a_prompt_is_passed_in_pieces(chunk: int) -> None:
+    """One by one, the model does not look at the mask."""
+    model, ids = fresh_model("jamba"), prompt(2, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with kvlayers.installed():
+        whole = logits_of(model, ids, attention_mask=mask)
+        pieces = logits_of(model, ids, attention_mask=mask, prefill_chunk_size=chunk)
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "jamba"])
+def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: str) -> None:
+    decoder = Decoder(family)
+    model, ids = decoder.model, prompt(1, 15)
+    mask = torch.ones_like(ids)
+    mask[0, 9:12] = 0
+    cache = kvlayers.DynamicCache(config=model.config)
+    name = compat.cache_argument(model)
+    with kvlayers.installed():
+        model.generate(ids[:, :8], **{name: cache}, max_new_tokens=1, do_sample=False)
+        seen = cache.get_seq_length()
+        with pytest.raises(kvlayers.StateMismatchError, match="no padding behind"):
+            logits_of(model, ids, attention_mask=mask, **{name: cache})
+        assert cache.get_seq_length() == seen
+        expected = logits_of(model, ids)
+        torch.testing.assert_close(logits_of(model, ids, **{name: cache}), expected, rtol=1e-3, atol=1e-3)

@@ -217,3 +217,62 @@ def test_a_window_shorter_than_the_models_own_has_sinks_in_all_layers(window: in
 
 def test_sink_caches_of_transformers_are_gone_and_ours_is_no_other_kind() -> None:
     assert not isinstance(SinkCache(20, config=tiny_model("llama").config), tf.StaticCache | tf.QuantizedCache)
+
+
+HOLES = {"a hole": [1, 0, 1, 1, 1, 1], "on the right": [1, 1, 1, 1, 0, 0], "both sides": [0, 1, 1, 1, 1, 0]}
+
+
+@pytest.mark.parametrize("case", HOLES)
+def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
+    """Masks go by position, and sinks stand at those of other tokens: such padding would be seen, or hide a sink."""
+    model, ids, mask = tiny_model("llama"), prompt(1, 6), torch.tensor([HOLES[case]])
+    given = SinkCache(20, 3, config=model.config)
+    with kvlayers.installed():
+        for how in ({"past_key_values": given}, {"cache_implementation": "sink"}):
+            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+                generated(model, ids, attention_mask=mask, **how)
+        assert given.get_seq_length() == 0
+        text = generated(model, ids, past_key_values=given, tokens=4).sequences
+        later = torch.cat([torch.ones_like(text), mask], dim=1)
+        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+            generated(model, torch.cat([text, ids], dim=1), attention_mask=later, past_key_values=given)
+
+
+def test_an_empty_cache_of_another_model_is_prepared_anew() -> None:
+    llama, other = tiny_model("llama"), fresh_model("llama", seed=1)
+    other.config.rope_parameters["rope_theta"] = 50.0
+    other.model.rotary_emb = type(other.model.rotary_emb)(other.config)
+    expected = decoded(other, prompt(1, 30))
+    with kvlayers.installed():
+        given = SinkCache(**OPTIONS, config=llama.config)
+        assert torch.equal(generated(other, prompt(1, 30), past_key_values=given).sequences, expected)
+        with pytest.raises(kvlayers.ConfigError):
+            generated(tiny_model("gpt2"), prompt(1, 30), past_key_values=SinkCache(**OPTIONS, config=llama.config))
+
+
+def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
+    model = tiny_model("llama")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    cache = SinkCache(8, 2, config=model.config)
+    cache.activate_past_recording()
+    cache.prepare(model.config, mask)
+    layer = cache.layers[0]
+    assert layer.record_past
+    assert layer.left_padding.tolist() == [5, 0]
+    cache.reset()
+    cache.prepare(model.config)
+    assert cache.layers[0] is layer
+    assert layer.left_padding is None
+    unbound = SinkCache(8, 2, left_padding=[5, 0])
+    unbound.reset()
+    unbound.prepare(model.config)
+    assert unbound.layers[0].left_padding is None
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(2, 0), torch.ones(1, 1, 3, 3), "x"], ids=str)
+def test_what_is_no_mask_is_refused(mask: Any) -> None:
+    cache = SinkCache(8, 2)
+    with pytest.raises(kvlayers.StateMismatchError, match="expected an attention_mask"):
+        cache.prepare(tiny_model("llama").config, mask)
+    assert not cache.layers

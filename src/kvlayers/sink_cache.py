@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from .cache import Cache
 from .errors import ConfigError, OptionError, StateMismatchError
-from .layers import SinkLayer
-from .layers.dispatch import sink_layers
+from .layers import OffloadedLayer, SinkLayer, TokenLayer
+from .layers.dispatch import attention_part, sink_layers
 from .layers.sink import check_sinks, padding_of
 from .layers.sinking import Sinking
 from .options import checks_options
@@ -103,7 +103,7 @@ class SinkCache(Cache):
             attention_mask: `[batch, tokens]`, 0 for padding on the left.
 
         Raises:
-            StateMismatchError: tokens are held.
+            StateMismatchError: tokens are held, or there is padding elsewhere than on the left.
             ConfigError: as for the cache itself.
         """
         if self.get_seq_length():
@@ -117,7 +117,21 @@ class SinkCache(Cache):
         except Exception:
             self._padding = before
             raise
+        if _settings(layers) == _settings(self.layers):
+            # What it has reserved and records stays.
+            for layer in _sinks(self.layers):
+                layer.left_padding = padding
+            return
+        is_recording = any(layer.is_recording for layer in self.operable())
         Cache.__init__(self, layers, None, **self.offloading_options())
+        if is_recording:
+            self.activate_past_recording()
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
+        super().reset()
+        self._padding = None
 
     @override
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -134,10 +148,37 @@ def left_padding_of(attention_mask: Tensor) -> Tensor | None:
     """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` where there is none.
 
     A sequence that is nothing but padding has none, as it has no first token either.
+
+    Raises:
+        StateMismatchError: it is no such mask, or has padding elsewhere.
     """
-    is_token = attention_mask.ne(0).to("cpu")
-    padding = is_token.to(torch.int8).argmax(dim=1)
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or not attention_mask.numel():
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise StateMismatchError(f"expected an attention_mask [batch, tokens], but saw {shape}.")
+    is_token = attention_mask.ne(0).to("cpu", torch.int8)
+    if bool((is_token[:, 1:] < is_token[:, :-1]).any()):
+        raise StateMismatchError(
+            "expected padding on the left alone, as masks go by position and sinks stand at those of tokens that have "
+            "been evicted, but saw some behind tokens: pad on the left, and the turns of a batch of chats not at all "
+            "(one cache for each), or use a DynamicCache."
+        )
+    padding = is_token.argmax(dim=1)
     return padding if bool(padding.any()) else None
+
+
+def _sinks(layers: Sequence[Any]) -> list[SinkLayer]:
+    return [part for part in map(_token_part, layers) if isinstance(part, SinkLayer)]
+
+
+def _token_part(layer: Any) -> Any:
+    part = attention_part(layer)
+    return part.layer if isinstance(part, OffloadedLayer) else part
+
+
+def _settings(layers: Sequence[Any]) -> list[Any]:
+    """What layers were made with, for as much as two caches can differ in it."""
+    parts = map(_token_part, layers)
+    return [(type(part), part.settings() if isinstance(part, TokenLayer) else None) for part in parts]
 
 
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:

@@ -12,7 +12,7 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, StateMismatchError
 from ..layers import SlidingLayer
 from ..layers.dispatch import attention_part
-from ..sink_cache import SinkCache
+from ..sink_cache import SinkCache, left_padding_of
 
 
 def padding_mask(model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -61,7 +61,9 @@ def prepare(
     check_windows(model, own)
     if isinstance(own, SinkCache):
         check_rotation(model)
-        if not own.layers or (attention_mask is not None and not own.get_seq_length()):
+        if attention_mask is not None:
+            left_padding_of(attention_mask)
+        if not own.get_seq_length():
             own.prepare(model.config, attention_mask)
     # Models that take their cache under another name (mamba) are given new tokens alone.
     counts_whole = compat.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import compat
 from ..cache import Cache
+from ..errors import StateMismatchError
 from ..layers.dispatch import recurrent_part
 
 LONG_AS_THE_TOKENS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -64,6 +65,21 @@ def pass_tokens(
     return output
 
 
+def check_no_padding(mask: Tensor | None, tokens: int) -> None:
+    """Raise `StateMismatchError` where some of the newest `tokens` are padding, which the model would take for tokens.
+
+    Args:
+        mask: `[batch, tokens]`, 0 for padding; `None` for none.
+        tokens: how many come behind others.
+    """
+    if mask is not None and tokens > 0 and bool((mask[:, -tokens:] == 0).any()):
+        raise StateMismatchError(
+            "expected tokens that are no padding behind those that a recurrent model has seen, as it looks at the mask "
+            "of a first pass alone, but the attention_mask has zeros there: pad on the left of the first pass, give an "
+            "attention_mask of ones where the pad token is meant as text, or use one cache for each sequence."
+        )
+
+
 def prefill_in_steps(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """What transformers' prefill returns, for a prompt that its one forward pass would get wrong; `None` for others.
 
@@ -80,12 +96,18 @@ def prefill_in_steps(model: Any, input_ids: Tensor, generation_config: Any, mode
     limit, chunk, tokens = at_once(cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.get_seq_length()
     if seen == 0:
+        if chunk is not None and isinstance(mask, Tensor):
+            # One by one, these models do not look at the mask: padding must be in the pass that does.
+            chunk = max(chunk, int(mask.ne(0).to(torch.int8).argmax(dim=1).max()) + 1)
         if chunk is None or limit is None or chunk >= tokens or name == "cache_params":
             return None
+        check_no_padding(mask, tokens - chunk)
         pass_tokens(model, input_ids[:, :chunk], cut(model_kwargs, tokens - chunk), cache, 0, chunk)
         return pass_tokens(model, input_ids, model_kwargs, cache, chunk)
     is_whole = mask is None or mask.shape[1] == tokens
     start = seen if is_whole else 0
+    if limit is not None or name == "cache_params":
+        check_no_padding(mask, tokens - start)
     fits_in_one = limit is None or tokens - start <= limit
     if start >= tokens or (fits_in_one and name != "cache_params"):
         return None

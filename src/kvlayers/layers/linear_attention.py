@@ -73,7 +73,7 @@ class LinearAttentionLayer(LayerOperations, LinearAttentionCacheLayerMixin):  # 
     ) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
         self.number_of_states = check_number_of_states(number_of_states)
-        self.tokens_at_once = tokens_at_once
+        self.tokens_at_once = None if tokens_at_once is None else whole_number(tokens_at_once, "tokens_at_once")
         self._states = LinearStates(number_of_states)
         self._count = TokenCount(number_of_states)
         self._past = LinearPast(Checkpoints.of(checkpoints), self._states, self._count)

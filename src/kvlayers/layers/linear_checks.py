@@ -55,7 +55,7 @@ def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> 
         kernel: columns to keep.
         batch_size: sequences of other states of the layer, `None` where there are none.
     """
-    if states.dim() < 2 or kernel < 1:
+    if states.dim() < 2 or not isinstance(kernel, int) or kernel < 1:
         raise StateMismatchError(
             f"expected convolution inputs [batch, channels, new] and a kernel of at least 1, but saw "
             f"{[*states.shape]} and {kernel}."

@@ -246,6 +246,7 @@ class ContiguousStore(TokenStore):
         other = copy.copy(self)
         other.reserve_form(key_form, value_form)
         other.replace(keys, values)
+        self._hold_alone(None, None)
         self.__dict__.update(other.__dict__)
 
     @override

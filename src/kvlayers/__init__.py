@@ -20,6 +20,7 @@ from .errors import (
     LegacyFormatError,
     ModelMismatchError,
     OptionError,
+    PrefixError,
     ReadOnlyStatesError,
     RegistryError,
     RollbackError,
@@ -49,6 +50,7 @@ from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, Tr
 from .offloaded_cache import OffloadedCache, OffloadedStaticCache
 from .operations import CacheState
 from .persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
+from .prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
 from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
 from .rotary import Rotary
@@ -88,9 +90,11 @@ __all__ = [
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
+    "EvictionPolicy",
     "ExportableDecoder",
     "FixedStore",
     "HQQQuantizedCache",
+    "Hit",
     "HomeMemory",
     "HostMemory",
     "HybridCache",
@@ -100,6 +104,7 @@ __all__ = [
     "KVLayersError",
     "LayerIndexError",
     "LayerState",
+    "LeastRecentlyUsed",
     "LegacyFormatError",
     "LinearAttentionLayer",
     "MambaCache",
@@ -108,6 +113,9 @@ __all__ = [
     "OffloadedLayer",
     "OffloadedStaticCache",
     "OptionError",
+    "PrefixError",
+    "PrefixStatistics",
+    "PrefixStore",
     "Prefetcher",
     "Quantization",
     "QuantizedCache",

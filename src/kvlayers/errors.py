@@ -23,7 +23,7 @@ class BatchIndexError(KVLayersError, IndexError):
 
 
 class CapacityError(KVLayersError, ValueError):
-    """More tokens than a fixed reservation can hold."""
+    """More tokens than a fixed reservation can hold, or more bytes than a budget has."""
 
 
 class RollbackError(KVLayersError, ValueError):
@@ -68,3 +68,7 @@ class CachePathError(KVLayersError, OSError):
 
 class ModelMismatchError(KVLayersError, ValueError):
     """The states in a file are another model's."""
+
+
+class PrefixError(KVLayersError, LookupError):
+    """A prefix store holds nothing, or nothing pinned, for the tokens that were given."""

@@ -1,0 +1,235 @@
+"""A store of what prompts begin with."""
+
+import os
+import threading
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache
+from ..errors import OptionError, PrefixError
+from ..options import checks_options
+from .disk import Directory
+from .entry import put_back
+from .eviction import EvictionPolicy, LeastRecentlyUsed
+from .finding import Hit, Search
+from .holdings import Holdings
+from .keys import label_of, seen_by, tokens_of
+from .statistics import PrefixStatistics
+
+
+class PrefixStore:
+    """Finds the longest prefix of a prompt that was computed before, token by token, and gives a fork of its cache.
+
+    A cache that keeps every token serves all prompts that begin as it does, up to where they part. One with windows,
+    sinks or recurrent states can hardly go back, so it serves those that begin with all that it has seen: insert it
+    where prompts part. Threads may share a store.
+
+    Args:
+        max_bytes: of memory, for all caches that are held.
+        directory: where caches go that leave memory, and are found again after a restart; made where there is none.
+        policy: which one goes first, `LeastRecentlyUsed` where not given.
+        directory_max_bytes: of the files, `None` for as many as the disk has. The one used longest ago goes first.
+        device: where caches from files are to be, the host where not given.
+
+    Raises:
+        OptionError: an option that does not exist, or a budget that is no positive number of bytes.
+        CachePathError: the directory cannot be made, read or written to.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> store = kvlayers.PrefixStore(max_bytes=2**20)
+        >>> cache = kvlayers.DynamicCache()
+        >>> _ = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), layer_idx=0)
+        >>> store.insert(torch.tensor([1, 2, 3, 4, 5]), cache, model="mine")
+        True
+        >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine")
+        Hit(cache=DynamicCache(1 x DynamicLayer(length=3)), covered=3, reason='')
+        >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine", namespace="somebody else").cache is None
+        True
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        max_bytes: int,
+        directory: str | os.PathLike[str] | None = None,
+        policy: EvictionPolicy | None = None,
+        directory_max_bytes: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _check_bytes("max_bytes", max_bytes)
+        if directory_max_bytes is not None:
+            _check_bytes("directory_max_bytes", directory_max_bytes)
+            if directory is None:
+                raise OptionError("expected a directory beside directory_max_bytes, but saw none.")
+        _check_device(device)
+        self.device = device
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._covered = self._asked = 0
+        place = None if directory is None else Directory(directory)
+        self._holdings = Holdings(max_bytes, policy or LeastRecentlyUsed(), place, directory_max_bytes)
+
+    def insert(
+        self,
+        input_ids: Tensor,
+        cache: Cache,
+        config: object | None = None,
+        namespace: str = "",
+        model: str | None = None,
+    ) -> bool:
+        """Hold a fork of a cache for the tokens that it has seen.
+
+        What the caller does to `cache` afterwards is not seen here. Entries that the new one can be put back to are
+        dropped for it, unless they are pinned.
+
+        Args:
+            input_ids: ids of the tokens, int64 `[tokens]` or `[1, tokens]`; there may be more than `cache` has seen.
+            cache: a cache of one sequence.
+            config: config of the model. Models whose configs differ in what states depend on share nothing.
+            namespace: whose it is: another one finds nothing of it.
+            model: what the model is called, beside its config or instead of it: fine-tunes have equal configs, so
+                pass `kvlayers.weights_id(model)` where several are served.
+
+        Returns:
+            Whether it is held: not where an entry in memory stands for these tokens already.
+
+        Raises:
+            OptionError: ids of another rank or dtype, or none; no cache of kvlayers; no model.
+            StateMismatchError: the cache has several sequences, has seen no tokens, or more than `input_ids` has.
+            CapacityError: it is larger than the budget, or than what is left of it beside pinned entries.
+        """
+        ids, label = tokens_of(input_ids), label_of(config, model, namespace)
+        cache, length = seen_by(cache, ids)
+        with self._lock:
+            # A fork, before it is known whether there is room: other threads may go on with the cache.
+            return self._holdings.put(label, ids[:length].copy(), put_back(cache, length))
+
+    def lookup(
+        self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
+    ) -> Hit:
+        """A cache that has seen as many of the first tokens as can be had, but at least one less than all.
+
+        Args:
+            input_ids: ids of the prompt, int64 `[tokens]` or `[1, tokens]`.
+            config: as for `insert`.
+            namespace: as for `insert`.
+            model: as for `insert`.
+
+        Raises:
+            OptionError: ids of another rank or dtype, or none; no model.
+        """
+        ids, label = tokens_of(input_ids), label_of(config, model, namespace)
+        with self._lock:
+            hit = Search(self._holdings, label, ids, config, self.device).run()
+            self._hits += hit.cache is not None
+            self._misses += hit.cache is None
+            self._covered += hit.covered
+            self._asked += len(ids)
+            return hit
+
+    def pin(
+        self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
+    ) -> None:
+        """Keep what is held for exactly these tokens where it is, until `unpin` was called as often.
+
+        Where they are part of a longer entry that can be put back to them, that one is kept.
+
+        Raises:
+            PrefixError: nothing is held for them.
+            OptionError: as `lookup`.
+        """
+        self._pin(input_ids, label_of(config, model, namespace), 1)
+
+    def unpin(
+        self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
+    ) -> None:
+        """Take back one `pin`.
+
+        Raises:
+            PrefixError: what is held for them is not pinned.
+            OptionError: as `lookup`.
+        """
+        self._pin(input_ids, label_of(config, model, namespace), -1)
+
+    def _pin(self, input_ids: Tensor, label: str, change: int) -> None:
+        ids = tokens_of(input_ids)
+        with self._lock:
+            tree = self._holdings.tree(label)
+            exact = tree.get(ids)
+            entry = exact if exact is not None else self._holdings.standing_for(label, ids)
+            if entry is None:
+                raise PrefixError(f"expected an entry for these {len(ids)} tokens, but there is none: insert() one.")
+            if entry.pins + change < 0:
+                raise PrefixError(
+                    f"expected a pinned entry for these {len(ids)} tokens, but it is not pinned: pin() it."
+                )
+            entry.pins += change
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Free at least `nbytes` bytes of memory, all where not given, as far as entries are not pinned.
+
+        Returns:
+            Bytes that were freed. With a directory, what they held is there.
+        """
+        if nbytes is not None:
+            _check_bytes("nbytes", nbytes)
+        with self._lock:
+            return self._holdings.evict(nbytes)
+
+    def flush(self) -> None:
+        """Write all that is in memory to the directory as well, to be found after a restart.
+
+        Raises:
+            OptionError: the store has no directory.
+        """
+        if self._holdings.directory is None:
+            raise OptionError("expected a store with a directory, but saw none: make it with directory=....")
+        with self._lock:
+            self._holdings.flush()
+
+    def clear(self) -> None:
+        """Forget all entries, pinned or not, and delete their files. Statistics go on."""
+        with self._lock:
+            self._holdings.clear()
+
+    @property
+    def statistics(self) -> PrefixStatistics:
+        """What is held now, and what was done since the store was made."""
+        with self._lock:
+            held = self._holdings
+            return PrefixStatistics(
+                entries=len(held),
+                bytes=held.nbytes,
+                file_bytes=held.file_bytes,
+                hits=self._hits,
+                misses=self._misses,
+                tokens_covered=self._covered,
+                tokens_asked=self._asked,
+                evictions=held.evictions,
+                spilled=held.spilled,
+                damaged=0 if held.directory is None else held.directory.damaged,
+                failed_writes=held.failed_writes,
+            )
+
+    def __len__(self) -> int:
+        """Entries, in memory and in files."""
+        with self._lock:
+            return len(self._holdings)
+
+    def __repr__(self) -> str:
+        now = self.statistics
+        return f"PrefixStore({now.entries} entries, {now.bytes} of {self._holdings.max_bytes} bytes)"
+
+
+def _check_bytes(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(f"expected {name} to be a positive number of bytes, but saw {value!r}.")
+
+
+def _check_device(device: object) -> None:
+    # Now, as a file would otherwise be taken for damaged later on.
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise OptionError(f"expected a device that there is, but saw {device!r}: {error}") from error

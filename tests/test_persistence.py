@@ -31,7 +31,7 @@ from kvlayers import (
     load_cache,
     save_cache,
 )
-from kvlayers.persistence import files
+from kvlayers.persistence import files, fingerprint
 from models import CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
 NEW = 6
@@ -684,7 +684,7 @@ def test_fields_of_another_version_of_transformers_are_not_compared(
     save_cache(_filled("dynamic")[1], path, config=config)
     with pytest.raises(ModelMismatchError, match="field_of_old"):
         load_cache(path, config=CONFIGS["llama"]())
-    monkeypatch.setattr(tf, "__version__", "5.99.0")
+    monkeypatch.setattr(fingerprint, "INSTALLED", "5.99.0")
     assert load_cache(path, config=CONFIGS["llama"]()).get_seq_length() == 103
 
 

@@ -12,6 +12,9 @@ from ..compat import decoder_config
 from ..errors import ModelMismatchError, OptionError
 from .description import Description, ModelRecord
 
+INSTALLED = transformers.__version__
+"""The version of transformers whose configs are compared with those in files."""
+
 # fmt: off
 IRRELEVANT = frozenset((
     "architectures", "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
@@ -87,7 +90,7 @@ def check_model(path: str, description: Description, config: object | None, weig
     made_by = f" ({model.name})" if model.name else ""
     if config is not None:
         own = model_fields(config, bool(description.cache.parts))
-        same_version = description.versions.get("transformers") == transformers.__version__
+        same_version = description.versions.get("transformers") == INSTALLED
         if model.fields is not None:
             for name, expected, seen in _differences(own, model.fields, same_version):
                 raise ModelMismatchError(

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import secrets
+import time
 from collections.abc import Iterator
 
 from safetensors import SafetensorError
@@ -11,15 +12,38 @@ from safetensors import SafetensorError
 from ..errors import CachePathError
 from .header import check_regular
 
-TEMPORARY_PREFIX = ".kvlayers-"
-TEMPORARY_SUFFIX = ".tmp"
-"""What the names of files begin and end with that are being written. A killed process may leave one behind."""
+_TEMPORARY_PREFIX = ".kvlayers-"
+_TEMPORARY_SUFFIX = ".tmp"
 
 PERMISSIONS = 0o777
 READ_AND_WRITE = 0o666
 WRITABLE = 0o222
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def temporary_name() -> str:
+    """A name for a file that is being written, which no other one has."""
+    return f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
+
+
+def clear_temporaries(directory: str, older_than: float) -> None:
+    """Delete what killed processes have left behind of files that they were writing.
+
+    Args:
+        directory: where to look.
+        older_than: seconds since they were last written to: others may be written at this moment.
+
+    Raises:
+        OSError: the directory cannot be read, or one of them not be deleted.
+    """
+    for name in os.listdir(directory):
+        if name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX):
+            path = os.path.join(directory, name)
+            # Another process may be done with it at this moment.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - os.lstat(path).st_mtime > older_than:
+                    os.unlink(path)
 
 
 @contextlib.contextmanager
@@ -35,7 +59,7 @@ def replacing(path: str) -> Iterator[str]:
     if existing is not None and not existing.st_mode & WRITABLE:
         raise CachePathError(f"expected a file that may be replaced, but {path} is write-protected: choose another.")
     directory = os.path.dirname(path) or os.curdir
-    temporary = os.path.join(directory, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    temporary = os.path.join(directory, temporary_name())
     with _named_errors(path, directory):
         # The system's defaults for new files apply to one that it makes; safetensors makes its own for the owner alone.
         made = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, READ_AND_WRITE)

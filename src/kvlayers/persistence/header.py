@@ -6,8 +6,9 @@ import math
 import os
 import reprlib
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,6 +47,10 @@ DTYPES: dict[str, torch.dtype] = {
 """What safetensors calls the dtypes that states have."""
 
 
+ReadRange = Callable[[int, int], bytes]
+"""The bytes of a file from the first number on, up to the second one: fewer where the file ends before."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """What the header says of one tensor."""
@@ -61,11 +66,13 @@ class Header:
     Attributes:
         metadata: texts by their names.
         tensors: entries by the names of the tensors.
+        ranges: where in the file each tensor begins and ends, in bytes.
         file_bytes: size of the whole file.
     """
 
     metadata: dict[str, str]
     tensors: dict[str, Entry]
+    ranges: dict[str, tuple[int, int]]
     file_bytes: int
 
 
@@ -133,33 +140,50 @@ def read_header(path: str) -> Header:
     check_regular(path)
     try:
         with open(path, "rb") as file:
-            return _read(path, file)
+
+            def read(start: int, end: int) -> bytes:
+                file.seek(start)
+                return file.read(end - start)
+
+            return parse_header(path, os.fstat(file.fileno()).st_size, read)
     except OSError as error:
         raise CachePathError(f"expected a file that can be read, but saw {path}: {error.strerror}.") from error
 
 
-def _read(path: str, file: BinaryIO) -> Header:
-    file_bytes = os.fstat(file.fileno()).st_size
-    start = file.read(LENGTH_BYTES)
+def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
+    """The header of a file of which ranges can be read.
+
+    Args:
+        path: what errors call the file.
+        file_bytes: its size.
+        read: reads ranges of it: the header's alone, and no more than it may have.
+
+    Raises:
+        CacheFileError: it is no header, or claims what the file cannot hold.
+    """
+    start = read(0, LENGTH_BYTES)
     room = file_bytes - LENGTH_BYTES
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES:
         refuse(path, f"at least {LENGTH_BYTES} bytes", str(file_bytes))
     if length > min(room, MAX_HEADER_BYTES):
         refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
-    content = parse_json(path, file.read(length), "the header")
+    content = parse_json(path, read(LENGTH_BYTES, LENGTH_BYTES + length), "the header")
     if not isinstance(content, dict):
         refuse(path, "a header that names tensors", f"{shown(content)} in its place")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         refuse(path, "metadata of texts", shown(metadata))
-    return Header(metadata, _entries(path, content, room - length), file_bytes)
+    entries, ranges = _entries(path, content, LENGTH_BYTES + length, file_bytes)
+    return Header(metadata, entries, ranges, file_bytes)
 
 
-def _entries(path: str, content: dict[str, Any], data_bytes: int) -> dict[str, Entry]:
+def _entries(
+    path: str, content: dict[str, Any], data_start: int, file_bytes: int
+) -> tuple[dict[str, Entry], dict[str, tuple[int, int]]]:
     """The tensors of a header, whose bytes must follow one another from the first to the last of the file."""
     entries: dict[str, Entry] = {}
-    places = []
+    ranges: dict[str, tuple[int, int]] = {}
     for name, claim in content.items():
         if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
             refuse(path, f"dtype, shape and data_offsets of {shown(name)}", shown(claim))
@@ -175,14 +199,15 @@ def _entries(path: str, content: dict[str, Any], data_bytes: int) -> dict[str, E
             refuse(path, f"{math.prod(shape) * dtype.itemsize} bytes of {shown(name)} {shape}", f"{end - begin}")
         if math.prod(size for size in shape if size) > MAX_EMPTY_ELEMENTS and begin == end:
             refuse(path, f"a shape that states have for {shown(name)}", shown(shape))
-        places.append((begin, end))
+        ranges[name] = data_start + begin, data_start + end
         entries[name] = Entry(dtype, tuple(shape))
-    places.sort()
-    if [begin for begin, _ in places] != [0, *(end for _, end in places)][: len(places)]:
+    following = sorted(ranges.values())
+    if [begin for begin, _ in following] != [data_start, *(end for _, end in following)][: len(following)]:
         refuse(path, "tensors that follow one another", "some that overlap, or gaps between them")
-    if (places[-1][1] if places else 0) != data_bytes:
-        refuse(path, f"{places[-1][1] if places else 0} bytes of tensors", str(data_bytes))
-    return entries
+    last = following[-1][1] if following else data_start
+    if last != file_bytes:
+        refuse(path, f"{last - data_start} bytes of tensors", str(file_bytes - data_start))
+    return entries, ranges
 
 
 def _are_sizes(numbers: object) -> bool:

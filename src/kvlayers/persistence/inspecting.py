@@ -1,7 +1,9 @@
 """What can be known of a file without loading it."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from ..errors import CacheFileError
 from .description import TOKEN_IDS, Description
-from .header import checked_path
-from .saved_file import SavedFile, opened
+from .header import ReadRange, checked_path
+from .kinds import LAYERS, PREFIXED
+from .saved_file import SavedFile, opened, opened_by_ranges
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,17 @@ class CacheFile:
     versions: dict[str, str]
     has_token_ids: bool
     checksum: str
+    _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether its layers can be made only with the config of the model, or in a cache of the caller's."""
+        return not set(self.layers) <= set(LAYERS)
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether its first tokens can be loaded without the others."""
+        return set(self.layers) <= set(PREFIXED)
 
     def token_ids(self) -> Tensor | None:
         """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` where they are not in the file.
@@ -61,7 +75,7 @@ class CacheFile:
         """
         if not self.has_token_ids:
             return None
-        with opened(self.path) as saved:
+        with self._open(self.path) as saved:
             if saved.header.metadata["checksum"] != self.checksum:
                 raise CacheFileError(
                     f"expected the file that was inspected, but {self.path} is another one by now: inspect it again."
@@ -81,10 +95,29 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
     with opened(checked_path(path)) as saved:
-        return _seen(saved)
+        return _seen(saved, opened)
 
 
-def _seen(saved: SavedFile) -> CacheFile:
+def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
+    """As `inspect_cache`, of a file that is elsewhere: it is enough to read its header, its digests and its ids.
+
+    Args:
+        path: what it is called.
+        file_bytes: its size.
+        read: reads a range of its bytes, as long as the result is used.
+
+    Raises:
+        CacheFileError: what it says is damaged, or it is no file of a cache.
+    """
+
+    def open_it(path: str) -> AbstractContextManager[SavedFile]:
+        return opened_by_ranges(path, file_bytes, read)
+
+    with open_it(path) as saved:
+        return _seen(saved, open_it)
+
+
+def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]]) -> CacheFile:
     description, header = saved.description, saved.header
     cache, model = description.cache, description.model
     return CacheFile(
@@ -103,6 +136,7 @@ def _seen(saved: SavedFile) -> CacheFile:
         versions=description.versions,
         has_token_ids=saved.has_token_ids,
         checksum=header.metadata["checksum"],
+        _open=open_it,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..cache import Cache
 from ..dynamic_cache import DynamicCache
+from ..errors import CacheFileError
 from ..layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from ..layers.dispatch import Reservation, dynamic_layers, quantized_layers, sink_layers, static_layers
 from ..layers.sink import check_sinks, padding_of
@@ -121,6 +122,10 @@ LAYERS: dict[str, Callable[[LayerRecord, Made], Any]] = {
 """How a layer of each kind is made. Layers with recurrent states, and those of transformers, need a config."""
 
 
+PREFIXED = ("DynamicLayer", "StaticLayer")
+"""Kinds whose first tokens lie apart in a file from those that follow, unless they are packed."""
+
+
 def _bare(cache: Cache, made: Made, layers: Layers) -> Callable[[], Any] | None:
     return None
 
@@ -209,3 +214,12 @@ CACHES: dict[str, CacheKind] = {
     **_kinds(_sinking, _sinks_for, SinkCache),
 }
 """The classes of caches that a file may be of; a pair is made of two of them."""
+
+
+def check_remakeable(cache: Cache) -> None:
+    """Raise `CacheFileError` where `load_cache` could not make a cache of this class, but only fill a given one."""
+    if type(cache).__name__ not in CACHES:
+        raise CacheFileError(
+            f"expected a cache that can be made from a file ({', '.join(CACHES)}), but saw a {type(cache).__name__}: "
+            "save it yourself, and load it with into=."
+        )

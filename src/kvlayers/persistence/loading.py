@@ -16,11 +16,9 @@ from ..operations import CacheState, Operable
 from .description import CacheRecord, LayerRecord, layer_prefix
 from .fingerprint import check_model
 from .header import checked_path
+from .kinds import PREFIXED
 from .rebuilding import file_at_fault, read_rotaries, rebuilt
 from .saved_file import SavedFile, opened
-
-PREFIXED = ("DynamicLayer", "StaticLayer")
-"""Kinds whose first tokens lie apart in a file from those that follow, unless they are packed."""
 
 RESERVED = ("max_cache_len", "token_limit")
 """Settings that say how much a layer can hold, and nothing of the states that it holds."""

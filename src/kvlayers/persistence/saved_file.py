@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,9 +11,19 @@ from torch import Tensor
 from ..errors import CacheFileError, CachePathError
 from .description import DIGESTS, FORMAT, FORMAT_VERSION, TOKEN_IDS, Description, read_description, rotary_name
 from .digests import DIGEST_BYTES, checksum, digest_of, first_rows, runs
-from .header import Header, read_header, refuse, shown
+from .header import Entry, Header, ReadRange, parse_header, read_header, refuse, shown
 
 METADATA = ("format", "format_version", "description", "checksum")
+
+MAX_RANGE_BYTES = 64 * 2**20
+"""Of one tensor that is read into memory from a file elsewhere: the ids of 8 million tokens."""
+
+
+class Tensors(Protocol):
+    """The tensors of a file."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """One of them, as it lies in the file."""
 
 
 class SavedFile:
@@ -21,7 +31,7 @@ class SavedFile:
 
     Args:
         path: where it is.
-        file: the file as safetensors has mapped it.
+        file: its tensors, as safetensors has mapped them, or from elsewhere.
         header: what was read from it before.
         description: what it says.
 
@@ -29,7 +39,7 @@ class SavedFile:
         CacheFileError: it is damaged.
     """
 
-    def __init__(self, path: str, file: Any, header: Header, description: Description) -> None:
+    def __init__(self, path: str, file: Tensors, header: Header, description: Description) -> None:
         self.path = path
         self.header = header
         self.description = description
@@ -44,7 +54,7 @@ class SavedFile:
         if total != header.metadata["checksum"]:
             refuse(path, f"the checksum {total}", shown(header.metadata["checksum"]), "it is damaged; save it again")
 
-    def _covered(self) -> dict[str, Any]:
+    def _covered(self) -> dict[str, Entry]:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
 
     @property
@@ -78,7 +88,7 @@ class SavedFile:
         return states if tokens is None else states[:, :, :tokens]
 
     def _mapped(self, name: str) -> Tensor:
-        states: Tensor = self._file.get_tensor(name)
+        states = self._file.get_tensor(name)
         entry = self.header.tensors[name]
         if (states.dtype, tuple(states.shape)) != (entry.dtype, entry.shape):
             raise _replaced(self.path)
@@ -106,6 +116,42 @@ def opened(path: str) -> Iterator[SavedFile]:
         except OSError as error:
             raise CachePathError(f"expected a file that can be read, but saw {path}: {error}.") from error
         yield SavedFile(path, file, header, description)
+
+
+class _RangedTensors:
+    """The tensors of a file of which ranges can be read."""
+
+    def __init__(self, path: str, header: Header, read: ReadRange) -> None:
+        self._path = path
+        self._header = header
+        self._read = read
+
+    def get_tensor(self, name: str) -> Tensor:
+        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
+        if end - start > MAX_RANGE_BYTES:
+            refuse(self._path, f"at most {MAX_RANGE_BYTES} bytes of {shown(name)}", str(end - start))
+        if start == end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        data = self._read(start, end)
+        if len(data) != end - start:
+            refuse(self._path, f"{end - start} bytes of {shown(name)}", str(len(data)))
+        return torch.frombuffer(bytearray(data), dtype=entry.dtype).view(entry.shape)
+
+
+@contextlib.contextmanager
+def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[SavedFile]:
+    """A file that is elsewhere, for as long as the context lasts.
+
+    Args:
+        path: what errors call it.
+        file_bytes: its size.
+        read: reads a range of its bytes.
+
+    Raises:
+        CacheFileError: as `opened`.
+    """
+    header = parse_header(path, file_bytes, read)
+    yield SavedFile(path, _RangedTensors(path, header, read), header, _described(path, header))
 
 
 def _described(path: str, header: Header) -> Description:

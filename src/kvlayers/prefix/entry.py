@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ..cache import Cache
 from ..errors import RollbackError
 from ..layers import LayerOperations
+from ..memory_held import Storages
 from .tree import Tokens
 
 
@@ -17,8 +18,8 @@ class Entry:
         label: model and namespace, as `keys.label_of` says them.
         ids: the tokens, int64 `[tokens]`.
         cache: what has seen them, which nobody writes to; `None` where it is in a file alone.
-        nbytes: bytes of memory of the cache; 0 without one.
-        path: its file, `None` where there is none.
+        storages: bytes of each piece of memory of the cache, by its address; other caches may hold some of them too.
+        path: its file, a URL without credentials where that is elsewhere; `None` where there is none.
         file_bytes: bytes of the file; 0 without one.
         last_use: a number that grows with each use of the store.
         pins: how many times it has been pinned more than it has been let go.
@@ -28,7 +29,7 @@ class Entry:
     label: str
     ids: Tokens
     cache: Cache | None = None
-    nbytes: int = 0
+    storages: Storages = field(default_factory=dict)
     path: str | None = None
     file_bytes: int = 0
     last_use: int = 0
@@ -43,13 +44,18 @@ class Entry:
         """Tokens."""
         return len(self.ids)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the cache, what it shares with others included; 0 without one."""
+        return sum(self.storages.values())
+
     def hold(self, cache: Cache) -> None:
         """Take a cache of these tokens into memory."""
-        self.cache, self.nbytes = cache, cache.nbytes
+        self.cache, self.storages = cache, cache.storages()
 
     def let_go(self) -> None:
         """Hold it in memory no more."""
-        self.cache, self.nbytes = None, 0
+        self.cache, self.storages = None, {}
 
     def stands_for(self, lengths: Iterable[int]) -> bool:
         """Whether it is in memory and can be put back to each of these lengths, exactly."""

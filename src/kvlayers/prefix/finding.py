@@ -7,9 +7,10 @@ import torch
 
 from ..cache import Cache
 from ..errors import CacheFileError, CachePathError
-from .disk import NeedsConfigError
+from .directory import NeedsConfigError
 from .entry import Entry, put_back, reach
 from .holdings import Holdings
+from .places import UnreachableError
 from .tree import Sharing, Tokens
 
 MOST_FILES = 4
@@ -50,6 +51,7 @@ class Search:
     device: torch.device | str | None = None
     _notes: list[str] = field(default_factory=list)
     _files: int = 0
+    _is_cut_off: bool = False
     _lost: list[Entry] = field(default_factory=list)
     _loaded: list[tuple[Entry, Cache]] = field(default_factory=list)
 
@@ -98,7 +100,8 @@ class Search:
 
     def _from_file(self, entry: Entry, length: int) -> Cache | None:
         directory = self.holdings.directory
-        if directory is None:
+        # What one file has waited for in vain, the others need not.
+        if directory is None or self._is_cut_off:
             return None
         # One that is of the shared tokens alone serves for certain, and ends the search.
         if self._files >= MOST_FILES and entry.length > length:
@@ -110,11 +113,16 @@ class Search:
         except NeedsConfigError:
             self._note("a file needs config=model.config to be loaded")
             return None
+        except UnreachableError as error:
+            directory.missed(error)
+            self._is_cut_off = True
+            self._note("a file could not be reached")
+            return None
         except CachePathError:
             self._lost.append(entry)
             return None
         except CacheFileError as error:
-            directory.report(str(entry.path), error)
+            directory.report(entry, error)
             self._lost.append(entry)
             self._note("a damaged file was skipped")
             return None

@@ -1,13 +1,15 @@
 """The entries of a store, and the room that they take. Not safe for threads by itself."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..cache import Cache
 from ..errors import CapacityError, KVLayersError
-from .disk import Directory
+from ..memory_held import Storages
+from .directory import Directory
 from .entry import Entry
 from .eviction import EvictionPolicy
+from .ledger import Ledger
 from .tree import RadixTree, Tokens
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,8 @@ class Holdings:
         self.evictions = self.spilled = self.failed_writes = 0
         self._trees: dict[str, RadixTree[Entry]] = {}
         self._uses = 0
-        for entry in () if directory is None else directory.entries():
-            self.tree(entry.label).insert(entry.ids, entry)
-            self.touch(entry)
-        self._shrink_directory()
+        self._ledger = Ledger()
+        self.refresh()
 
     def __iter__(self) -> Iterator[Entry]:
         for tree in self._trees.values():
@@ -51,8 +51,8 @@ class Holdings:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
-        return sum(entry.nbytes for entry in self)
+        """Bytes of memory. What entries share counts once."""
+        return self._ledger.nbytes
 
     @property
     def file_bytes(self) -> int:
@@ -89,17 +89,26 @@ class Holdings:
         candidate = Entry(label, ids, cache)
         shorter = [found.value for found in tree.on_the_way(ids) if found.value is not entry]
         replaced = [old for old in shorter if not old.pins and candidate.stands_for(old.boundaries)]
-        self._make_room(cache.nbytes, leaving=replaced)
+        self._make_room(cache.storages(), leaving=replaced)
         for old in replaced:
             entry.boundaries |= old.boundaries
-            old.let_go()
+            self._let_go(old)
             # A file stays until what replaces it is in one.
             if old.path is None:
                 self.forget(old)
-        entry.hold(cache)
+        self._hold(entry, cache)
         tree.insert(ids, entry)
         self.touch(entry)
         return True
+
+    def _hold(self, entry: Entry, cache: Cache) -> None:
+        self._let_go(entry)
+        entry.hold(cache)
+        self._ledger.add(entry.storages)
+
+    def _let_go(self, entry: Entry) -> None:
+        self._ledger.remove(entry.storages)
+        entry.let_go()
 
     def standing_for(self, label: str, ids: Tokens) -> Entry | None:
         """An entry in memory that can be put back to exactly these tokens, `None` where there is none."""
@@ -113,16 +122,17 @@ class Holdings:
     def admit(self, entry: Entry, cache: Cache) -> bool:
         """Take the cache of an entry, which was in a file alone, into memory, where there is room beside the pinned."""
         try:
-            self._make_room(cache.nbytes, leaving=())
+            self._make_room(cache.storages(), leaving=())
         except CapacityError:
             return False
         if entry.path is None:
             # What went to the directory to make room stands for it, and has taken the place of its file.
             return False
-        entry.hold(cache)
+        self._hold(entry, cache)
         return True
 
-    def _make_room(self, nbytes: int, leaving: Iterable[Entry]) -> None:
+    def _make_room(self, storages: Storages, leaving: Sequence[Entry]) -> None:
+        nbytes = sum(storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
                 f"expected a cache of at most {self.max_bytes} bytes, the budget of the store, but saw one of "
@@ -130,13 +140,24 @@ class Holdings:
             )
         apart = set(map(id, leaving))
         staying = [entry for entry in self if entry.cache is not None and id(entry) not in apart]
-        pinned = sum(entry.nbytes for entry in staying if entry.pins)
-        if pinned + nbytes > self.max_bytes:
+        pinned = Ledger(entry.storages for entry in staying if entry.pins)
+        already = pinned.nbytes
+        pinned.add(storages)
+        if pinned.nbytes > self.max_bytes:
             raise CapacityError(
-                f"expected room for {nbytes} bytes, but {pinned} of {self.max_bytes} are pinned: unpin() some, or make "
+                f"expected room for {nbytes} bytes, but {already} of {self.max_bytes} are pinned: unpin() some, or make "
                 "the store with a larger max_bytes."
             )
-        self._evict(staying, sum(entry.nbytes for entry in staying) + nbytes - self.max_bytes)
+        # As if the newcomer were there and what it replaces were not: some of its memory may be held already.
+        self._ledger.add(storages)
+        for entry in leaving:
+            self._ledger.remove(entry.storages)
+        try:
+            self._evict(staying, self.max_bytes)
+        finally:
+            for entry in leaving:
+                self._ledger.add(entry.storages)
+            self._ledger.remove(storages)
 
     def evict(self, nbytes: int | None) -> int:
         """Free at least `nbytes` bytes of memory, all for `None`, as far as entries are not pinned.
@@ -144,27 +165,26 @@ class Holdings:
         Returns:
             Bytes that were freed.
         """
-        held = [entry for entry in self if entry.cache is not None]
-        return self._evict(held, sum(entry.nbytes for entry in held) if nbytes is None else nbytes)
+        before = self.nbytes
+        most = 0 if nbytes is None else before - nbytes
+        self._evict([entry for entry in self if entry.cache is not None], most)
+        return before - self.nbytes
 
-    def _evict(self, held: Iterable[Entry], nbytes: int) -> int:
-        """Evict entries among `held`, until `nbytes` bytes are free or none is left that may go."""
-        free = 0
+    def _evict(self, held: Iterable[Entry], most: int) -> None:
+        """Evict entries among `held`, until no more than `most` bytes are held or none is left that may go."""
         loose = [entry for entry in held if not entry.pins]
-        order = list(self.policy.order(loose)) if nbytes > 0 else []
+        order = list(self.policy.order(loose)) if self.nbytes > most else []
         # What a policy does not name goes last: the budget holds whatever it says.
         named = set(map(id, order))
         for entry in [*order, *(entry for entry in loose if id(entry) not in named)]:
-            if free >= nbytes:
+            if self.nbytes <= most:
                 break
-            free += entry.nbytes
             self.evictions += entry.cache is not None
             self.spill(entry)
-            entry.let_go()
+            self._let_go(entry)
             if entry.path is None:
                 self.forget(entry)
         self._shrink_directory()
-        return free
 
     def spill(self, entry: Entry) -> None:
         """Write an entry to the directory, where there is one that it is not in yet."""
@@ -189,19 +209,48 @@ class Holdings:
             self.spill(entry)
         self._shrink_directory()
 
+    def refresh(self) -> int:
+        """See what others have written to the directory, and what they have deleted.
+
+        Returns:
+            Entries that were added.
+
+        Raises:
+            CachePathError: the directory cannot be read now; nothing is changed.
+        """
+        if self.directory is None:
+            return 0
+        changes = self.directory.changes({entry.path for entry in self if entry.path is not None})
+        for entry in list(self):
+            if entry.path in changes.gone:
+                self.lose_file(entry)
+        before = len(self)
+        for entry in changes.added:
+            known = self.tree(entry.label).get(entry.ids)
+            if known is None:
+                self.tree(entry.label).insert(entry.ids, entry)
+                self.touch(entry)
+            elif known.path is None and known.boundaries <= entry.boundaries:
+                known.path, known.file_bytes = entry.path, entry.file_bytes
+        added = len(self) - before
+        self._shrink_directory()
+        return added
+
     def _shrink_directory(self) -> None:
         if self.directory is None or self.directory_max_bytes is None:
             return
         over = self.file_bytes - self.directory_max_bytes
         if over <= 0:
             return
-        for entry in sorted((entry for entry in self if entry.path is not None), key=self.directory.used):
+        for entry in self.directory.oldest_first([entry for entry in self if entry.path is not None]):
             if over <= 0:
                 break
             if entry.pins and entry.cache is None:
                 continue
-            over -= entry.file_bytes
-            self.directory.delete(entry)
+            nbytes = entry.file_bytes
+            if not self.directory.delete(entry):
+                break
+            over -= nbytes
             if entry.cache is None:
                 self.forget(entry)
 
@@ -209,7 +258,7 @@ class Holdings:
         """Hold an entry no more, neither in memory nor in a file."""
         if self.directory is not None:
             self.directory.delete(entry)
-        entry.let_go()
+        self._let_go(entry)
         self.tree(entry.label).remove(entry.ids)
 
     def lose_file(self, entry: Entry) -> None:

@@ -19,6 +19,9 @@ class PrefixStatistics:
         spilled: entries written to the directory.
         damaged: files that were skipped.
         failed_writes: entries that could not be written to the directory.
+        failed_reads: times that the directory could not be reached for a file, which may well be in order.
+        bypassed: calls of `generate()` that could not go by the store.
+        refused: caches that `generate()` made and that there was no room for.
     """
 
     entries: int
@@ -32,3 +35,6 @@ class PrefixStatistics:
     spilled: int
     damaged: int
     failed_writes: int
+    failed_reads: int
+    bypassed: int
+    refused: int

@@ -1,7 +1,9 @@
 """A store of what prompts begin with."""
 
+import logging
 import os
 import threading
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,13 +11,16 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import OptionError, PrefixError
 from ..options import checks_options
-from .disk import Directory
+from .directory import Directory
 from .entry import put_back
 from .eviction import EvictionPolicy, LeastRecentlyUsed
 from .finding import Hit, Search
 from .holdings import Holdings
 from .keys import label_of, seen_by, tokens_of
+from .places import place_for
 from .statistics import PrefixStatistics
+
+logger = logging.getLogger(__name__)
 
 
 class PrefixStore:
@@ -27,14 +32,19 @@ class PrefixStore:
 
     Args:
         max_bytes: of memory, for all caches that are held.
-        directory: where caches go that leave memory, and are found again after a restart; made where there is none.
+        directory: where caches go that leave memory, and are found again after a restart; made where there is none. A
+            path, a URL of Redis or Valkey (`redis://`), or one of a file system that fsspec reaches (`s3://`, ...).
         policy: which one goes first, `LeastRecentlyUsed` where not given.
         directory_max_bytes: of the files, `None` for as many as the disk has. The one used longest ago goes first.
         device: where caches from files are to be, the host where not given.
+        snapshot_tokens: `generate()` holds caches that cannot go back (windows, sinks, recurrent states) every so many
+            tokens of a prompt, and at its end; `None` for its end alone.
+        storage_options: for what reaches the URL: the file system of fsspec, or `redis.Redis.from_url`.
 
     Raises:
-        OptionError: an option that does not exist, or a budget that is no positive number of bytes.
-        CachePathError: the directory cannot be made, read or written to.
+        OptionError: an option that does not exist, or a budget that is no positive number of bytes; a URL of an unknown
+            scheme, or of one whose package is not installed.
+        CachePathError: the directory cannot be reached, made, read or written to.
 
     Example:
         >>> import torch, kvlayers
@@ -57,18 +67,25 @@ class PrefixStore:
         policy: EvictionPolicy | None = None,
         directory_max_bytes: int | None = None,
         device: torch.device | str | None = None,
+        snapshot_tokens: int | None = 512,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
         _check_bytes("max_bytes", max_bytes)
+        if snapshot_tokens is not None:
+            _check_count("snapshot_tokens", snapshot_tokens, "tokens")
         if directory_max_bytes is not None:
             _check_bytes("directory_max_bytes", directory_max_bytes)
             if directory is None:
                 raise OptionError("expected a directory beside directory_max_bytes, but saw none.")
+        if storage_options is not None and directory is None:
+            raise OptionError("expected a directory beside storage_options, but saw none.")
         _check_device(device)
         self.device = device
+        self.snapshot_tokens = snapshot_tokens
         self._lock = threading.Lock()
-        self._hits = self._misses = self._covered = self._asked = 0
-        place = None if directory is None else Directory(directory)
-        self._holdings = Holdings(max_bytes, policy or LeastRecentlyUsed(), place, directory_max_bytes)
+        self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
+        files = None if directory is None else Directory(place_for(directory, storage_options))
+        self._holdings = Holdings(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
 
     def insert(
         self,
@@ -183,10 +200,27 @@ class PrefixStore:
         Raises:
             OptionError: the store has no directory.
         """
-        if self._holdings.directory is None:
-            raise OptionError("expected a store with a directory, but saw none: make it with directory=....")
+        self._check_directory()
         with self._lock:
             self._holdings.flush()
+
+    def refresh(self) -> int:
+        """Read the directory again: find what other processes have written there, and forget what they have deleted.
+
+        Returns:
+            Entries that were added.
+
+        Raises:
+            OptionError: the store has no directory.
+            CachePathError: it cannot be reached or read now; nothing is changed.
+        """
+        self._check_directory()
+        with self._lock:
+            return self._holdings.refresh()
+
+    def _check_directory(self) -> None:
+        if self._holdings.directory is None:
+            raise OptionError("expected a store with a directory, but saw none: make it with directory=....")
 
     def clear(self) -> None:
         """Forget all entries, pinned or not, and delete their files. Statistics go on."""
@@ -210,7 +244,22 @@ class PrefixStore:
                 spilled=held.spilled,
                 damaged=0 if held.directory is None else held.directory.damaged,
                 failed_writes=held.failed_writes,
+                failed_reads=0 if held.directory is None else held.directory.failed_reads,
+                bypassed=self._bypassed,
+                refused=self._refused,
             )
+
+    def note_bypassed(self, reason: str) -> None:
+        """Count a call of `generate()` that could not go by the store, and say so in the log."""
+        with self._lock:
+            self._bypassed += 1
+        logger.info("A call of generate() did not go by its prefix store: %s.", reason)
+
+    def note_refused(self, reason: str) -> None:
+        """Count a cache that there was no room for, and say so in the log."""
+        with self._lock:
+            self._refused += 1
+        logger.info("A prefix store did not hold what generate() computed: %s", reason)
 
     def __len__(self) -> int:
         """Entries, in memory and in files."""
@@ -223,8 +272,13 @@ class PrefixStore:
 
 
 def _check_bytes(name: str, value: object) -> None:
+    _check_count(name, value, "bytes")
+
+
+def _check_count(name: str, value: object, of: str) -> None:
+    """Raise `OptionError` where `value` is no positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"expected {name} to be a positive number of bytes, but saw {value!r}.")
+        raise OptionError(f"expected {name} to be a positive number of {of}, but saw {value!r}.")
 
 
 def _check_device(device: object) -> None:

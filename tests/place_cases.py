@@ -1,0 +1,141 @@
+"""The places of a prefix store's files, as somebody sees them who does not go by kvlayers."""
+
+import json
+import pathlib
+import secrets
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from fsspec.core import url_to_fs
+
+import kvlayers
+
+PART = 2**16
+"""Bytes of the parts that a test splits files into, to have several of them."""
+
+
+class Files(Protocol):
+    """What lies in a place, by name."""
+
+    url: str
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def write(self, name: str, content: bytes) -> None: ...
+
+    def delete(self, name: str) -> None: ...
+
+
+class LocalFiles:
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.url = str(directory)
+        self.directory = directory
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+    def read(self, name: str) -> bytes:
+        return (self.directory / name).read_bytes()
+
+    def write(self, name: str, content: bytes) -> None:
+        (self.directory / name).write_bytes(content)
+
+    def delete(self, name: str) -> None:
+        (self.directory / name).unlink()
+
+
+class FilesystemFiles:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fs, self.root = url_to_fs(url)
+
+    def names(self) -> list[str]:
+        return sorted(path.rpartition("/")[2] for path in self.fs.find(self.root))
+
+    def read(self, name: str) -> bytes:
+        content: bytes = self.fs.cat_file(f"{self.root}/{name}")
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        self.fs.pipe_file(f"{self.root}/{name}", content)
+
+    def delete(self, name: str) -> None:
+        self.fs.rm_file(f"{self.root}/{name}")
+
+
+class ServerFiles:
+    """Keys as docs/prefix.md describes them."""
+
+    def __init__(self, url: str, prefix: str = "kvlayers:prefix") -> None:
+        import redis
+
+        self.url = url
+        self.prefix = prefix
+        self.client: Any = redis.Redis.from_url(url)
+
+    def names(self) -> list[str]:
+        return sorted(name.decode() for name in self.client.zrange(f"{self.prefix}:index", 0, -1))
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.client.get(f"{self.prefix}:file:{name}"))
+        return found
+
+    def part_keys(self, name: str) -> list[str]:
+        manifest = self.manifest(name)
+        count = -(-manifest["nbytes"] // manifest["part_bytes"])
+        return [f"{self.prefix}:part:{manifest['nonce']}:{number}" for number in range(count)]
+
+    def read(self, name: str) -> bytes:
+        return b"".join(self.client.mget(self.part_keys(name))) if self.manifest(name)["nbytes"] else b""
+
+    def write(self, name: str, content: bytes) -> None:
+        nonce = secrets.token_hex(16)
+        for number, start in enumerate(range(0, len(content), PART)):
+            self.client.set(f"{self.prefix}:part:{nonce}:{number}", content[start : start + PART])
+        manifest = {"nonce": nonce, "nbytes": len(content), "part_bytes": PART}
+        self.client.set(f"{self.prefix}:file:{name}", json.dumps(manifest))
+        self.client.zadd(f"{self.prefix}:index", {name: self.client.zscore(f"{self.prefix}:index", name) or 1})
+
+    def delete(self, name: str) -> None:
+        self.client.delete(f"{self.prefix}:file:{name}", *self.part_keys(name))
+        self.client.zrem(f"{self.prefix}:index", name)
+
+
+def filled(ids: list[int], heads: int = 1) -> kvlayers.DynamicCache:
+    """A cache without a model, whose states say what all tokens before were."""
+    cache = kvlayers.DynamicCache()
+    for layer in range(2):
+        states = torch.tensor(np.cumsum(np.array(ids, np.float64) * np.arange(1, len(ids) + 1)) + layer)
+        states = states.float()[None, None, :, None].expand(1, heads, -1, 1).clone()
+        cache.update(states, -states, layer_idx=layer)
+    return cache
+
+
+def large(ids: list[int]) -> kvlayers.DynamicCache:
+    """One whose file has several parts, and more than what is read of a file at first."""
+    return filled(ids, heads=8192)
+
+
+def held(cache: Any) -> list[float]:
+    """What `filled` has put into a cache."""
+    found: list[float] = cache.layers[1].values[0, -1, :, 0].tolist() if cache is not None else []
+    return found
+
+
+def covered(store: kvlayers.PrefixStore, ids: list[int], namespace: str = "") -> int:
+    """How many of these tokens are found, which are compared with what must be in their cache."""
+    hit = store.lookup(torch.tensor([*ids, 999]), model="m", namespace=namespace)
+    if hit.cache is not None:
+        expected = filled(ids[: hit.covered])
+        assert held(hit.cache) == held(expected)
+    return hit.covered
+
+
+def put(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> None:
+    """Have a store write an entry, and hold it in memory no more."""
+    cache = filled(ids) if cache is None else cache
+    store.insert(torch.tensor(ids), cache, model="m", namespace=namespace)
+    store.evict()

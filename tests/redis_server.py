@@ -1,0 +1,53 @@
+"""A Redis or Valkey server of the tests' own: on a free port of this machine, and nothing of it stays."""
+
+import contextlib
+import importlib.util
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def why_not() -> str:
+    """Why there can be no server here; empty where there can."""
+    if PROGRAM is None:
+        return "neither redis-server nor valkey-server is installed: apt-get install redis-server"
+    return "" if importlib.util.find_spec("redis") else "the package redis is not installed: pip install redis"
+
+
+def start(directory: pathlib.Path, port: int) -> subprocess.Popen[bytes]:
+    """A server that answers."""
+    import redis
+
+    options = {"port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(directory)}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
+    process = subprocess.Popen([str(PROGRAM), *arguments], stdout=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port) as client:
+            while process.poll() is None:
+                with contextlib.suppress(redis.exceptions.ConnectionError):
+                    client.ping()
+                    return process
+                time.sleep(0.02)
+        raise OSError(f"{PROGRAM} ended with {process.returncode}")
+    except BaseException:
+        process.kill()
+        raise
+
+
+@contextlib.contextmanager
+def running(directory: pathlib.Path) -> Iterator[str]:
+    """The URL of a server that runs for as long as the context lasts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = start(directory, port)
+    try:
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        process.wait()

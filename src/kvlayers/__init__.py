@@ -60,11 +60,13 @@ from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStor
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .generation.generating import generate
     from .generation.install import install, installed, is_installed, uninstall
     from .generation.ladder import DEFAULT_LADDER, Rung
     from .generation.resilient import SteppedDownWarning, resilient_generate
 
 _LATE = {
+    "generate": "generating",
     **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "install"),
     **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "ladder"),
     **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "resilient"),
@@ -145,6 +147,7 @@ __all__ = [
     "__version__",
     "cache_names",
     "free_reservations",
+    "generate",
     "inspect_cache",
     "install",
     "installed",

@@ -16,6 +16,7 @@ from .dynamic_cache import DynamicCache
 from .errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
 from .layers import CacheLayer
 from .layers.batch import repeated_rows
+from .memory_held import Storages
 from .offload import TrafficMeter
 from .operations import CacheState, Operable, check_is_state
 from .options import checks_options
@@ -268,16 +269,14 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             part.reset()
         self._read = None
 
-    def fork(self) -> Self:
-        """An independent continuation of both parts."""
+    def _fork(self) -> Self:
         twin = copy.copy(self)
         twin.self_attention_cache, twin.cross_attention_cache = (copy.deepcopy(part) for part in self._parts())
         return twin
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held by both parts, spare room included."""
-        return sum(part.nbytes for part in self._parts())
+    def storages(self) -> Storages:
+        """Bytes of each piece of memory that the parts hold, by its address."""
+        return {address: size for part in self._parts() for address, size in part.storages().items()}
 
     def state(self) -> CacheState:
         """Copies of the live tensors of both parts: self-attention, then cross-attention."""

@@ -4,16 +4,17 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 from typing_extensions import Self
 
-from .errors import BatchIndexError, RollbackError, StateMismatchError
+from .errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
 from .layers import LayerOperations, LayerState, TransformersLayer
 from .layers.base import crop_target, whole_number
 from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from .layers.dispatch import share_readings
+from .memory_held import Storages, storages_of
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,31 @@ class LayerwiseOperations(ABC):
         for layer in self.operable():
             layer.deactivate_past_recording()
 
-    def fork(self) -> Self:
-        """An independent continuation: what happens to the one never shows in the other. Copies live tokens only."""
+    @overload
+    def fork(self, n: None = None) -> Self: ...
+
+    @overload
+    def fork(self, n: int) -> list[Self]: ...
+
+    def fork(self, n: int | None = None) -> Self | list[Self]:
+        """An independent continuation: what happens to the one never shows in the other.
+
+        Forks share memory until they write; see docs/forks.md for the kinds whose live tokens are copied at once.
+
+        Args:
+            n: how many; one that is no list where not given.
+
+        Raises:
+            OptionError: `n` is no whole number, or negative.
+        """
+        if n is None:
+            return self._fork()
+        count = whole_number(n, "the number of forks")
+        if count < 0:
+            raise OptionError(f"expected a number of forks, at least 0, but saw {count}.")
+        return [self._fork() for _ in range(count)]
+
+    def _fork(self) -> Self:
         twin = copy.copy(self)
         twin.layers = [layer.fork() for layer in self.operable()]
         share_readings(twin.layers)
@@ -217,10 +241,14 @@ class LayerwiseOperations(ABC):
         memo[id(self)] = twin
         return twin
 
+    def storages(self) -> Storages:
+        """Bytes of each piece of memory that is held, by its address. Forks may hold the same ones."""
+        return storages_of(tensor for layer in self.operable() for tensor in layer.held_tensors())
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
-        return sum(layer.nbytes for layer in self.operable())
+        return sum(self.storages().values())
 
     def state(self) -> CacheState:
         """Copies of the live tensors of all layers, and the facts beside them."""

@@ -209,6 +209,16 @@ def _has_rope(decoder: PreTrainedConfig) -> bool:
     return any(own.get("rope_theta") is not None for own in parameters) and (switch is None or switch(decoder))
 
 
+def depends_on_length(config: object) -> bool:
+    """Whether a key is rotated by angles that depend on how long its sequence was when it was computed.
+
+    Raises:
+        ConfigError: `config` is no model config.
+    """
+    parameters = _rope_parameters(decoder_config(config))
+    return any(own.get("rope_type", "default") not in LENGTH_INDEPENDENT for own in parameters)
+
+
 def _rope_parameters(decoder: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     """What the config says of RoPE: once for all layers, or for each kind of layer that rotates its keys."""
     parameters = getattr(decoder, "rope_parameters", None) or {}

@@ -1,7 +1,6 @@
 """A call of `generate()` that can be made again with another cache."""
 
 import copy
-import inspect
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
 from .. import compat
+from .calls import by_name, whole_config
 from .install import installed
 from .keeping import KeepingLoop, OncePerToken
 from .ladder import AS_ASKED, Rung
@@ -34,8 +34,8 @@ class Call:
     def __init__(self, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self._model = model
         self._cache_name = compat.cache_argument(model)
-        self._unnamed, self._arguments = _by_name(model, args, arguments)
-        self._config = _whole_config(model, arguments) if _generates_as_transformers(model, arguments) else None
+        self._unnamed, self._arguments = by_name(model, args, arguments)
+        self._config = whole_config(model, arguments)[0] if _generates_as_transformers(model, arguments) else None
         self._started = time.monotonic()
         self.starts_again = _why_tokens_are_lost(model, self._config, arguments)
         self.no_other_cache = _why_no_other_cache(model, self._config, arguments)
@@ -81,20 +81,6 @@ class Call:
         self._arguments.pop(self._cache_name, None)
 
 
-def _by_name(model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments under the names that the model's generate() has for them, and those that have none.
-
-    `arguments` is changed in place, so that nothing else holds what is dropped from it later.
-    """
-    signature = inspect.signature(model.generate)
-    signature.bind(*args, **arguments)
-    names = [
-        name for name, parameter in signature.parameters.items() if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
-    ]
-    arguments.update(zip(names, args, strict=False))
-    return args[len(names) :], arguments
-
-
 def _generates_as_transformers(model: Any, arguments: Mapping[str, Any]) -> bool:
     return (
         isinstance(model, GenerationMixin)
@@ -102,13 +88,6 @@ def _generates_as_transformers(model: Any, arguments: Mapping[str, Any]) -> bool
         and "generate" not in vars(model)
         and arguments.get("custom_generate") is None
     )
-
-
-def _whole_config(model: Any, arguments: Mapping[str, Any]) -> Any:
-    """The options of a call, with those that the model and transformers have for it."""
-    of_generate = inspect.signature(GenerationMixin.generate).parameters
-    options = {name: value for name, value in arguments.items() if name not in of_generate}
-    return model._prepare_generation_config(arguments.get("generation_config"), **options)[0]
 
 
 def _value_of(option: str, config: Any, arguments: Mapping[str, Any]) -> Any:

@@ -7,7 +7,8 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `GenerationMixin._validate_generation_mode` and `_assisted_decoding` refuse models with recurrent states, which caches
   of ours can put back (`assisted.py`).
 * `GenerationMixin._prefill` forgets what a cache has seen where the model's scan begins from zero (`passing.py`).
-* `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped.
+* `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped, and goes
+  by a store of prefixes where there is one (`prefixes.py`).
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
 
@@ -31,9 +32,12 @@ from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
 from ..legacy import LegacyStates
+from ..prefix import PrefixStore
 from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
 from . import assisted, given, passing, prompts, registry, reservations
+from . import prefixes as generation_prefixes
+from .prefixes import Prefixes
 
 CONTINUOUS_BATCHING = "paged"
 """A name that is no cache: generate() turns to another way of batching."""
@@ -49,11 +53,23 @@ _explicit = False
 _blocks = 0
 
 
-def install() -> None:
-    """From now on, `generate()` makes its caches with kvlayers. Does nothing the second time."""
+def install(prefix_store: PrefixStore | None = None, namespace: str = "") -> None:
+    """From now on, `generate()` makes its caches with kvlayers.
+
+    Args:
+        prefix_store: a store that calls go by where they can: what it has of a prompt is not computed again, and what
+            is computed is held there. Where not given, what an earlier `install` said stays.
+        namespace: whose prefixes they are.
+
+    Raises:
+        OptionError: `prefix_store` is no `PrefixStore`.
+    """
     global _explicit
+    prefixes = None if prefix_store is None else Prefixes(prefix_store, namespace)
     with _lock:
         _explicit = True
+        if prefixes is not None:
+            generation_prefixes.add(prefixes)
         _wake()
 
 
@@ -62,6 +78,7 @@ def uninstall() -> None:
     global _explicit, _blocks
     with _lock:
         _explicit, _blocks = False, 0
+        generation_prefixes.remove_all()
         _sleep()
 
 
@@ -71,17 +88,22 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def installed() -> Iterator[None]:
+def installed(prefix_store: PrefixStore | None = None, namespace: str = "") -> Iterator[None]:
     """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls."""
     global _blocks
+    prefixes = None if prefix_store is None else Prefixes(prefix_store, namespace)
     with _lock:
         _blocks += 1
+        if prefixes is not None:
+            generation_prefixes.add(prefixes)
         _wake()
     try:
         yield
     finally:
         with _lock:
             _blocks = max(_blocks - 1, 0)
+            if prefixes is not None:
+                generation_prefixes.remove(prefixes)
             if not is_installed():
                 _sleep()
 
@@ -142,6 +164,13 @@ def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @_wrapper(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prefixes = generation_prefixes.current()
+        if prefixes is None:
+            return generate_plainly(self, *args, **kwargs)
+        plain = functools.partial(generate_plainly, self)
+        return generation_prefixes.generate(prefixes, plain, self, args, kwargs)
+
+    def generate_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         in_config = vars(config or self.generation_config).get("return_legacy_cache", False)
         as_tuples = kwargs.pop("return_legacy_cache", in_config)
@@ -225,6 +254,9 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = compat.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
+        if generation_prefixes.is_own(past):
+            # It is of that name.
+            generation_config.cache_implementation = None
         attention_mask = given.padding_mask(model_kwargs)
         # A draft model is given its own cache again and again, within one call.
         outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")

@@ -213,3 +213,9 @@ def sink_layers(config: object, sinking: Sinking, rotary: Rotary | None = None) 
 def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
     kind = HYBRID.get(spec.layer_type, spec.layer_type)
     return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)
+
+
+def keeps_every_token(layer: Any) -> bool:
+    """Whether a layer of a cache can be put back to any number of tokens, whatever it has seen since."""
+    held = layer.layer if isinstance(layer, OffloadedLayer) else layer
+    return isinstance(held, (DynamicLayer, *compat.DUMMY_LAYER))

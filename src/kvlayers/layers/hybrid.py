@@ -1,6 +1,6 @@
 """A layer that attends and has a state besides: an attention layer and a recurrent one, side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -256,10 +256,10 @@ class HybridLayer(CacheLayer):
     def fork(self) -> Self:
         return type(self)(self.attention.fork(), self.linear.fork())
 
-    @property
     @override
-    def nbytes(self) -> int:
-        return self.attention.nbytes + self.linear.nbytes
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self.attention.held_tensors()
+        yield from self.linear.held_tensors()
 
     @override
     def state(self) -> LayerState:

@@ -2,12 +2,14 @@
 
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from typing_extensions import Self
 
 from ..errors import OptionError, RollbackError, UnsupportedLayerError
+from ..memory_held import storages_of
 from ..stores.base import Fact
 from .batch import BatchIndices, as_batch_indices, repeated_rows
 
@@ -112,10 +114,14 @@ class LayerOperations(ABC):
     def fork(self) -> Self:
         """An independent continuation: what happens to the one never shows in the other."""
 
-    @property
     @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
+        return sum(storages_of(self.held_tensors()).values())
 
     @abstractmethod
     def state(self) -> LayerState:

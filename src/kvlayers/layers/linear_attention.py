@@ -289,14 +289,9 @@ class LinearAttentionLayer(LayerOperations, LinearAttentionCacheLayerMixin):  # 
         twin._past = self._past.fork(twin._states, twin._count)
         return twin
 
-    @property
     @override
-    def nbytes(self) -> int:
-        """Bytes of memory held, checkpoints and recorded columns included."""
-        storages = [tensor.untyped_storage() for tensor in self._tensors()]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def _tensors(self) -> Iterator[Tensor]:
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive, checkpoints and recorded columns included."""
         yield from self._states.tensors()
         yield from self._past.tensors()
         yield from self._count.tensors()

@@ -270,11 +270,10 @@ class OffloadedLayer(CacheLayer):
     def check_state(self, state: LayerState) -> None:
         self.layer.check_state(self._on_device(state))
 
-    @property
     @override
-    def nbytes(self) -> int:
-        """Bytes of memory held at home, spare room included."""
-        return self.layer.nbytes
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive at home."""
+        yield from self.layer.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
         self.prefetcher.settle(self)

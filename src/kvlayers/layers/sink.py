@@ -1,6 +1,6 @@
 """A layer that keeps the first few tokens and a window of the newest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -245,10 +245,10 @@ class SinkLayer(TokenLayer):
         self._sinks = self._sinks.emptied()
         self._seen = 0
 
-    @property
     @override
-    def nbytes(self) -> int:
-        return super().nbytes + self._sinks.nbytes
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from self._sinks.held_tensors()
 
     @override
     def settings(self) -> dict[str, Fact]:

@@ -1,6 +1,7 @@
 """The first tokens of each sequence, and where they stand in front of a window."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,11 +111,10 @@ class Sinks:
         """As many sinks of sequences that are not known yet."""
         return Sinks(self.num_tokens, self.rotary)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive."""
         tensors = (self.padding, self.keys, self.values, self.partner)
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+        yield from (tensor for tensor in tensors if tensor is not None)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of what is held, by name."""

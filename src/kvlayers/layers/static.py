@@ -116,8 +116,8 @@ class StaticLayer(DynamicLayer):
         )
 
     @override
-    def settings(self) -> dict[str, Fact]:
-        return {**super().settings(), "max_cache_len": None if self._store.grow else self.max_cache_len}
+    def reservation(self) -> dict[str, Fact]:
+        return {"max_cache_len": None if self._store.grow else self.max_cache_len}
 
     @override
     def check_held(self, held: int, seen: int) -> None:

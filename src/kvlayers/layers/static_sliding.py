@@ -159,9 +159,8 @@ class StaticSlidingLayer(SlidingLayer):
         )
 
     @override
-    def settings(self) -> dict[str, Fact]:
+    def reservation(self) -> dict[str, Fact]:
         return {
-            **super().settings(),
             "max_cache_len": None if self._store.grow else self.max_cache_len,
             "token_limit": self.token_limit,
         }

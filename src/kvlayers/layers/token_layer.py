@@ -1,6 +1,7 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ class TokenLayer(CacheLayer):
     def __init__(self, store: TokenStore) -> None:
         super().__init__()
         self._store = store
+
+    @property
+    def store(self) -> TokenStore:
+        """How the tokens are held."""
+        return self._store
 
     @property
     def keys(self) -> Tensor | None:
@@ -88,10 +94,9 @@ class TokenLayer(CacheLayer):
         twin._store = self._store.fork()
         return twin
 
-    @property
     @override
-    def nbytes(self) -> int:
-        return self._store.nbytes
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self._store.held_tensors()
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -115,9 +120,14 @@ class TokenLayer(CacheLayer):
         """What the layer was made with and a state of it depends on."""
         return self._store.settings()
 
+    def reservation(self) -> dict[str, Fact]:
+        """What the layer was told to reserve, on which no state of it depends."""
+        return {}
+
     @override
     def state(self) -> LayerState:
-        return LayerState(type(self).__name__, self._store.state(), {**self.settings(), "length": self.length})
+        facts = {**self.settings(), **self.reservation(), "length": self.length}
+        return LayerState(type(self).__name__, self._store.state(), facts)
 
     @override
     def load_state(self, state: LayerState) -> None:

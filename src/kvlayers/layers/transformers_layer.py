@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from ..memory_held import storages_of
 from ..stores.base import Fact
 from .base import LayerState
 from .batch import repeated_rows
@@ -215,11 +216,14 @@ class TransformersLayer:
             setattr(twin, name, _copied(value))
         return twin
 
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive."""
+        yield from (tensor for _, tensor in self._tensors())
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self._tensors()}
-        return sum(storages.values())
+        return sum(storages_of(self.held_tensors()).values())
 
     def state(self) -> LayerState:
         """Copies of every tensor that the layer holds, and its plain facts."""

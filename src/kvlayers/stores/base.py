@@ -1,11 +1,12 @@
 """How tokens are held: the contract of a store."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from typing_extensions import Self
 
+from ..memory_held import storages_of
 from .buffer import StateForm, TokenBuffer
 
 Fact = int | str | bool | None
@@ -175,7 +176,11 @@ class TokenStore(ABC):
         fresh.append(keys, values)
         return fresh
 
-    @property
     @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive, spare room included."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
+        return sum(storages_of(self.held_tensors()).values())

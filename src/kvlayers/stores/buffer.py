@@ -136,8 +136,3 @@ class TokenBuffer:
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
         """The same memory for fewer sequences: the first ones."""
         return self if batch_size == self._batch else TokenBuffer(self.tensor[:batch_size])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the buffer keeps alive, spare room included."""
-        return self.tensor.untyped_storage().nbytes()

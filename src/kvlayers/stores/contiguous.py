@@ -2,6 +2,7 @@
 
 import copy
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -319,10 +320,9 @@ class ContiguousStore(TokenStore):
         live["_capacity"] = self.length
         return live
 
-    @property
     @override
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (self._keys, self._values) if buffer is not None)
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from (buffer.tensor for buffer in (self._keys, self._values) if buffer is not None)
 
     def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
         if self._keys is None or self._values is None:

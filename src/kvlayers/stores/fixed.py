@@ -1,6 +1,7 @@
 """Tokens in full precision, in buffers that are reserved once and stay where they are."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -548,14 +549,11 @@ class FixedStore(ContiguousStore):
         if self._keys is not None and not self._tracks_gradients:
             self._allocate(self.capacity)
 
-    @property
     @override
-    def nbytes(self) -> int:
-        buffers = (*(self._reserved or ()), self._keys, self._values)
-        tensors = [buffer.tensor for buffer in buffers if buffer is not None]
-        tensors += [count for count in (self._cursor, self._passed_on_device) if count is not None]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return sum(storages.values())
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from (buffer.tensor for buffer in self._reserved or ())
+        yield from (count for count in (self._cursor, self._passed_on_device) if count is not None)
 
 
 def _ruler(number: int) -> Tensor:

@@ -1,6 +1,7 @@
 """A run of tokens in packed blocks: quantized once, read in place, dropped and cropped by the token."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -188,10 +189,10 @@ class PackedBlocks:
         twin._ends = list(self._ends)
         return twin
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held, spare room included."""
-        return sum(store.nbytes for store in self._packed.values())
+    def held_tensors(self) -> Iterator[Tensor]:
+        """See `TokenStore.held_tensors`."""
+        for store in self._packed.values():
+            yield from store.held_tensors()
 
     def state(self) -> dict[str, Tensor]:
         """Copies of codes and parameters, and what counts of each block; empty where there is no block."""

@@ -1,6 +1,7 @@
 """Tokens in packed codes, but for the oldest and the newest few."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -396,11 +397,11 @@ class QuantizedStore(TokenStore):
         # Runs are views, and would travel as copies of what is in the stores.
         return {**self.__dict__, "_old_runs": None, "_held": None, "_admitted": None}
 
-    @property
     @override
-    def nbytes(self) -> int:
-        packed = 0 if self._blocks is None else self._blocks.nbytes
-        return self._sinks.nbytes + packed + self._recent.nbytes
+    def held_tensors(self) -> Iterator[Tensor]:
+        for part in (self._sinks, self._blocks, self._recent):
+            if part is not None:
+                yield from part.held_tensors()
 
     @override
     def settings(self) -> dict[str, Fact]:

@@ -1,5 +1,6 @@
 """Tokens that several sequences have in common, held once, and behind them those that each has of its own."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -245,10 +246,11 @@ class SharedStore(TokenStore):
         # Histories are views, and would travel as copies of what is in the stores.
         return {**self.__dict__, "_prefix_history": None, "_held": None}
 
-    @property
     @override
-    def nbytes(self) -> int:
-        return self._own.nbytes + (0 if self._prefix is None else self._prefix.nbytes)
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self._own.held_tensors()
+        if self._prefix is not None:
+            yield from self._prefix.held_tensors()
 
 
 def _of_batch(form: StateForm, repeats: int) -> StateForm:

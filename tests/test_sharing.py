@@ -184,3 +184,22 @@ def test_a_fork_of_a_long_cache_moves_nothing() -> None:
     changed = [storages(mine) != storages(theirs) for mine, theirs in zip(twin.layers, cache.layers, strict=True)]
     assert changed == [False] * 3
     assert [layer.length for layer in cache.layers] == [5000] * 3
+
+
+def test_several_forks_are_as_independent_as_one() -> None:
+    cache = kvlayers.DynamicCache()
+    states = torch.randn(1, 2, 5, 4)
+    cache.update(states, states, layer_idx=0)
+    forks = cache.fork(3)
+    assert [fork.get_seq_length() for fork in forks] == [5, 5, 5]
+    for number, fork in enumerate(forks):
+        new = torch.full((1, 2, 1, 4), float(number))
+        keys, _ = fork.update(new, new, layer_idx=0)
+        assert torch.equal(keys, torch.cat([states, new], dim=2))
+    assert torch.equal(cache.layers[0].keys, states)
+    assert cache.fork(0) == []
+    pair = kvlayers.EncoderDecoderCache(cache, kvlayers.DynamicCache())
+    assert [type(fork) for fork in pair.fork(2)] == [type(pair)] * 2
+    for number in (-1, 1.5, "two"):
+        with pytest.raises(kvlayers.OptionError, match="number of forks"):
+            cache.fork(number)  # type: ignore[call-overload]

@@ -9,9 +9,8 @@ from torch import Tensor
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from ..layers import LayerOperations, LayerState, OffloadedLayer, TransformersLayer
+from ..layers import LayerOperations, LayerState, TransformersLayer
 from ..layers.dispatch import attention_part
-from ..layers.token_layer import TokenLayer
 from ..operations import CacheState, Operable
 from .description import CacheRecord, LayerRecord, layer_prefix
 from .fingerprint import check_model
@@ -19,9 +18,6 @@ from .header import checked_path
 from .kinds import PREFIXED
 from .rebuilding import file_at_fault, read_rotaries, rebuilt
 from .saved_file import SavedFile, opened
-
-RESERVED = ("max_cache_len", "token_limit")
-"""Settings that say how much a layer can hold, and nothing of the states that it holds."""
 
 
 def load_cache(
@@ -192,12 +188,7 @@ class _Reader:
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
-        inner = attention_part(layer)
-        inner = inner.layer if isinstance(inner, OffloadedLayer) else inner
-        if isinstance(inner, TokenLayer):
-            own = inner.settings()
-            facts |= {name: own[name] for name in RESERVED if name in own and name in facts}
-        elif isinstance(layer, TransformersLayer):
+        if isinstance(layer, TransformersLayer):
             _check_upstream(layer, facts)
         return LayerState(record.kind, tensors, facts)
 

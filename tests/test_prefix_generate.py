@@ -1,6 +1,7 @@
 """generate() by a prefix store: the tokens of a plain call, with no token computed that the store has states of."""
 
 import functools
+import pathlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import kvlayers
 import test_fallback_layers
 import test_families
 from kvlayers import OptionError, PrefixStore
-from kvlayers.generation.prefixes import using
+from kvlayers.generation.in_use import using
 from models import WINDOW, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -137,12 +138,13 @@ def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(name: str) -> No
     assert store.statistics.hits == 2
 
 
-def test_a_window_is_rolled_over_snapshots_to_the_end() -> None:
-    model, store = tiny_model("mistral"), PrefixStore(ROOM, snapshot_tokens=None)
-    by_store(model, store, questions(9)[0])
-    found = store.statistics.entries
-    by_store(model, PrefixStore(ROOM, snapshot_tokens=SNAPSHOT), questions(9)[0])
-    assert found == 2
+def test_snapshots_are_as_many_as_are_asked_for() -> None:
+    model, ids = tiny_model("mistral"), questions(9)[0]
+    # Before the last token of the prompt, and with the answer; what fits into the window is one with what follows.
+    for every, within in ((None, 0), (SNAPSHOT, (ids.shape[1] - 2) // SNAPSHOT)):
+        store = PrefixStore(ROOM, snapshot_tokens=every)
+        by_store(model, store, ids)
+        assert len(store) == within + 2
 
 
 def test_sampling_draws_what_a_plain_call_draws() -> None:
@@ -241,16 +243,32 @@ def test_questions_over_one_document(lengths: tuple[int, ...], name: str, family
     assert store.statistics.bypassed == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_a_document_is_held_once_for_all_questions(family: str) -> None:
+@contextmanager
+def caches_passed(model: Any) -> Iterator[list[Any]]:
+    """The cache of each forward pass of a model."""
+    caches: list[Any] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches.append(kwargs["past_key_values"])
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield caches
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("asked", [{}, {"num_beams": 2}, {"eos_token_id": 5}])
+def test_a_document_is_held_once_for_all_questions(asked: dict[str, Any], family: str) -> None:
     model, store = tiny_model(family), PrefixStore(ROOM)
-    count = 12
-    rows = questions(*(3 + index % 4 for index in range(count)), document=200)
-    asked = by_store(model, store, **padded(rows), return_dict_in_generate=True)
-    assert torch.equal(asked.sequences, one_by_one(model, rows))
+    rows = questions(*(3 + index % 4 for index in range(12)), document=200)
+    with caches_passed(model) as caches:
+        seen = by_store(model, store, **padded(rows), **asked)
+    assert torch.equal(seen, plain(model, **padded(rows), **asked))
     alone = plain(model, rows[0], return_dict_in_generate=True).past_key_values
-    if family != "mistral":
-        assert asked.past_key_values.nbytes < 3 * alone.nbytes
+    assert caches[-1].batch_size == 12 * asked.get("num_beams", 1)
+    assert caches[-1].nbytes < 5 * alone.nbytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -326,8 +344,173 @@ def test_processors_see_ids_in_the_order_of_the_text() -> None:
     tails = Tails()
     by_store(model, store, **batch, logits_processor=LogitsProcessorList([tails]))
     assert torch.equal(tails.seen[0], batch["ids"])
-    for asked in ({"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.7}):
-        assert torch.equal(by_store(model, store, **batch, **asked), one_by_one(model, rows, **asked))
+    for asked in (
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.7},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[14, 15], [3]]},
+    ):
+        assert torch.equal(by_store(model, store, **batch, **asked), plain(model, **batch, **asked))
+
+
+def test_a_cache_that_is_returned_goes_on_where_its_mask_says() -> None:
+    for family in ("llama", "gemma3"):
+        model, store = tiny_model(family), PrefixStore(ROOM)
+        batch = padded(questions(3, 8, document=40))
+        asked = {"return_dict_in_generate": True}
+        expected, seen = plain(model, **batch, **asked), by_store(model, store, **batch, **asked)
+        more = torch.cat([seen.sequences, prompt(2, tokens=4, seed=5)], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones(2, more.shape[1] - batch["ids"].shape[1]).long()], dim=1)
+        goes_on = [
+            plain(model, more, attention_mask=mask, past_key_values=output.past_key_values)
+            for output in (expected, seen)
+        ]
+        assert torch.equal(goes_on[0], goes_on[1])
+
+
+def test_a_streamer_sees_a_prompt_as_it_was_given() -> None:
+    model, store = tiny_model("llama"), PrefixStore(ROOM)
+    batch = padded([questions(6, document=40)[0]], length=60)
+
+    class Streamed:
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen.append(value.reshape(-1))
+
+        def end(self) -> None:
+            pass
+
+    streamers = Streamed(), Streamed()
+    plain(model, **batch, streamer=streamers[0])
+    by_store(model, store, **batch, streamer=streamers[1])
+    assert torch.equal(torch.cat(streamers[0].seen), torch.cat(streamers[1].seen))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shortest_first", [False, True])
+def test_a_prompt_of_one_token_beside_a_long_one(shortest_first: bool, family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    rows = [prompt(tokens=40), prompt(tokens=1, seed=2), prompt(tokens=2, seed=3)][:: -1 if shortest_first else 1]
+    expected = one_by_one(model, rows)
+    for _ in range(2):
+        with tokens_passed(model) as counts:
+            assert torch.equal(by_store(model, store, **padded(rows)), expected)
+    assert sum(counts) <= len(rows) * OPTIONS["max_new_tokens"]
+
+
+@pytest.mark.parametrize("family", ["mistral", "jamba"])
+def test_prompts_that_begin_alike_do_not_read_on_in_one_cache(family: str) -> None:
+    """Where what was found for one prompt is not found for the next: another thread may have evicted it."""
+    model = tiny_model(family)
+
+    class Forgetful(PrefixStore):
+        asked = 0
+
+        def lookup(self, *args: Any, **how: Any) -> kvlayers.Hit:
+            self.asked += 1
+            return kvlayers.Hit() if self.asked in (2, 3) else super().lookup(*args, **how)
+
+    store = PrefixStore(ROOM, snapshot_tokens=DOCUMENT)
+    rows = questions(3, 9, 6)
+    by_store(model, store, torch.cat([prompt(tokens=DOCUMENT), prompt(tokens=1, seed=9)], dim=1))
+    forgetful = Forgetful(ROOM, snapshot_tokens=DOCUMENT)
+    forgetful._holdings = store._holdings
+    assert torch.equal(by_store(model, forgetful, **padded(rows)), one_by_one(model, rows))
+    assert forgetful.asked == 3
+
+
+def test_padding_stays_before_a_window_that_counts_slots() -> None:
+    config = tf.GPTNeoConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        num_heads=4,
+        eos_token_id=None,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(0)
+    model, store, rows = tf.AutoModelForCausalLM.from_config(config).eval(), PrefixStore(ROOM), questions(3, 12, 6)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, **padded(rows)), plain(model, **padded(rows)))
+    assert store.statistics.hits == 3
+
+
+@pytest.mark.parametrize("kind", ["roberta", "roformer"])
+def test_models_that_number_tokens_in_ways_of_their_own(kind: str) -> None:
+    common = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "is_decoder": True,
+        "pad_token_id": 1,
+        "eos_token_id": None,
+        "max_position_embeddings": 256,
+    }
+    config = tf.RobertaConfig(**common) if kind == "roberta" else tf.RoFormerConfig(**common)
+    torch.manual_seed(0)
+    model, store = tf.AutoModelForCausalLM.from_config(config).eval(), PrefixStore(ROOM)
+    asked = {"pad_token_id": 1}
+    with kvlayers.installed(prefix_store=store):
+        for rows in (questions(6), questions(5, 5, 5), questions(3, 8)):
+            batch = padded(rows)
+            batch["ids"][batch["attention_mask"] == 0] = 1
+            for _ in range(2):
+                expected = plain(model, **batch, **asked)
+                ids, mask = batch["ids"], batch["attention_mask"]
+                assert torch.equal(model.generate(ids, attention_mask=mask, **{**OPTIONS, **asked}), expected)
+    assert store.statistics.hits > 0
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "qwen3_next"])
+def test_recurrent_rows_with_different_pasts(family: str) -> None:
+    families = test_families.FAMILIES
+    model = test_families.model_and_inputs(family)[0] if family in families else tiny_model(family)
+    store, pad = PrefixStore(ROOM, snapshot_tokens=8), {"eos_token_id": None}
+    chat = by_store(model, store, prompt(tokens=20, seed=1), **pad)
+    rows = [torch.cat([chat, prompt(tokens=4, seed=4)], dim=1), *(prompt(tokens=n, seed=n) for n in (43, 16, 2))]
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, **padded(rows), **pad), one_by_one(model, rows, **pad))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "jamba"])
+def test_a_prompt_that_is_read_in_chunks(family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    rows = questions(3, 8)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, rows[0], prefill_chunk_size=8), plain(model, rows[0]))
+        assert torch.equal(by_store(model, store, **padded(rows), prefill_chunk_size=8), one_by_one(model, rows))
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", [*NAMES, "int8", "sink"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_process_goes_on_from_files(name: str, family: str, tmp_path: pathlib.Path) -> None:
+    if name in ("int8", "sink") and family not in ("llama", "gpt2"):
+        pytest.skip("one family is enough for what is held in other ways")
+    if (name, family) == ("sink", "gpt2"):
+        pytest.skip("sinks need rotated keys")
+    model, asked = tiny_model(family), {"cache_implementation": name}
+    if name == "sink":
+        asked["cache_config"] = {"window_length": 30, "num_sink_tokens": 2}
+    ids = prompt(tokens=DOCUMENT)
+    memory, store = PrefixStore(ROOM), PrefixStore(ROOM, tmp_path)
+    for turn in range(3):
+        expected = by_store(model, memory, ids, **asked)
+        assert torch.equal(by_store(model, store, ids, **asked), expected)
+        store.flush()
+        store = PrefixStore(ROOM, tmp_path)
+        ids = torch.cat([expected, prompt(tokens=7, seed=turn + 1)], dim=1)
+    hit_again = by_store(model, store, ids, **asked)
+    assert torch.equal(hit_again, by_store(model, memory, ids, **asked))
+    assert (store.statistics.hits, store.statistics.damaged) == (1, 0)
 
 
 # Whose it is
@@ -365,14 +548,9 @@ def test_modes_caches_and_namespaces_are_told_apart() -> None:
     ]
     for call in calls:
         call()
-    model.train()
-    try:
-        by_store(model, store, ids)
-    finally:
-        model.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         by_store(model, store, ids)
-    assert (store.statistics.hits, store.statistics.misses) == (0, len(calls) + 2)
+    assert (store.statistics.hits, store.statistics.misses) == (0, len(calls) + 1)
     for call in calls:
         call()
     assert store.statistics.hits == len(calls)
@@ -411,14 +589,60 @@ def test_installed_calls_go_by_the_store_where_they_can() -> None:
     plain(model, ids)
     assert store.statistics.hits == 2
     assert not kvlayers.is_installed()
+
+
+def test_install_has_one_store_for_all_threads() -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
+    first, store = PrefixStore(ROOM), PrefixStore(ROOM)
+    kvlayers.install(prefix_store=first)
     kvlayers.install(prefix_store=store, namespace="mine")
+    kvlayers.install()
     try:
+        thread = threading.Thread(target=model.generate, args=(ids,), kwargs=OPTIONS)
+        thread.start()
+        thread.join()
         model.generate(ids, **OPTIONS)
     finally:
         kvlayers.uninstall()
-    assert store.statistics.hits == 3
-    plain(model, ids)
-    assert store.statistics.hits == 3
+    with kvlayers.installed():
+        model.generate(ids, **OPTIONS)
+    assert (store.statistics.hits, store.statistics.misses, first.statistics.misses) == (1, 1, 0)
+
+
+def test_blocks_of_two_threads_keep_namespaces_apart() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    opened, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with kvlayers.installed(prefix_store=store, namespace="tenant 2"):
+            opened.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    with kvlayers.installed(prefix_store=store, namespace="tenant 1"):
+        thread.start()
+        opened.wait(60)
+        model.generate(ids, **OPTIONS)
+        done.set()
+        thread.join()
+    by_store(model, store, ids, namespace="tenant 2")
+    assert store.statistics.hits == 0
+    by_store(model, store, ids, namespace="tenant 1")
+    assert store.statistics.hits == 1
+
+
+def test_an_answer_outlives_what_becomes_of_the_store() -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
+
+    class Broken:
+        def order(self, entries: Any) -> Any:
+            raise RuntimeError("a policy of somebody else's")
+
+    store = PrefixStore(plain(model, ids, return_dict_in_generate=True).past_key_values.nbytes * 2, policy=Broken())
+    for seed in range(3):
+        text = prompt(tokens=DOCUMENT, seed=seed)
+        assert torch.equal(by_store(model, store, text), plain(model, text))
+    assert store.statistics.refused == 2
 
 
 def test_nothing_is_held_of_a_call_that_breaks_off() -> None:
@@ -465,12 +689,16 @@ def test_threads_share_a_store() -> None:
 # Calls that cannot
 
 
-def _refused(model: Any, message: str, **arguments: Any) -> None:
+def _refused(model: Any, message: str, raises: type[Exception] | None = None, **arguments: Any) -> None:
     store = PrefixStore(ROOM)
     arguments = {"input_ids": prompt(tokens=DOCUMENT), **OPTIONS, **arguments}
     with pytest.raises(OptionError, match=message):
         kvlayers.generate(model, prefix_store=store, **arguments)
     assert len(store) == 0
+    if raises is not None:
+        with kvlayers.installed(prefix_store=store), pytest.raises(raises):
+            model.generate(**arguments)
+        return
     with kvlayers.installed():
         expected = model.generate(**arguments)
     with kvlayers.installed(prefix_store=store):
@@ -493,6 +721,19 @@ def test_calls_that_cannot_go_by_a_store_say_so() -> None:
     _refused(tiny_model("t5"), "encoder")
     rows = torch.cat([prompt(tokens=20, seed=seed) for seed in (1, 2)])
     _refused(model, "cannot be put side by side", input_ids=rows, cache_implementation="quantized")
+    _refused(model, "cache_config", cache_config={1: 2}, raises=kvlayers.OptionError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.layers[0].mlp, "forward", lambda states: states * 0.5)
+        _refused(model, r"forward\(\) of model.layers.0.mlp")
+        patch.undo()
+        patch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation)
+        _refused(model, "prepare_inputs_for_generation")
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output)
+    _refused(model, "model.layers.1 has hooks")
+    hook.remove()
+    model.model.layers[1].train()
+    _refused(model, "training mode")
+    model.eval()
     longrope = tf.Phi3Config(
         **{
             **tiny_model("llama").config.to_diff_dict(),
@@ -518,6 +759,21 @@ def test_what_is_no_store_is_refused() -> None:
             kvlayers.install(prefix_store=given)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="namespace"):
         kvlayers.generate(model, ids, prefix_store=PrefixStore(ROOM), namespace=3, **OPTIONS)
+    for call in (kvlayers.install, functools.partial(kvlayers.generate, model, ids)):
+        with pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"):
+            call(namespace="mine")
+    with (
+        pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"),
+        kvlayers.installed(namespace="mine"),
+    ):
+        pass
+
+    class OfItsOwn(type(model)):  # type: ignore[misc]
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return ids
+
+    with pytest.raises(OptionError, match="OfItsOwn has one of its own"):
+        kvlayers.generate(OfItsOwn(model.config), ids, prefix_store=PrefixStore(ROOM))
     assert not kvlayers.is_installed()
     with pytest.raises(OptionError, match="snapshot_tokens"):
         PrefixStore(ROOM, snapshot_tokens=0)

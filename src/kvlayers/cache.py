@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from typing_extensions import Self
 
 from . import compat
 from .errors import ConfigError, LayerIndexError, OptionError, UnsupportedLayerError
-from .layers import CacheLayer, LinearAttentionLayer
+from .layers import CacheLayer, LinearAttentionLayer, OffloadedLayer
 from .layers.base import unbounded_as_minus_one
-from .layers.dispatch import offloaded, share_readings
+from .layers.dispatch import attention_part, offloaded, share_readings
 from .legacy import LegacySurface
 from .offload import Offloading, Prefetcher, TrafficMeter
 from .operations import LayerwiseOperations
@@ -76,6 +77,19 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def traffic(self) -> TrafficMeter | None:
         """Bytes that offloading has moved, `None` where nothing is offloaded."""
         return None if self._prefetcher is None else self._prefetcher.meter
+
+    def _fork(self) -> Self:
+        twin = super()._fork()
+        if self._prefetcher is not None:
+            # Two caches may be in two threads, and what brings states is one thread's.
+            twin._prefetcher = self._prefetcher.another()
+            for part in map(attention_part, twin.layers):
+                if isinstance(part, OffloadedLayer):
+                    part.travel_by(twin._prefetcher)
+            if self.layer_class_to_replicate is not None:
+                place = functools.partial(_placed, twin._prefetcher, self.only_non_sliding)
+                twin.layer_class_to_replicate = functools.partial(_made, self.layer_class_to_replicate.args[0], place)
+        return twin
 
     def offloading_options(self) -> dict[str, Any]:
         """The options of offloading that this cache was made with, for another one that is held alike."""

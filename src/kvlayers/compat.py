@@ -124,6 +124,12 @@ SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
 """Model types whose scan over several tokens takes no state to begin from: behind others, tokens go one by one."""
 
 
+HAS_RELATIVE_POSITIONS = ("bloom", "mpt")
+"""Model types that take no position_ids, and need none: attention goes by how far tokens are apart (ALiBi)."""
+
+SCALES_BY_SLOT = ("llama4_text",)
+"""Model types that scale queries by the slots that they are in, whatever their position_ids."""
+
 KEEPS_STATES_IN_MODULES = ("recurrent_gemma",)
 """Model types whose recurrent states are attributes of their modules, out of the reach of any cache."""
 
@@ -144,6 +150,19 @@ def whole_length(generation_config: Any, attention_mask: torch.Tensor | None) ->
     It drops a mask without padding (transformers 5.23 and a few before), and notes its length.
     """
     return attention_mask.shape[1] if attention_mask is not None else vars(generation_config).get("_mask_length")
+
+
+def default_generation_options() -> dict[str, Any]:
+    """What each option of `generate()` is where nobody says anything.
+
+    From transformers 5 on, a `GenerationConfig` has `None` for most, and their defaults are elsewhere.
+    """
+    from transformers import GenerationConfig
+
+    defaults: dict[str, Any] = dict(vars(GenerationConfig()))
+    if Version("5.0") <= TRANSFORMERS:
+        defaults |= GenerationConfig._get_default_generation_params()
+    return defaults
 
 
 def replaces_cross_attention_cache(model: Any) -> bool:

@@ -1,10 +1,12 @@
-"""Misspelt options are errors of ours, with the nearest right name in the message."""
+"""Options that are misspelt, or are none, are errors of ours that say what is right."""
 
 import difflib
 import functools
 import inspect
 from collections.abc import Callable
 from typing import ParamSpec
+
+import torch
 
 from .errors import OptionError
 
@@ -36,3 +38,18 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
             raise
 
     return checked
+
+
+def checked_device(device: object) -> torch.device:
+    """The device that an option names, where states can be on it.
+
+    Raises:
+        OptionError: there is none of that name, or it holds nothing.
+    """
+    try:
+        place = torch.empty(0, device=device).device  # type: ignore[call-overload]
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise OptionError(f"expected a device that there is, but saw {device!r}: {error}") from error
+    if place.type == "meta":
+        raise OptionError("expected a device that holds states, but saw 'meta': pass 'cpu', or leave it out.")
+    return torch.device(place)

@@ -58,22 +58,26 @@ def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
 
 def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
     """The states of one layer side by side, as if each sequence had `length` tokens."""
-    if not states[0].tensors:
-        # What the model never used, or what holds nothing.
-        return states[0]
-    facts = {name: _padded_fact(name, fact, length) for name, fact in states[0].facts.items() if not _is_past(name)}
-    held = [state.facts["length"] for state in states]
-    padding = [length - seen for seen in held if isinstance(seen, int)]
+    # A prompt of one token has nothing before it, and a layer that the model never used has nothing of any.
+    example = next((state for state in states if state.tensors), states[0])
+    facts = {name: _padded_fact(name, fact, length) for name, fact in example.facts.items() if not _is_past(name)}
     window = facts.get("sliding_window")
     most = min(length, window - 1) if isinstance(window, int) else length
     tensors = {}
-    for name in states[0].tensors:
-        own = [state.tensors[name] for state in states]
+    for name, form in example.tensors.items():
+        own = [state.tensors.get(name) for state in states]
         if name in ("keys", "values"):
-            tensors[name] = _tokens_side_by_side(own, padding, most)
+            nothing = form[:, :, :0]
+            held = [nothing if tensor is None else tensor for tensor in own]
+            tensors[name] = _tokens_side_by_side(held, [length - _seen(state) for state in states], most)
         elif not _is_past(name):
-            tensors[name] = torch.cat(own)
-    return LayerState(states[0].kind, tensors, facts)
+            tensors[name] = torch.cat([torch.zeros_like(form) if tensor is None else tensor for tensor in own])
+    return LayerState(example.kind, tensors, facts if tensors else dict(example.facts))
+
+
+def _seen(state: LayerState) -> int:
+    length = state.facts.get("length")
+    return length if isinstance(length, int) else 0
 
 
 def _is_past(name: str) -> bool:

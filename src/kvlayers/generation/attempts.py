@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
 from .. import compat
-from .calls import by_name, whole_config
+from .calls import by_name, generates_as_transformers, whole_config
 from .install import installed
 from .keeping import KeepingLoop, OncePerToken
 from .ladder import AS_ASKED, Rung
@@ -35,7 +35,7 @@ class Call:
         self._model = model
         self._cache_name = compat.cache_argument(model)
         self._unnamed, self._arguments = by_name(model, args, arguments)
-        self._config = whole_config(model, arguments)[0] if _generates_as_transformers(model, arguments) else None
+        self._config = whole_config(model, arguments)[0] if generates_as_transformers(model, arguments) else None
         self._started = time.monotonic()
         self.starts_again = _why_tokens_are_lost(model, self._config, arguments)
         self.no_other_cache = _why_no_other_cache(model, self._config, arguments)
@@ -79,15 +79,6 @@ class Call:
     def let_go_of_the_callers_cache(self) -> None:
         """It is full of a failed attempt, and no other attempt uses it."""
         self._arguments.pop(self._cache_name, None)
-
-
-def _generates_as_transformers(model: Any, arguments: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(model, GenerationMixin)
-        and type(model).generate is GenerationMixin.generate
-        and "generate" not in vars(model)
-        and arguments.get("custom_generate") is None
-    )
 
 
 def _value_of(option: str, config: Any, arguments: Mapping[str, Any]) -> Any:

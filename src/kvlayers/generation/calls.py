@@ -27,3 +27,18 @@ def whole_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[st
     options = {name: value for name, value in arguments.items() if name not in of_generate}
     config, model_kwargs = model._prepare_generation_config(arguments.get("generation_config"), **options)
     return config, model_kwargs
+
+
+def generates_as_transformers(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call runs the generate() of transformers, and nobody else's."""
+    return (
+        isinstance(model, GenerationMixin)
+        and type(model).generate is GenerationMixin.generate
+        and "generate" not in vars(model)
+        and arguments.get("custom_generate") is None
+    )
+
+
+def sequences_of_each_prompt(generation_config: Any) -> int:
+    """How many sequences go on from each prompt side by side: its beams, or its samples."""
+    return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -1,10 +1,13 @@
-"""`generate()` with the caches of kvlayers, for one call."""
+"""`generate()` with the caches of kvlayers, and by a store of prefixes, for one call."""
 
 from typing import Any
 
+from transformers.generation.utils import GenerationMixin
+
+from ..errors import OptionError
 from ..prefix import PrefixStore
+from . import in_use
 from .install import installed
-from .prefixes import Prefixes, using
 
 
 def generate(
@@ -26,7 +29,7 @@ def generate(
         What `model.generate` returns.
 
     Raises:
-        OptionError: the call cannot go by a store; the message says why.
+        OptionError: the call cannot go by a store; the message says why. Or there is a `namespace` without one.
 
     Example:
         >>> import torch, transformers, kvlayers
@@ -40,8 +43,14 @@ def generate(
         >>> store.statistics.tokens_covered, store.statistics.tokens_asked
         (6, 10)
     """
-    if prefix_store is None:
+    prefixes = in_use.required(prefix_store, namespace)
+    if prefixes is None:
         with installed():
             return model.generate(*args, **kwargs)
-    with using(Prefixes(prefix_store, namespace, is_required=True)), installed():
+    if isinstance(model, GenerationMixin) and type(model).generate is not GenerationMixin.generate:
+        raise OptionError(
+            f"expected a model whose generate() is that of transformers, but {type(model).__name__} has one of its "
+            "own, which may never ask for what a prefix_store has: leave prefix_store out for it."
+        )
+    with in_use.using(prefixes), installed():
         return model.generate(*args, **kwargs)

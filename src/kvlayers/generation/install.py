@@ -12,6 +12,7 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -35,9 +36,8 @@ from ..legacy import LegacyStates
 from ..prefix import PrefixStore
 from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
-from . import assisted, given, passing, prompts, registry, reservations
-from . import prefixes as generation_prefixes
-from .prefixes import Prefixes
+from . import assisted, given, in_use, passing, prefixes, prompts, registry, reservations
+from .calls import sequences_of_each_prompt
 
 CONTINUOUS_BATCHING = "paged"
 """A name that is no cache: generate() turns to another way of batching."""
@@ -62,14 +62,14 @@ def install(prefix_store: PrefixStore | None = None, namespace: str = "") -> Non
         namespace: whose prefixes they are.
 
     Raises:
-        OptionError: `prefix_store` is no `PrefixStore`.
+        OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one.
     """
     global _explicit
-    prefixes = None if prefix_store is None else Prefixes(prefix_store, namespace)
+    counted = in_use.counting(prefix_store, namespace)
     with _lock:
         _explicit = True
-        if prefixes is not None:
-            generation_prefixes.add(prefixes)
+        if counted is not None:
+            in_use.use_for_all(counted)
         _wake()
 
 
@@ -78,7 +78,7 @@ def uninstall() -> None:
     global _explicit, _blocks
     with _lock:
         _explicit, _blocks = False, 0
-        generation_prefixes.remove_all()
+        in_use.use_for_all(None)
         _sleep()
 
 
@@ -89,21 +89,21 @@ def is_installed() -> bool:
 
 @contextmanager
 def installed(prefix_store: PrefixStore | None = None, namespace: str = "") -> Iterator[None]:
-    """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls."""
+    """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls.
+
+    A `prefix_store` is for calls in the block's own thread, as those of others may be for other namespaces.
+    """
     global _blocks
-    prefixes = None if prefix_store is None else Prefixes(prefix_store, namespace)
+    counted = in_use.counting(prefix_store, namespace)
     with _lock:
         _blocks += 1
-        if prefixes is not None:
-            generation_prefixes.add(prefixes)
         _wake()
     try:
-        yield
+        with contextlib.nullcontext() if counted is None else in_use.using(counted):
+            yield
     finally:
         with _lock:
             _blocks = max(_blocks - 1, 0)
-            if prefixes is not None:
-                generation_prefixes.remove(prefixes)
             if not is_installed():
                 _sleep()
 
@@ -164,11 +164,10 @@ def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @_wrapper(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prefixes = generation_prefixes.current()
-        if prefixes is None:
+        going_by = in_use.current()
+        if going_by is None:
             return generate_plainly(self, *args, **kwargs)
-        plain = functools.partial(generate_plainly, self)
-        return generation_prefixes.generate(prefixes, plain, self, args, kwargs)
+        return prefixes.generate(going_by, functools.partial(generate_plainly, self), self, args, kwargs)
 
     def generate_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
@@ -254,7 +253,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = compat.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
-        if generation_prefixes.is_own(past):
+        if prefixes.is_own(past):
             # It is of that name.
             generation_config.cache_implementation = None
         attention_mask = given.padding_mask(model_kwargs)
@@ -282,7 +281,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         request = registry.CacheRequest(
             self.config,
             {} if options is None else options,
-            batch_size=batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1),
+            batch_size=batch_size * sequences_of_each_prompt(generation_config),
             length_hint=max(max_cache_length, generation_config.max_cache_len or 0)
             + (_draft_length(generation_config) if drafting else 0),
             device=self.device,

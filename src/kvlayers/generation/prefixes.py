@@ -10,47 +10,48 @@ Nothing but the cache that `generate()` is given differs from a plain call. Ther
   and the caches are put side by side, padded as the prompts are.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
 from .. import compat
 from ..cache import Cache
-from ..errors import CapacityError, ConfigError, OptionError
-from ..layers.dispatch import keeps_every_token, recurrent_part
-from ..prefix import Hit, PrefixStore
-from ..rotary_config import depends_on_length
+from ..errors import ConfigError, KVLayersError
+from ..layers.dispatch import attention_part, keeps_every_token, recurrent_part
+from ..operations import CacheState
+from ..prefix import Hit
 from ..sink_cache import SinkCache
 from ..stacking import can_be_stacked, stack
 from ..static_cache import StaticCache
 from . import registry
-from .calls import by_name, whole_config
+from .calls import by_name, sequences_of_each_prompt, whole_config
+from .in_use import Prefixes, using
 from .model_identity import model_identity
 from .passing import at_once, pass_tokens
-from .prompt_rows import PromptRows, is_token_ids
 from .prompts import LEAST_TOKENS
+from .usable import UnusableError, check_model, check_options, ids_name, options_as_text, options_of, prompts_of
 
-MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-)
-"""Ways of generating that pass a prompt to one model, as a whole."""
+logger = logging.getLogger(__name__)
 
-UNRELATED = frozenset(("input_ids", "attention_mask", "tokenizer"))
-"""Arguments for the model, or beside it, on which no state depends but through the ids."""
+BLIND_TO_ORDER = frozenset((
+    "bos_token_id", "cache_config", "cache_implementation", "compile_config", "disable_compile", "diversity_penalty",
+    "do_sample", "early_stopping", "eos_token_id", "epsilon_cutoff", "eta_cutoff", "forced_eos_token_id",
+    "length_penalty", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+    "pad_token_id", "prefill_chunk_size", "remove_invalid_values", "renormalize_logits", "suppress_tokens",
+    "temperature", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "use_cache",
+))  # fmt: skip
+"""Options for which it is all the same where the padding is. (A penalty on repetition knows of padding on the left.)"""
 
-ORDER_SENSITIVE = ("no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "stop_strings", "watermarking_config")
-"""Options that look at tokens in the order of the ids."""
+READS_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+"""Arguments that are shown the ids of a prompt, and may do anything with them."""
 
 ROOM_FOR_ANSWER = 256
 """Tokens of an answer that memory is reserved for at first: what is held keeps it, and most answers end early."""
@@ -58,74 +59,7 @@ ROOM_FOR_ANSWER = 256
 CHECKPOINTS = {"most": 16}
 """Of recurrent states, so that one entry serves many of the places where prompts may part."""
 
-
-class UnusableError(Exception):
-    """A call that cannot go by a store; the message says why. For this package alone."""
-
-
-@dataclass
-class Prefixes:
-    """A store that calls of `generate()` go by.
-
-    Attributes:
-        store: where prefixes are looked up and held.
-        namespace: whose they are.
-        is_required: whether a call that cannot go by it is an error, rather than counted.
-    """
-
-    store: PrefixStore
-    namespace: str = ""
-    is_required: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.store, PrefixStore):
-            raise OptionError(
-                f"expected prefix_store to be a kvlayers.PrefixStore, but saw a {type(self.store).__name__}."
-            )
-        if not isinstance(self.namespace, str):
-            raise OptionError(f"expected namespace to be a text, but saw a {type(self.namespace).__name__}.")
-
-
-_in_use: ContextVar[tuple[Prefixes | None] | None] = ContextVar("what the current call goes by", default=None)
 _own_cache: ContextVar[Cache | None] = ContextVar("the cache that the current call goes on from", default=None)
-_installed: list[Prefixes] = []
-
-
-@contextmanager
-def using(prefixes: Prefixes | None) -> Iterator[None]:
-    """Let calls of `generate()` in this context go by `prefixes`, or by none, whatever is installed."""
-    token = _in_use.set((prefixes,))
-    try:
-        yield
-    finally:
-        _in_use.reset(token)
-
-
-def add(prefixes: Prefixes) -> None:
-    """Let all calls go by `prefixes`, until it is removed or another one is added."""
-    _installed.append(prefixes)
-
-
-def remove(prefixes: Prefixes) -> None:
-    """Take back one `add`, where there was one."""
-    for index in reversed(range(len(_installed))):
-        if _installed[index] is prefixes:
-            del _installed[index]
-            return
-
-
-def remove_all() -> None:
-    """Let no call go by a store, but for `using`."""
-    _installed.clear()
-
-
-def current() -> Prefixes | None:
-    """What a call goes by that is made now."""
-    in_use = _in_use.get()
-    if in_use is not None:
-        return in_use[0]
-    return _installed[-1] if _installed else None
-
 
 Generate = Callable[..., Any]
 
@@ -134,18 +68,14 @@ def generate(prefixes: Prefixes, plain: Generate, model: Any, args: tuple[Any, .
     """What `plain(*args, **arguments)` returns, by way of a store where that is possible.
 
     Raises:
-        OptionError: it is not possible, and required.
+        OptionError: it is not possible, and `prefixes` are required.
     """
     with using(None):
         try:
             call = PrefixedCall(prefixes, model, args, arguments)
             cache, given = call.prepared()
         except UnusableError as reason:
-            if prefixes.is_required:
-                raise OptionError(
-                    f"expected a call that can go by a prefix_store, but {reason}: leave prefix_store out for it."
-                ) from None
-            prefixes.store.note_bypassed(str(reason))
+            prefixes.unusable(str(reason))
             return plain(*args, **arguments)
         token = _own_cache.set(cache)
         try:
@@ -177,20 +107,21 @@ class PrefixedCall:
         self._model, self._store = model, prefixes.store
         self._cache_name = compat.cache_argument(model)
         self.unnamed, self._arguments = by_name(model, args, dict(arguments))
-        _check_model(model, self._arguments)
+        check_model(model, self._arguments)
         self._config, model_kwargs = whole_config(model, self._arguments)
-        _check_options(self._config, model_kwargs)
-        self._prompts = _prompts(self._config, self._arguments)
-        self._repeats = max(self._config.num_beams or 1, self._config.num_return_sequences or 1)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        check_options(self._config, self._arguments, model_kwargs)
+        self._prompts = prompts_of(self._config, self._arguments)
+        self._repeats = sequences_of_each_prompt(self._config)
         self._name = self._config.cache_implementation or "dynamic"
-        self._options = dict(self._config.cache_config or {})
+        self._options = options_of(self._config)
         if not registry.is_registered(self._name) or compat.makes_its_own_cache(model, self._name):
             raise UnusableError(f"the cache '{self._name}' of {type(model).__name__} is none of kvlayers'")
         try:
             identity = model_identity(model)
         except ConfigError as error:
             raise UnusableError(f"its weights cannot be told apart: {error}") from error
-        kind = f"{identity} {self._name} {sorted(self._options.items())}"
+        kind = f"{identity} {self._name} {options_as_text(self._options)}"
         self._whose = {"config": model.config, "namespace": prefixes.namespace, "model": kind}
 
     def prepared(self) -> tuple[Cache, dict[str, Any]]:
@@ -208,6 +139,8 @@ class PrefixedCall:
                 raise UnusableError(f"what the layers of {example!r} hold depends on which tokens came at once")
             common, stackable = self._prompts.common_tokens(), can_be_stacked(example)
             shareable = self._can_share(example, common)
+            if self._prompts.is_padded and not self._knows_of_padding(example):
+                raise UnusableError("its prompts are padded, and the model counts that in its positions")
             if not shareable and not stackable:
                 raise UnusableError(
                     f"its prompts begin alike for {common} tokens only or are padded, and caches like {example!r} "
@@ -245,7 +178,7 @@ class PrefixedCall:
         if not self._prompts.is_padded:
             return cache, {}
         moved, mask = self._prompts.with_padding_behind(common)
-        return cache, {_ids_name(self._arguments): moved, "attention_mask": mask}
+        return cache, {ids_name(self._arguments): moved, "attention_mask": mask}
 
     def _of_the_first(self, common: int, hits: list[Hit]) -> Cache:
         """A cache that has seen the tokens that all prompts begin with."""
@@ -260,7 +193,7 @@ class PrefixedCall:
         behind = sum(hit.covered < common for hit in hits)
         shared = self._of_the_first(common, hits) if behind > 1 and common >= LEAST_TOKENS else None
         for ids, hit in zip(self._prompts.rows(), hits, strict=True):
-            cache = self._continued(hit) if shared is None or hit.covered >= common else shared.fork()
+            cache = self._continued(hit) if shared is None or hit.covered > common else shared.fork()
             self._compute(ids, cache, ids.shape[1] - 1)
             # Reservations cannot be expanded, so each prompt comes as often as it is to be gone on from.
             caches.extend([cache] * self._repeats)
@@ -271,22 +204,34 @@ class PrefixedCall:
     def _can_share(self, example: Cache, common: int) -> bool:
         if isinstance(example, StaticCache) or common < (LEAST_TOKENS if len(self._prompts) > 1 else 1):
             return False
-        if not self._prompts.is_padded:
-            return True
-        reads_order = any(vars(self._config).get(name) for name in ORDER_SENSITIVE) or any(
-            self._arguments.get(name) for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-        )
-        # By index, the padding between would count: in a window, and where positions are not told.
-        told = "position_ids" in inspect.signature(self._model.forward).parameters
-        return told and not reads_order and all(map(keeps_every_token, example.layers))
+        return not self._prompts.is_padded or (self._padding_can_move() and all(map(keeps_every_token, example.layers)))
+
+    def _padding_can_move(self) -> bool:
+        """Whether nobody notices where the padding is but the model, which goes by the mask and by `position_ids`.
+
+        Those who are given the cache do, and so do modules that count slots for a window of their own.
+        """
+        model, config = self._model, self._config
+        defaults = compat.default_generation_options()
+        options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+        asked = {name for name, value in options.items() if value != defaults.get(name)}
+        shown = any(self._arguments.get(name) for name in READS_IDS)
+        by_mask = model._supports_attention_backend and model.config.model_type not in compat.SCALES_BY_SLOT
+        return self._takes_positions and by_mask and not shown and asked <= BLIND_TO_ORDER
+
+    def _knows_of_padding(self, example: Cache) -> bool:
+        """Whether a token's states are the same with padding before it and without."""
+        relative = self._model.config.model_type in compat.HAS_RELATIVE_POSITIONS
+        return self._takes_positions or relative or not any(layer.attends for layer in example.operable())
 
     def _lookup(self, ids: Tensor) -> Hit:
         return self._store.lookup(ids, **self._whose)
 
     def _insert(self, ids: Tensor, cache: Cache) -> None:
+        # What was computed is the caller's, whatever becomes of the store: a full disk, or no memory to copy to.
         try:
             self._store.insert(ids, cache, **self._whose)
-        except CapacityError as error:
+        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
             self._store.note_refused(str(error))
 
     def _empty(self, rows: int = 1) -> Cache:
@@ -315,24 +260,30 @@ class PrefixedCall:
 
     def _continued(self, hit: Hit) -> Cache:
         """The cache that was found, or an empty one."""
-        if hit.cache is not None and not isinstance(hit.cache, StaticCache):
-            return hit.cache
+        found = hit.cache
+        if found is None:
+            return self._empty()
+        devices = {attention_part(layer).device for layer in found.operable() if layer.length}
+        if not isinstance(found, StaticCache) and devices <= {self._model.device}:
+            return found
+        # It was reserved for another call, or comes from a file.
         cache = self._empty()
-        if hit.cache is not None:
-            # It was reserved for another call.
-            cache.load_state(hit.cache.state())
+        cache.load_state(_on_device(found.state(), self._model.device))
         return cache
 
     def _compute(self, ids: Tensor, cache: Cache, length: int) -> None:
         """Pass the first `length` of `ids`, `[1, tokens]`, as far as they are new to `cache`, and hold the cache."""
-        begin, chunk = cache.get_seq_length(), self._config.prefill_chunk_size
+        begin, limit = cache.get_seq_length(), at_once(cache)
+        ids, whole = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
         for stop in self._stops(cache, begin, length):
-            ahead = stop - begin
-            most = (chunk if at_once(cache) is None else None) if begin else min(chunk or ahead, ahead)
+            # A model that takes tokens one by one does so behind others alone, and generate() in chunks else.
+            most = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
+            if self._takes_positions:
+                model_kwargs["position_ids"] = whole[:, :stop]
             if self._model._supports_logits_to_keep():
                 model_kwargs["logits_to_keep"] = 1
-            pass_tokens(self._model, ids[:, :stop].to(self._model.device), model_kwargs, cache, begin, most)
+            pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, most)
             self._insert(ids[:, :stop], cache)
             begin = stop
 
@@ -348,60 +299,20 @@ class PrefixedCall:
         return [*range(begin - begin % every + every, length, every), length]
 
 
-def _check_model(model: Any, arguments: Mapping[str, Any]) -> None:
-    name = type(model).__name__
-    if type(model).generate is not GenerationMixin.generate or arguments.get("custom_generate") is not None:
-        raise UnusableError(f"the generate() of {name} is not that of transformers")
-    if model.config.is_encoder_decoder:
-        raise UnusableError(f"the states of {name} depend on an encoder's input")
-    if compat.decoder_config(model.config) is not model.config:
-        raise UnusableError(f"the states of {name} may depend on more than tokens")
-    if not model._supports_default_dynamic_cache():
-        raise UnusableError(f"{name} makes a cache of its own")
-    if model.config.model_type in compat.KEEPS_STATES_IN_MODULES:
-        raise UnusableError(f"{name} keeps states outside of its cache")
-    if depends_on_length(model.config):
-        raise UnusableError(f"{name} rotates keys by how long their prompt is (its rope_type)")
-    if arguments.get(compat.cache_argument(model)) is not None:
-        raise UnusableError("it is given a cache")
-
-
-def _check_options(config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in UNRELATED)
-    if others:
-        raise UnusableError(f"states may depend on {', '.join(others)}")
-    mode = config.get_generation_mode()
-    if mode not in MODES or config.is_assistant or config.cache_implementation == "paged":
-        raise UnusableError(f"it decodes by {mode.value}, as an assistant, or in continuous batches")
-    if config.use_cache is False:
-        raise UnusableError("use_cache is False")
-    if config.token_healing:
-        raise UnusableError("token_healing changes the prompt")
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        raise UnusableError("what the prompt's tokens attend to, or their hidden states, are to be returned")
-
-
-def _ids_name(arguments: Mapping[str, Any]) -> str:
-    return "inputs" if arguments.get("inputs") is not None else "input_ids"
-
-
-def _prompts(config: Any, arguments: Mapping[str, Any]) -> PromptRows:
-    if arguments.get("assistant_model") is not None:
-        raise UnusableError("it decodes with an assistant")
-    ids, mask = arguments.get(_ids_name(arguments)), arguments.get("attention_mask")
-    if not is_token_ids(ids) or not (mask is None or isinstance(mask, Tensor)):
-        raise UnusableError("its prompts are no ids of tokens, int64 [rows, tokens]")
-    ids = torch.as_tensor(ids)
-    if mask is None and config.pad_token_id is not None and bool((ids == config.pad_token_id).any()):
-        raise UnusableError("the prompts have a pad token, and no attention_mask says whether it is padding")
-    prompts = PromptRows.of(ids, mask)
-    if prompts is None:
-        raise UnusableError("its attention_mask leaves out other tokens than padding on the left")
-    return prompts
-
-
 def _most_new_tokens(config: Any, prompt_tokens: int) -> int:
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     # As generate() has it, where nothing is said: 20 more.
     return max(int(config.max_length or 0) - prompt_tokens, 20)
+
+
+def _on_device(state: CacheState, device: torch.device) -> CacheState:
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            tensors={name: tensor.to(device) for name, tensor in layer.tensors.items()},
+            facts={**layer.facts, **({"device": str(device)} if "device" in layer.facts else {})},
+        )
+        for layer in state.layers
+    )
+    return dataclasses.replace(state, layers=layers)

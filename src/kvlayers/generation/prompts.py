@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import compat
 from ..cache import Cache
 from ..static_cache import StaticCache
+from .calls import sequences_of_each_prompt
 
 LEAST_TOKENS = 32
 """A prompt shorter than this is not worth telling apart from what comes behind it."""
@@ -27,7 +28,7 @@ def prefill_once(
         model_kwargs: of the forward pass, its tensors repeated alike.
         model: that generates.
     """
-    repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    repeats = sequences_of_each_prompt(generation_config)
     cache = model_kwargs.get("past_key_values")
     if repeats == 1 or not _can_be_repeated_later(model, cache, input_ids, generation_config, model_kwargs):
         return None

@@ -180,6 +180,12 @@ class OffloadedLayer(CacheLayer):
         twin._leave_if_there_is_room()
         return twin
 
+    def travel_by(self, prefetcher: Prefetcher) -> None:
+        """Be brought and sent back by another prefetcher from now on, as the layer of another cache."""
+        self.prefetcher.settle(self)
+        self.prefetcher.forget(self)
+        self.prefetcher = prefetcher
+
     @override
     def state(self) -> LayerState:
         """As that of the layer within, with tensors on the host."""

@@ -65,6 +65,11 @@ class TransformersLayer:
         return bool(vars(self.layer).get("record_past", False))
 
     @property
+    def device(self) -> torch.device | None:
+        """Device of what the layer holds, `None` where it holds nothing."""
+        return next((tensor.device for tensor in self.held_tensors()), None)
+
+    @property
     def is_recording(self) -> bool:
         """As `record_past`."""
         return self.record_past

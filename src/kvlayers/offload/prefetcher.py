@@ -184,6 +184,12 @@ class Prefetcher:
         # Streams are of a process.
         return Prefetcher, (self.memory, self._make_transfers)
 
+    def another(self) -> "Prefetcher":
+        """One for the layers of another cache, with homes and streams of the same kind."""
+        twin = Prefetcher(self.memory, self._make_transfers)
+        twin._layers = self._layers
+        return twin
+
     def next_index(self) -> int:
         """The number of a layer that is new."""
         self._layers += 1

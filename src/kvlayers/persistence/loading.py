@@ -12,6 +12,7 @@ from ..errors import CacheFileError, OptionError, RollbackError, StateMismatchEr
 from ..layers import LayerOperations, LayerState, TransformersLayer
 from ..layers.dispatch import attention_part
 from ..operations import CacheState, Operable
+from ..options import checked_device
 from .description import CacheRecord, LayerRecord, layer_prefix
 from .fingerprint import check_model
 from .header import checked_path
@@ -67,24 +68,15 @@ def load_cache(
     path = checked_path(path)
     if into is not None and not isinstance(into, Cache):
         raise OptionError(f"expected into to be a cache of kvlayers, but saw a {type(into).__name__}.")
-    place = _checked_device(device, into)
+    if device is None:
+        place = _device_of(into) if into is not None else torch.device("cpu")
+    else:
+        place = checked_device(device)
     with opened(path) as saved:
         check_model(path, saved.description, config, weights_id)
         _check_length(path, saved.description.cache, length)
         reader = _Reader(saved, place, length, verify)
         return reader.new(config) if into is None else reader.fill(into)
-
-
-def _checked_device(device: object, into: Cache | None) -> torch.device:
-    if device is None:
-        return _device_of(into) if into is not None else torch.device("cpu")
-    try:
-        place = torch.empty(0, device=device).device  # type: ignore[call-overload]
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(f"expected a device that there is, but saw {device!r}: {error}") from error
-    if place.type == "meta":
-        raise OptionError("expected a device that holds states, but saw 'meta': pass 'cpu', or leave it out.")
-    return torch.device(place)
 
 
 def _device_of(cache: Cache) -> torch.device:

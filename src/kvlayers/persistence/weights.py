@@ -42,7 +42,7 @@ def weights_id(model: torch.nn.Module) -> str:
             )
         total.update(f"\n{name} {weight.dtype} {list(weight.shape)} ".encode())
         flat = weight.detach().reshape(-1)
-        step = max(flat.numel() // SAMPLES, 1)
+        step = max(-(-flat.numel() // SAMPLES), 1)
         sample = flat[::step][:SAMPLES].contiguous().cpu()
         total.update(sample.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

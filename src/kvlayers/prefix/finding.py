@@ -69,9 +69,10 @@ class Search:
                 best, entry = self._best_of(list(group), bound, best, entry)
         self._settle()
         if best is None or entry is None:
-            return Hit(reason=self._why(0, shared, wanted, held))
+            return Hit(reason=self._why(0, shared, wanted, held, ends=False))
         self.holdings.touch(entry)
-        return Hit(best, best.get_seq_length(), self._why(best.get_seq_length(), shared, wanted, held))
+        covered = best.get_seq_length()
+        return Hit(best, covered, self._why(covered, shared, wanted, held, ends=entry.length == covered))
 
     def _settle(self) -> None:
         """Do to the tree what could not be done while it was read."""
@@ -135,7 +136,7 @@ class Search:
         if text not in self._notes:
             self._notes.append(text)
 
-    def _why(self, covered: int, shared: int, wanted: int, held: int) -> str:
+    def _why(self, covered: int, shared: int, wanted: int, held: int, ends: bool) -> str:
         if covered == wanted:
             return "" if wanted else "the prompt is a single token, which is to be computed"
         if not held:
@@ -148,5 +149,5 @@ class Search:
                 "them: insert a cache where prompts part"
             )
         else:
-            why = f"what is held parts from these tokens after {covered}"
+            why = f"what is held {'ends' if ends else 'parts from these tokens'} after {covered}"
         return "; ".join([why, *self._notes])

@@ -46,8 +46,18 @@ class Holdings:
         return sum(len(tree) for tree in self._trees.values())
 
     def tree(self, label: str) -> RadixTree[Entry]:
-        """The entries of a model and a namespace."""
-        return self._trees.setdefault(label, RadixTree())
+        """The entries of a model and a namespace, to be read."""
+        return self._trees.get(label, RadixTree())
+
+    def _add(self, entry: Entry) -> None:
+        self._trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
+        self.touch(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        tree = self.tree(entry.label)
+        tree.remove(entry.ids)
+        if not len(tree):
+            self._trees.pop(entry.label, None)
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +107,7 @@ class Holdings:
             if old.path is None:
                 self.forget(old)
         self._hold(entry, cache)
-        tree.insert(ids, entry)
-        self.touch(entry)
+        self._add(entry)
         return True
 
     def _hold(self, entry: Entry, cache: Cache) -> None:
@@ -145,8 +154,8 @@ class Holdings:
         pinned.add(storages)
         if pinned.nbytes > self.max_bytes:
             raise CapacityError(
-                f"expected room for {nbytes} bytes, but {already} of {self.max_bytes} are pinned: unpin() some, or make "
-                "the store with a larger max_bytes."
+                f"expected room for {nbytes} bytes, but {already} of {self.max_bytes} are pinned: unpin() some, or "
+                "make the store with a larger max_bytes."
             )
         # As if the newcomer were there and what it replaces were not: some of its memory may be held already.
         self._ledger.add(storages)
@@ -228,8 +237,7 @@ class Holdings:
         for entry in changes.added:
             known = self.tree(entry.label).get(entry.ids)
             if known is None:
-                self.tree(entry.label).insert(entry.ids, entry)
-                self.touch(entry)
+                self._add(entry)
             elif known.path is None and known.boundaries <= entry.boundaries:
                 known.path, known.file_bytes = entry.path, entry.file_bytes
         added = len(self) - before
@@ -259,13 +267,13 @@ class Holdings:
         if self.directory is not None:
             self.directory.delete(entry)
         self._let_go(entry)
-        self.tree(entry.label).remove(entry.ids)
+        self._remove(entry)
 
     def lose_file(self, entry: Entry) -> None:
         """Look for an entry in its file no more, which is gone or damaged."""
         entry.path, entry.file_bytes = None, 0
         if entry.cache is None:
-            self.tree(entry.label).remove(entry.ids)
+            self._remove(entry)
 
     def clear(self) -> None:
         """Hold nothing, pinned or not, neither in memory nor in files."""

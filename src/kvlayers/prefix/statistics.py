@@ -9,7 +9,7 @@ class PrefixStatistics:
 
     Attributes:
         entries: caches held, in memory and in files.
-        bytes: of memory that they take. What several of them share counts for each.
+        bytes: of memory that they take. What several of them share counts once.
         file_bytes: of their files.
         hits: look-ups that found something.
         misses: look-ups that did not.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..errors import OptionError, PrefixError
-from ..options import checks_options
+from ..options import checked_device, checks_options
 from .directory import Directory
 from .entry import put_back
 from .eviction import EvictionPolicy, LeastRecentlyUsed
@@ -79,7 +79,9 @@ class PrefixStore:
                 raise OptionError("expected a directory beside directory_max_bytes, but saw none.")
         if storage_options is not None and directory is None:
             raise OptionError("expected a directory beside storage_options, but saw none.")
-        _check_device(device)
+        if device is not None:
+            # Now, as a file would otherwise be taken for damaged later on.
+            checked_device(device)
         self.device = device
         self.snapshot_tokens = snapshot_tokens
         self._lock = threading.Lock()
@@ -279,11 +281,3 @@ def _check_count(name: str, value: object, of: str) -> None:
     """Raise `OptionError` where `value` is no positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise OptionError(f"expected {name} to be a positive number of {of}, but saw {value!r}.")
-
-
-def _check_device(device: object) -> None:
-    # Now, as a file would otherwise be taken for damaged later on.
-    try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(f"expected a device that there is, but saw {device!r}: {error}") from error

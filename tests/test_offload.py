@@ -19,7 +19,7 @@ import kvlayers.cache
 from kvlayers import CapacityError, OffloadedLayer, OptionError, Prefetcher, UnsupportedLayerError
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, RecordingTransfers, Traffic
-from models import fresh_model, prompt, tiny_model
+from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
 from test_families import model_and_inputs
 
@@ -513,7 +513,7 @@ def test_where_there_is_no_room_the_error_says_so_and_the_layer_is_as_it_was(
 
 # Bad input
 
-CONFIG = tiny_model("llama").config
+CONFIG = CONFIGS["llama"]()
 BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "a directory that is not there": (
         OptionError,
@@ -624,6 +624,20 @@ def test_a_fork_and_its_origin_share_what_travels(recorded: list[RecordingTransf
     decode(model, cache.fork(), prompt(2, 1), 3)
     assert cache.traffic.total.to_device > before
     assert "to_device=" in repr(cache.traffic)
+
+
+def test_forks_are_brought_by_prefetchers_of_their_own(recorded: list[RecordingTransfers]) -> None:
+    """As each may be in a thread of its own, and a prefetcher is one thread's."""
+    model, _, cache = pair("dynamic", "llama")
+    decode(model, cache, prompt(2, 9), 3)
+    forks = [cache, *cache.fork(2), copy.deepcopy(cache)]
+    prefetchers = [{id(layer.prefetcher) for layer in fork.layers} for fork in forks]
+    assert [len(own) for own in prefetchers] == [1] * 4
+    assert len(set.union(*prefetchers)) == 4
+    grown = kvlayers.OffloadedCache()
+    twin = grown.fork()
+    twin.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), layer_idx=0)
+    assert twin.layers[0].prefetcher is twin._prefetcher is not grown._prefetcher
 
 
 def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -> None:

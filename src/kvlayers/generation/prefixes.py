@@ -1,6 +1,7 @@
 """`generate()` with a `PrefixStore`: what is held is looked up, the rest computed, and what was computed is held.
 
-Nothing but the cache that `generate()` is given differs from a plain call. There are three ways to make it:
+What differs from a plain call is the cache that `generate()` is given, and at most where the padding is. There are
+three ways to make it:
 
 * One prompt: the cache of its longest prefix goes on.
 * Prompts that begin alike: the cache of what they have in common is expanded, so that it is held once for all of them.

@@ -41,7 +41,7 @@ class PromptRows:
 
     @property
     def is_padded(self) -> bool:
-        """Whether they are of several lengths."""
+        """Whether any of them has padding before it."""
         return any(self.padding)
 
     def row(self, index: int) -> Tensor:
@@ -53,7 +53,7 @@ class PromptRows:
         return [self.row(index) for index in range(len(self))]
 
     def common_tokens(self) -> int:
-        """How many tokens all of them begin with, at least one less than the shortest has."""
+        """How many tokens all of them begin with, at most as many as the shortest has but for its last."""
         first, *others = self.rows()
         least = self.input_ids.shape[1] - max(self.padding) - 1
         for other in others:

@@ -185,9 +185,9 @@ class Prefetcher:
         return Prefetcher, (self.memory, self._make_transfers)
 
     def another(self) -> "Prefetcher":
-        """One for the layers of another cache, with homes and streams of the same kind."""
+        """One for the layers of another cache, with homes and streams of the same kind, and counted together."""
         twin = Prefetcher(self.memory, self._make_transfers)
-        twin._layers = self._layers
+        twin.meter, twin._layers = self.meter, self._layers
         return twin
 
     def next_index(self) -> int:

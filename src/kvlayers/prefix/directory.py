@@ -123,7 +123,10 @@ class Directory:
         token_ids = torch.from_numpy(entry.ids.copy())[None]
         with self.place.writing(name) as path:
             save_cache(cache, path, token_ids=token_ids, weights_id=f"{entry.label} {boundaries}")
-            file_bytes = os.path.getsize(path)
+            try:
+                file_bytes = os.path.getsize(path)
+            except OSError as error:
+                raise GoneError(f"expected the file that was written, but {path} is gone: it was deleted.") from error
         entry.path, entry.file_bytes = self.place.path_of(name), file_bytes
         self._reported.pop(entry.path, None)
 

@@ -50,9 +50,7 @@ class LocalDirectory:
         try:
             names = os.listdir(self.path)
         except OSError as error:
-            raise UnreachableError(
-                f"expected a directory that can be read, but saw {self.path} ({error.strerror}): see that it is there."
-            ) from error
+            raise _unreachable(self.path, error) from error
         # Another process may delete one at this moment.
         found = (self.find(name) for name in names if name.endswith(SUFFIX))
         return [file for file in found if file is not None]
@@ -61,8 +59,10 @@ class LocalDirectory:
         """As `Place.find`. What is damaged is not used, so that its time tells it from what takes its place."""
         try:
             facts = os.lstat(self.path_of(name))
-        except OSError:
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            raise _unreachable(self.path_of(name), error) from error
         return StoredFile(name, facts.st_size, f"{facts.st_ino} {facts.st_mtime_ns}", facts.st_mtime_ns)
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
@@ -80,7 +80,13 @@ class LocalDirectory:
     def reading(self, name: str, most: int) -> Iterator[str]:
         """The path of the file itself, whatever its size: what is mapped takes no room."""
         path = self.path_of(name)
-        yield path
+        try:
+            yield path
+        except CachePathError as error:
+            reason = error.__cause__
+            if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError):
+                raise _unreachable(path, reason) from reason
+            raise
         # Its time of change is its last use.
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -98,3 +104,7 @@ class LocalDirectory:
         """As `Place.delete`."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(name))
+
+
+def _unreachable(path: str, error: OSError) -> UnreachableError:
+    return UnreachableError(f"expected a file or directory that can be read, but saw {path}: {error.strerror}.")

@@ -5,8 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .models/SmolLM2-135M-Instruct
-# Two processes of one thread each are faster on the tests' small tensors than one process of two.
+# Two processes of one thread each are faster on the tests' small tensors than one process of two. Each keeps to
+# neighbouring tests, which share models and compiled code, until it has none left and takes some of the other's.
 WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 
 .PHONY: help demo test fast bench clean
@@ -22,10 +24,10 @@ test: $(MODEL)/config.json ## Lint, types and every test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/pytest -n $(WORKERS) $(ARGS)
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(PYTEST) $(ARGS)
 
 fast: $(VENV)/installed ## The core of the tests, under a minute
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m fast $(ARGS)
+	$(PYTEST) -m fast $(ARGS)
 
 bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)

@@ -1,10 +1,14 @@
 """What every test may count on: one thread, the same seeds, and transformers left as it was found."""
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+# It executes transformers once more, as another module of that name: before any test, or kvlayers, has the first one.
+import transformers.processing_utils  # noqa: F401
 
 import kvlayers
 
@@ -12,10 +16,35 @@ hypothesis.settings.register_profile("kvlayers", deadline=None, derandomize=True
 hypothesis.settings.load_profile("kvlayers")
 
 
+# Tensors and caches go when the last name of them does: cycles are what compilers leave, and may wait for longer.
+gc.set_threshold(20_000, 20, 50)
+
+FIRST = ("test_real_model.py", "test_triton_decode.py", "test_benchmarks.py", "test_static_compile.py")
+"""Files of long tests, or of tests that share what takes long, in order: what was compiled makes collections slow."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several processes, one that has nothing left takes over what is last with another: let that be short."""
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: collections, which many tests ask for, need not walk through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _reproducible() -> Iterator[None]:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    # torch.manual_seed formats a traceback for each kind of device that is not there: seconds, over all tests.
+    torch.default_generator.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
     yield
     assert not kvlayers.is_installed(), "a test left kvlayers installed"
 

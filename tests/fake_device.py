@@ -7,14 +7,13 @@ between the two. What is computed, the CPU computes at once. It has no streams, 
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvlayers.offload import RecordingTransfers
 
@@ -131,7 +130,7 @@ class DeviceTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(args) + _tensors_in(kwargs.values())
         if func.overloadpacket in _COPIES:
             _note_copy(func, args, kwargs)
         else:
@@ -141,14 +140,17 @@ class DeviceTensor(Tensor):
         target = kwargs.get("device", DEVICE)
         if "device" in kwargs:
             kwargs["device"] = CPU
-        inner_args, inner_kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor._inner, (args, kwargs))
-        result = func(*inner_args, **inner_kwargs)
+        result = func(*map(_inner, args), **{name: _inner(value) for name, value in kwargs.items()})
         if func._schema.is_mutable:
             return _written(func, args, kwargs)
         if torch.device(target).type == "cpu":
             return result
         viewed = {_address(tensor): tensor for tensor in tensors if isinstance(tensor, DeviceTensor)}
-        return tree_map_only(Tensor, lambda inner: _wrapped(inner, viewed.get(_address(inner))), result)
+        if isinstance(result, tuple | list):
+            return type(result)(
+                _wrapped(each, viewed.get(_address(each))) if isinstance(each, Tensor) else each for each in result
+            )
+        return _wrapped(result, viewed.get(_address(result))) if isinstance(result, Tensor) else result
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory, as if it was that of the device."""
@@ -164,6 +166,25 @@ class DeviceTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({self._inner!r})"
+
+
+# An operator's arguments are plain values and lists of them: torch's pytrees, which may be anything, take far longer.
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors_in(value)
+    return found
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value._inner
+    return [_inner(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def _wrapped(inner: Tensor, viewed: DeviceTensor | None) -> DeviceTensor:

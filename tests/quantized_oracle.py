@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlayers import Quantization
 from kvlayers.quantizers import dequantize
-from oracle import KEY_DIM, VALUE_DIM, Oracle
+from oracle import KEY_DIM, VALUE_DIM, Oracle, assert_near
 
 
 class QuantizedOracle(Oracle):
@@ -79,7 +79,7 @@ class QuantizedOracle(Oracle):
 
     def check_states(self, seen: Tensor, expected: Tensor) -> None:
         # The same products in another order, as the matrix that undoes the rotation is applied to another shape.
-        torch.testing.assert_close(seen + 0, expected, rtol=1e-5, atol=1e-5)
+        assert_near(seen + 0, expected)
 
     def least_bytes(self, tokens: int) -> int:
         return 0

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from oracle import KEY_DIM, Oracle
+from oracle import KEY_DIM, Oracle, assert_near
 
 INV_FREQ = torch.tensor([1.0, 0.05], dtype=torch.float64)
 """Radians a token, for the tests' keys of 4 dimensions."""
@@ -69,4 +69,4 @@ class SinkOracle(Oracle):
 
     def check_states(self, seen: Tensor, expected: Tensor) -> None:
         # Both turn float32 keys by angles in float64; the layer multiplies in float32.
-        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+        assert_near(seen, expected)

@@ -1,8 +1,9 @@
-"""Random sequences of what is done to a prefix store, against plain lists."""
+"""Random sequences of what is done to a prefix store and to its caches, against plain lists."""
 
+import os
 import shutil
 import tempfile
-from typing import Any
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,94 +12,123 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvlayers import CapacityError, DynamicCache, PrefixError, PrefixStore
+from kvlayers import (
+    Cache,
+    CapacityError,
+    PrefixError,
+    PrefixStore,
+    RollbackError,
+    inspect_cache,
+    load_cache,
+    save_cache,
+)
+from prefix_caches import KINDS, MOST_TOKENS, Ids, check, contents, extend
 
 pytestmark = pytest.mark.fast
 
-WINDOW = 4
-ENTRY_BYTES = 1200
-"""Of a cache that has grown once: 8 bytes a token."""
+ENTRY_BYTES = 1600
+"""Of a cache of one channel that has grown once: 8 bytes a token."""
 NAMESPACES = ("", "other")
-
-Ids = list[int]
-
-
-def new_cache(windowed: bool) -> DynamicCache:
-    return DynamicCache([(None, None, torch.tensor(WINDOW))]) if windowed else DynamicCache()
-
-
-def contents(ids: Ids) -> list[float]:
-    """A number for each token that says what it and all before it are."""
-    numbers, total = [], 0
-    for position, token in enumerate(ids):
-        total = (total * 31 + token + position + 1) % 999_983
-        numbers.append(float(total))
-    return numbers
-
-
-def extend(cache: DynamicCache, ids: Ids, more: Ids) -> Ids:
-    whole = [*ids, *more]
-    states = torch.tensor(contents(whole)[len(ids) :])[None, None, :, None]
-    cache.update(states, -states, layer_idx=0)
-    return whole
-
-
-def check(cache: Any, ids: Ids) -> None:
-    """`cache` holds what `ids` are, as far as it holds it."""
-    assert cache.get_seq_length() == len(ids)
-    layer = cache.layers[0]
-    held = layer.keys[0, 0, :, 0].tolist()
-    least = min(len(ids), WINDOW - 1) if layer.is_sliding else len(ids)
-    assert len(held) >= least
-    assert held == contents(ids)[len(ids) - len(held) :]
-    assert (-layer.values[0, 0, :, 0]).tolist() == held
+FORKS = 2
+"""Caches beside the one in hand, which go on apart from it."""
 
 
 def common(one: Ids, other: Ids) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-# Long runs too: a window with few tokens holds all of them for a while.
-tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6) | st.integers(15, 30).map(
+# Long runs too: a window with few tokens holds all of them for a while, and so many are packed together.
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6) | st.integers(15, 70).map(
     lambda count: [count % 2] * count
 )
 namespaces = st.sampled_from(NAMESPACES)
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """A store, a cache that decodes, and all that was ever inserted."""
+    """A store, a cache that decodes beside forks of its own, files of it, and all that was ever inserted.
 
-    @initialize(windowed=st.booleans(), entries=st.integers(1, 4), on_disk=st.booleans())
-    def begin(self, windowed: bool, entries: int, on_disk: bool) -> None:
-        self.windowed = windowed
-        self.max_bytes = ENTRY_BYTES * entries
-        self.directory = tempfile.mkdtemp() if on_disk else None
+    Attributes:
+        kinds: of caches, one of which a sequence is with.
+        on_disk: whether the store has a directory.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]
+    on_disk: ClassVar[bool]
+
+    @initialize(data=st.data(), entries=st.integers(1, 4))
+    def begin(self, data: st.DataObject, entries: int) -> None:
+        name = data.draw(st.sampled_from(self.kinds))
+        self.kind, self.windowed = KINDS[name], name == "window"
+        self.max_bytes = ENTRY_BYTES * self.kind.channels * entries
+        self.place = tempfile.mkdtemp()
+        self.directory = os.path.join(self.place, "store") if self.on_disk else None
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.inserted: list[tuple[str, Ids]] = []
         self.pinned: list[tuple[str, Ids]] = []
-        self.cache, self.ids = new_cache(windowed), []
+        self.saved: dict[str, Ids] = {}
+        self.forks: list[tuple[Cache, Ids]] = []
+        self.cache, self.ids = self.kind.make(), []
 
     def teardown(self) -> None:
-        if vars(self).get("directory"):
-            shutil.rmtree(str(self.directory))
+        if "place" in vars(self):
+            shutil.rmtree(str(self.place))
 
     @rule(more=tokens)
     def go_on(self, more: Ids) -> None:
-        if len(self.ids) < 90:
-            self.ids = extend(self.cache, self.ids, more)
+        if len(self.ids) + len(more) <= MOST_TOKENS:
+            self.ids = extend(self.kind, self.cache, self.ids, more)
 
     @rule(ids=tokens)
     def begin_anew(self, ids: Ids) -> None:
-        self.cache = new_cache(self.windowed)
-        self.ids = extend(self.cache, [], ids)
+        self.cache = self.kind.make()
+        self.ids = extend(self.kind, self.cache, [], ids)
 
     @precondition(lambda self: self.ids)
-    @rule(length=st.integers(0, 120))
+    @rule(length=st.integers(0, MOST_TOKENS))
     def truncate(self, length: int) -> None:
         length = min(length, len(self.ids))
         if not self.windowed:
             self.cache.truncate(length)
             self.ids = self.ids[:length]
+
+    @precondition(lambda self: self.ids)
+    @rule(more=tokens, original=st.booleans())
+    def fork(self, more: Ids, original: bool) -> None:
+        """The fork or the original goes on at once, and the other one when it is in hand again."""
+        twin = self.cache.fork()
+        self.cache, other = (self.cache, twin) if original else (twin, self.cache)
+        self.forks = [*self.forks, (other, self.ids)][-FORKS:]
+        self.go_on(more)
+
+    @precondition(lambda self: self.forks)
+    @rule(which=st.integers(0, FORKS - 1))
+    def change_to_a_fork(self, which: int) -> None:
+        which %= len(self.forks)
+        in_hand = self.cache, self.ids
+        self.cache, self.ids = self.forks[which]
+        self.forks[which] = in_hand
+
+    @precondition(lambda self: self.ids)
+    @rule(name=st.sampled_from(["one", "other"]))
+    def save(self, name: str) -> None:
+        path = os.path.join(self.place, name)
+        save_cache(self.cache, path, token_ids=torch.tensor([self.ids]))
+        self.saved[path] = self.ids
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data(), length=st.none() | st.integers(0, MOST_TOKENS))
+    def load(self, data: st.DataObject, length: int | None) -> None:
+        path = data.draw(st.sampled_from(sorted(self.saved)))
+        ids = self.saved[path]
+        assert inspect_cache(path).token_ids().tolist() == [ids]
+        length = length if length is None else min(length, len(ids))
+        try:
+            loaded = load_cache(path, length=length)
+        except RollbackError:
+            assert self.windowed
+            assert length not in (None, len(ids))
+            return
+        self.cache, self.ids = loaded, ids[:length]
 
     @precondition(lambda self: self.ids)
     @rule(namespace=namespaces)
@@ -126,10 +156,10 @@ class PrefixMachine(RuleBasedStateMachine):
         assert (hit.cache is None) == (hit.covered == 0)
         assert (hit.reason == "") == (hit.covered == len(asked) - 1 and len(asked) > 1)
         if hit.cache is not None:
-            check(hit.cache, asked[: hit.covered])
-            if go_on:
+            check(self.kind, hit.cache, asked[: hit.covered])
+            if go_on and len(asked) <= MOST_TOKENS:
                 self.cache = hit.cache
-                self.ids = extend(hit.cache, asked[: hit.covered], asked[hit.covered :])
+                self.ids = extend(self.kind, hit.cache, asked[: hit.covered], asked[hit.covered :])
 
     def least(self, namespace: str, asked: Ids) -> int:
         """What must be found of a prompt, where all that is in `inserted` is held."""
@@ -186,7 +216,7 @@ class PrefixMachine(RuleBasedStateMachine):
         namespace, ids = inserted
         hit = self.store.lookup(torch.tensor([*ids, 9]), namespace=namespace, model="m")
         if hit.cache is not None:
-            check(hit.cache, ids[: hit.covered])
+            check(self.kind, hit.cache, ids[: hit.covered])
         return hit.covered
 
     def see_what_is_lost(self, evictions: int) -> None:
@@ -202,7 +232,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def keeps_to_its_bounds(self) -> None:
-        if not vars(self).get("store"):
+        if "store" not in vars(self):
             return
         now = self.store.statistics
         assert 0 <= now.bytes <= self.max_bytes
@@ -210,12 +240,38 @@ class PrefixMachine(RuleBasedStateMachine):
         for namespace, ids in self.pinned:
             hit = self.store.lookup(torch.tensor([*ids, 9]), namespace=namespace, model="m")
             assert hit.covered == len(ids)
-        if self.ids:
-            check(self.cache, self.ids)
+        for cache, ids in ((self.cache, self.ids), *self.forks):
+            check(self.kind, cache, ids)
 
 
-PrefixMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
-TestPrefixStore = PrefixMachine.TestCase
+class FullInMemory(PrefixMachine):
+    kinds, on_disk = ("full", "full", "static", "quantized"), False
+
+
+class FullOnDisk(PrefixMachine):
+    kinds, on_disk = ("full", "full", "static", "quantized"), True
+
+
+class WindowInMemory(PrefixMachine):
+    kinds, on_disk = ("window",), False
+
+
+class WindowOnDisk(PrefixMachine):
+    kinds, on_disk = ("window",), True
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No machine loses power here, and writing through takes longer than all else.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+# Other sequences in every run; one that fails is printed.
+MACHINES = settings(max_examples=500, stateful_step_count=25, derandomize=False)
+TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
+TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
+TestFullInMemory.settings = TestFullOnDisk.settings = MACHINES
+TestWindowInMemory.settings = TestWindowOnDisk.settings = MACHINES
 
 
 def test_contents_tell_sequences_apart() -> None:

@@ -219,7 +219,7 @@ def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
         ([1, 2, 3, 4, 5], 4, ""),
         ([1, 2, 3, 4, 5, 6], 5, ""),
         ([1, 2, 3, 9, 9, 9], 3, "parts from these tokens after 3"),
-        ([1, 2, 3, 4, 5, 6, 7], 5, "parts from these tokens after 5"),
+        ([1, 2, 3, 4, 5, 6, 7], 5, "ends after 5"),
         ([9, 2], 0, "nothing that is held begins"),
         ([1], 0, "single token"),
     ):
@@ -476,44 +476,63 @@ def test_what_a_killed_writer_left_behind_is_cleared_when_it_is_old(tmp_path: pa
     assert (old.exists(), new.exists()) == (False, True)
 
 
+KILLS, KILLS_A_STORE = 50, 10
 WRITER = """
     import os, random, signal, sys, time, torch, kvlayers
     torch.set_num_threads(1)
     generator = random.Random(0)
-    for number in range(1, 11):
+
+    def write(store, numbers, written):
+        for number in numbers:
+            cache = kvlayers.DynamicCache()
+            states = torch.full((1, 4, 64, 64), float(number))
+            for layer in range(2):
+                cache.update(states, -states, layer_idx=layer)
+            store.insert(torch.arange(64) + number * 100, cache, model="m")
+            store.evict()
+            os.write(written, f"{number} ".encode())
+
+    kills, kills_a_store = map(int, sys.argv[2:])
+    for kill in range(kills):
+        directory = os.path.join(sys.argv[1], str(kill // kills_a_store))
+        has_written, written = os.pipe()
         # A fork, since starting an interpreter takes far longer than writing a file.
-        has_begun, begun = os.pipe()
         child = os.fork()
         if not child:
-            store = kvlayers.PrefixStore(2**30, sys.argv[1])
-            for number in range(number * 1000, number * 1000 + 999):
-                cache = kvlayers.DynamicCache()
-                states = torch.full((1, 4, 64, 64), float(number))
-                for layer in range(4):
-                    cache.update(states, -states, layer_idx=layer)
-                store.insert(torch.arange(64) + number * 100, cache, model="m")
-                store.evict()
-                os.write(1, f"{number}\\n".encode())
-                os.write(begun, b".")
-        os.read(has_begun, 1)
-        time.sleep(generator.uniform(0, 0.15))
+            write(kvlayers.PrefixStore(2**30, directory), range(kill * 1000, kill * 1000 + 999), written)
+        os.close(written)
+        numbers = os.read(has_written, 5)
+        time.sleep(generator.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        numbers += os.read(has_written, 9999)
+        os.close(has_written)
+        store = kvlayers.PrefixStore(2**30, directory)
+        assert store.statistics.damaged == 0
+        for number in map(int, numbers.split()):
+            hit = store.lookup(torch.arange(65) + number * 100, model="m")
+            assert hit.covered == 64, (number, hit)
+            assert bool((hit.cache.layers[1].values == -float(number)).all()), number
+        print(numbers.decode(), flush=True)
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
 def test_a_store_survives_being_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)]
-    written = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
-    store = PrefixStore(ROOM, tmp_path)
-    assert store.statistics.damaged == 0
-    assert len({int(number) // 1000 for number in written}) == 10
-    for number in map(int, written):
-        hit = store.lookup(torch.arange(65) + number * 100, model="m")
-        assert hit.covered == 64
-        assert hit.cache is not None
-        assert bool((hit.cache.layers[3].values == -float(number)).all())
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(KILLS), str(KILLS_A_STORE)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    written = list(map(int, ran.stdout.split()))
+    assert len({number // 1000 for number in written}) == KILLS
+    # All that was ever written, whatever happened to the writers that came after.
+    for first in range(0, KILLS, KILLS_A_STORE):
+        store = PrefixStore(ROOM, tmp_path / str(first // KILLS_A_STORE))
+        assert store.statistics.damaged == 0
+        for number in (each for each in written if first <= each // 1000 < first + KILLS_A_STORE):
+            hit = store.lookup(torch.arange(65) + number * 100, model="m")
+            assert hit.covered == 64
+            assert hit.cache is not None
+            assert bool((hit.cache.layers[1].values == -float(number)).all())
 
 
 # Threads
@@ -632,3 +651,38 @@ def test_directories_that_cannot_be_written_to_are_refused(tmp_path: pathlib.Pat
     for place in places:
         with pytest.raises(CachePathError, match="choose another"):
             PrefixStore(ROOM, place)
+
+
+def test_a_file_that_cannot_be_read_now_is_tried_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    store.insert(ids_of(1, 5, 6), filled([1, 5, 6]), model="m")
+    store.evict()
+    opened = open
+
+    def failing(path: Any, *args: Any, **how: Any) -> Any:
+        if str(path).endswith(".safetensors"):
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, *args, **how)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("builtins.open", failing)
+        hit = store.lookup(ids_of(1, 5, 6, 7), model="m")
+    assert (hit.covered, store.statistics.failed_reads, store.statistics.damaged, len(store)) == (0, 1, 0, 1)
+    assert "could not be reached" in hit.reason
+    assert store.lookup(ids_of(1, 5, 6, 7), model="m").covered == 3
+
+
+def test_namespaces_that_were_asked_for_in_vain_leave_nothing() -> None:
+    store = PrefixStore(ROOM)
+    for number in range(50):
+        store.lookup(ids_of(1, 2), model="m", namespace=str(number))
+    store.insert(ids_of(1, 2), filled([1, 2]), model="m")
+    store.evict()
+    assert store._holdings._trees == {}
+
+
+def test_a_reason_tells_what_ends_from_what_parts() -> None:
+    store = PrefixStore(ROOM)
+    store.insert(ids_of(1, 2, 3), filled([1, 2, 3]), model="m")
+    assert store.lookup(ids_of(1, 2, 3, 4, 5), model="m").reason == "what is held ends after 3"
+    assert store.lookup(ids_of(1, 2, 4, 5), model="m").reason == "what is held parts from these tokens after 2"

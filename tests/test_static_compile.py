@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -99,6 +100,16 @@ def compiled(family: str, **options: Any) -> Callable[..., Any]:
 
 shared = functools.cache(compiled)
 """A compiled forward pass for tests that do not count graphs: what one of them has compiled, the others use."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go() -> Iterator[None]:
+    """What was compiled here is of no use to other files; what TorchDynamo keeps of it, collections need not see."""
+    yield
+    shared.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 Inputs = tuple[Tensor, ...]

@@ -1,0 +1,198 @@
+"""What stands for what in a prefix store: between memory and files, before and after a restart."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from kvlayers import DynamicCache, PrefixStore
+
+pytestmark = pytest.mark.fast
+
+ROOM = 2**30
+WINDOW = 4
+
+
+def states(ids: list[int]) -> torch.Tensor:
+    """A number for each token that says what it and all before it are, `[1, 1, tokens, 1]`."""
+    numbers, total = [], 0
+    for token in ids:
+        total = (total * 31 + token + 1) % 999_983
+        numbers.append(float(total))
+    return torch.tensor(numbers)[None, None, :, None]
+
+
+def extend(cache: DynamicCache, ids: list[int], more: list[int]) -> list[int]:
+    new = states([*ids, *more])[:, :, len(ids) :]
+    cache.update(new, -new, layer_idx=0)
+    return [*ids, *more]
+
+
+def filled(ids: list[int]) -> DynamicCache:
+    cache = DynamicCache()
+    extend(cache, [], ids)
+    return cache
+
+
+def insert(store: PrefixStore, ids: list[int], cache: DynamicCache) -> None:
+    assert store.insert(torch.tensor(ids), cache, model="m")
+
+
+def covered(store: PrefixStore, ids: list[int]) -> int:
+    """Tokens that are found of a prompt, whose states are compared with what they must be."""
+    hit = store.lookup(torch.tensor(ids), model="m")
+    if hit.cache is not None:
+        layer: Any = hit.cache.layers[0]
+        tokens = layer.keys.shape[2]
+        assert tokens >= min(hit.covered, WINDOW - 1)
+        expected = states(ids[: hit.covered])[:, :, hit.covered - tokens :]
+        assert torch.equal(layer.keys, expected)
+        assert torch.equal(layer.values, -expected)
+    return hit.covered
+
+
+class Window:
+    """A window that decodes, and can be put back to `since` or later alone."""
+
+    def __init__(self) -> None:
+        self.cache = DynamicCache([(None, None, torch.tensor(WINDOW))])
+        self.ids: list[int] = []
+
+    def go_on(self, until: int) -> "Window":
+        self.cache.deactivate_past_recording()
+        self.cache.activate_past_recording()
+        self.ids = extend(self.cache, self.ids, list(range(len(self.ids), until)))
+        return self
+
+
+def files_in(directory: pathlib.Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+# The lengths that were inserted
+
+
+def test_a_file_that_replaces_another_serves_the_lengths_of_both(tmp_path: pathlib.Path) -> None:
+    store, window = PrefixStore(ROOM, tmp_path), Window()
+    insert(store, window.go_on(10).ids, window.cache)
+    # Pinned, so that it is not replaced before it is a file.
+    store.pin(torch.arange(10), model="m")
+    insert(store, window.go_on(20).ids, window.cache)
+    store.unpin(torch.arange(10), model="m")
+    store.evict()
+    assert len(files_in(tmp_path)) == len(store) == 1
+    # Goes back to 20 and no further, so that it stands for a part of what the file stands for.
+    insert(store, window.go_on(30).ids, window.cache)
+    store.evict()
+    for boundary in (10, 20, 30):
+        assert covered(store, [*range(boundary), 99]) == boundary
+
+
+def test_the_lengths_that_a_file_serves_are_known_after_a_restart(tmp_path: pathlib.Path) -> None:
+    store, window = PrefixStore(ROOM, tmp_path), Window()
+    insert(store, window.go_on(10).ids, window.cache)
+    insert(store, window.go_on(20).ids, window.cache)
+    assert len(store) == 1
+    store.flush()
+    store = PrefixStore(ROOM, tmp_path)
+    insert(store, window.go_on(30).ids, window.cache)
+    store.evict()
+    for each in (store, PrefixStore(ROOM, tmp_path)):
+        for boundary in (10, 20, 30):
+            assert covered(each, [*range(boundary), 99]) == boundary
+
+
+# Files that are no longer needed
+
+
+@pytest.mark.parametrize("write", [PrefixStore.flush, PrefixStore.evict])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("promoted", [False, True])
+def test_the_file_of_what_was_replaced_is_deleted_once_there_is_another(
+    tmp_path: pathlib.Path, write: Any, restarted: bool, promoted: bool
+) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    insert(store, [1, 2, 3], filled([1, 2, 3]))
+    insert(store, [1, 2, 7], filled([1, 2, 7]))
+    store.evict()
+    before = files_in(tmp_path)
+    if restarted:
+        store = PrefixStore(ROOM, tmp_path)
+    if promoted:
+        assert covered(store, [1, 2, 3, 4]) == 3
+    insert(store, [1, 2, 3, 4, 5], filled([1, 2, 3, 4, 5]))
+    assert files_in(tmp_path) == before, "what was replaced goes when its successor is in a file, and not before"
+    write(store)
+    after = files_in(tmp_path)
+    assert (len(before & after), len(after)) == (1, 2)
+    for each in (store, PrefixStore(ROOM, tmp_path)):
+        assert len(each) == 2
+        assert covered(each, [1, 2, 3, 9]) == 3
+        assert covered(each, [1, 2, 7, 9]) == 3
+
+
+# Which of several equally good ones is taken
+
+
+def damage(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def in_file(store: PrefixStore, directory: pathlib.Path, ids: list[int]) -> pathlib.Path:
+    """Insert a cache, which is in a file alone from then on."""
+    before = files_in(directory)
+    insert(store, ids, filled(ids))
+    store.evict()
+    [name] = files_in(directory) - before
+    return directory / name
+
+
+@pytest.mark.parametrize("first", ["memory", "file"])
+@pytest.mark.parametrize("tail", [[7], [7] * 9])
+def test_a_file_is_not_read_where_memory_serves_as_well(tmp_path: pathlib.Path, first: str, tail: list[int]) -> None:
+    store, held = PrefixStore(ROOM, tmp_path), [1, 2, 3, 4, 5]
+    if first == "memory":
+        insert(store, held, filled(held))
+        store.pin(torch.tensor(held), model="m")
+    # Whoever reads it finds out.
+    damage(in_file(store, tmp_path, [1, 2, 3, *tail]))
+    if first == "file":
+        insert(store, held, filled(held))
+    assert covered(store, [1, 2, 3, 9]) == 3
+    assert store.statistics.damaged == 0
+    assert covered(store, [1, 2, 3, *tail, 9]) == 3
+    assert store.statistics.damaged == 1
+
+
+@pytest.mark.parametrize("lengths", [(4, 9, 12), (12, 9, 4), (9, 4, 12)])
+def test_of_several_files_the_shortest_is_read(tmp_path: pathlib.Path, lengths: tuple[int, ...]) -> None:
+    store, paths = PrefixStore(ROOM, tmp_path), {}
+    for length in lengths:
+        paths[length] = in_file(store, tmp_path, [1, 2, 3, *[length] * (length - 3)])
+    stores = store, PrefixStore(ROOM, tmp_path)
+    for length in (9, 12):
+        damage(paths[length])
+    for each in stores:
+        assert covered(each, [1, 2, 3, 1]) == 3
+        assert each.statistics.damaged == 0
+
+
+# What is taken back into memory
+
+
+def test_who_writes_to_what_was_in_a_file_writes_to_a_fork_of_it(tmp_path: pathlib.Path) -> None:
+    store, ids = PrefixStore(ROOM, tmp_path), [1, 2, 3]
+    path = in_file(store, tmp_path, ids)
+    assert store.statistics.bytes == 0
+    hit = store.lookup(torch.tensor([*ids, 4]), model="m").cache
+    assert hit is not None
+    assert store.statistics.bytes > 0
+    # From now on memory alone can say what was held.
+    path.unlink()
+    hit.crop(1)
+    hit.update(torch.full((1, 1, 4, 1), 99.0), torch.full((1, 1, 4, 1), 99.0), layer_idx=0)
+    for _ in range(2):
+        assert covered(store, [*ids, 4]) == 3

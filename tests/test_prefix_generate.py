@@ -17,7 +17,7 @@ import test_fallback_layers
 import test_families
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.in_use import using
-from models import WINDOW, prompt, tiny_model
+from models import WINDOW, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
 
@@ -785,3 +785,27 @@ def test_a_penalty_on_repetition_is_that_of_a_plain_call() -> None:
     for _ in range(2):
         seen = by_store(model, store, ids, logits_processor=penalty)
         assert torch.equal(seen, plain(model, ids, logits_processor=penalty))
+
+
+@pytest.mark.parametrize("way", ["lora", "rows of several adapters", "prompt tuning", "prefix tuning"])
+def test_what_peft_does_to_a_model_is_seen(way: str) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = {
+        "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "prefix tuning": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }.get(way, lora)
+    model = peft.get_peft_model(fresh_model("llama"), config).eval()
+    store, ids, asked = PrefixStore(ROOM), prompt(tokens=DOCUMENT), dict(OPTIONS)
+    if way == "rows of several adapters":
+        asked["adapter_names"] = ["default"]
+    for _ in range(2):
+        with kvlayers.installed():
+            expected = model.generate(input_ids=ids, **asked)
+        with kvlayers.installed(prefix_store=store):
+            assert torch.equal(model.generate(input_ids=ids, **asked), expected)
+            with model.disable_adapter():
+                base = model.generate(input_ids=ids, **OPTIONS)
+    with model.disable_adapter(), kvlayers.installed():
+        assert torch.equal(model.generate(input_ids=ids, **OPTIONS), base)
+    assert (store.statistics.bypassed >= 2) == (way != "lora")

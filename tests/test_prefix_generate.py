@@ -480,6 +480,17 @@ def test_recurrent_rows_with_different_pasts(family: str) -> None:
         assert torch.equal(by_store(model, store, **padded(rows), **pad), one_by_one(model, rows, **pad))
 
 
+@pytest.mark.parametrize("family", ["zamba2", "falcon_h1"])
+def test_offloaded_layers_with_a_state_besides_are_put_side_by_side(family: str) -> None:
+    model = test_families.model_and_inputs(family)[0]
+    store, asked = PrefixStore(ROOM), {"eos_token_id": None, "cache_implementation": "offloaded"}
+    rows = questions(3, 9, document=40)
+    expected = one_by_one(model, rows, **asked)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, **padded(rows), **asked), expected)
+    assert store.statistics.hits == 2
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "jamba"])
 def test_a_prompt_that_is_read_in_chunks(family: str) -> None:
     model, store = tiny_model(family), PrefixStore(ROOM)
@@ -730,6 +741,11 @@ def test_calls_that_cannot_go_by_a_store_say_so() -> None:
         patch.undo()
         patch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation)
         _refused(model, "prepare_inputs_for_generation")
+    places = [torch.nn.Parameter(torch.empty(0, device=place)) for place in ("cpu", "meta")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "parameters", lambda *args, **how: iter(places))
+        with pytest.raises(OptionError, match="several devices"):
+            by_store(model, PrefixStore(ROOM), ids)
     hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output)
     _refused(model, "model.layers.1 has hooks")
     hook.remove()

@@ -8,7 +8,8 @@ from torch import Tensor
 from .cache import Cache
 from .compat import DUMMY_LAYER
 from .errors import UnsupportedLayerError
-from .layers import DynamicLayer, HybridLayer, LayerState, LinearAttentionLayer, OffloadedLayer, SlidingLayer
+from .layers import DynamicLayer, LayerState, LinearAttentionLayer, SlidingLayer
+from .layers.dispatch import attention_part, held_layer
 from .layers.hybrid import LINEAR
 from .stores import DenseStore, FixedStore, SharedStore
 from .stores.base import Fact
@@ -23,10 +24,7 @@ def can_be_stacked(cache: Cache) -> bool:
 
 
 def _layer_can_be(layer: object) -> bool:
-    if isinstance(layer, OffloadedLayer):
-        layer = layer.layer
-    if isinstance(layer, HybridLayer):
-        layer = layer.attention
+    layer = held_layer(attention_part(layer))
     if isinstance(layer, DynamicLayer | SlidingLayer):
         return isinstance(layer.store, STACKED_STORES)
     return isinstance(layer, (LinearAttentionLayer, *DUMMY_LAYER))

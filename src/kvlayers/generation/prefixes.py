@@ -13,7 +13,6 @@ three ways to make it:
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -38,8 +37,6 @@ from .model_identity import model_identity
 from .passing import at_once, pass_tokens
 from .prompts import LEAST_TOKENS
 from .usable import UnusableError, check_model, check_options, ids_name, options_as_text, options_of, prompts_of
-
-logger = logging.getLogger(__name__)
 
 BLIND_TO_ORDER = frozenset((
     "bos_token_id", "cache_config", "cache_implementation", "compile_config", "disable_compile", "diversity_penalty",

@@ -49,6 +49,9 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         raise UnusableError(f"{name} keeps states outside of its cache")
     if depends_on_length(model.config):
         raise UnusableError(f"{name} rotates keys by how long their prompt is (its rope_type)")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        # Which layer's states belong where, neither a file nor a config says.
+        raise UnusableError(f"the weights of {name} are on several devices")
     if arguments.get(compat.cache_argument(model)) is not None:
         raise UnusableError("it is given a cache")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import OptionError, StateMismatchError
-from ..layers import LayerState, OffloadedLayer, SinkLayer
-from ..layers.dispatch import attention_part
+from ..layers import LayerState, SinkLayer
+from ..layers.dispatch import attention_part, held_layer
 from ..operations import CacheState
 from ..quantized_cache import QuantizedCache
 from ..rotary import Rotary
@@ -88,7 +88,7 @@ def _facts(state: LayerState) -> dict[str, Any]:
 
 
 def _is_recording(layer: Any) -> bool:
-    return bool((layer.layer if isinstance(layer, OffloadedLayer) else layer).is_recording)
+    return bool(held_layer(layer).is_recording)
 
 
 def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
@@ -139,8 +139,7 @@ def _rotaries(cache: Cache) -> dict[str, Rotary]:
     """How the keys of sink layers are rotated, by fingerprint. No config says it, and no other kind needs it."""
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     found = [part._rotary for part in parts if isinstance(part, SinkCache)]
-    for layer in (attention_part(layer) for part in parts for layer in part.layers):
-        held = layer.layer if isinstance(layer, OffloadedLayer) else layer
+    for held in (held_layer(attention_part(layer)) for part in parts for layer in part.layers):
         if isinstance(held, SinkLayer):
             found.append(held.rotary)
     return {rotary.fingerprint: rotary for rotary in found if rotary is not None}

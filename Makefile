@@ -11,7 +11,9 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 
-.PHONY: help demo test fast bench clean
+.PHONY: help demo test newest oldest fast bench clean
+# Tests beside tests would have half of the cores each.
+.NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -20,11 +22,16 @@ help: ## This list
 demo: $(MODEL)/config.json ## A real model through every cache; ARGS='"A prompt" --context 512' for another run
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/kvlayers demo $(ARGS)
 
-test: $(MODEL)/config.json ## Lint, types and every test
+test: newest oldest ## All that CI runs
+
+newest: $(MODEL)/config.json ## Lint, types and every test, on the newest transformers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(PYTEST) $(ARGS)
+
+oldest: $(VENV)/installed ## The core of the tests on the oldest transformers
+	WORKERS=$(WORKERS) $(BIN)/nox --sessions oldest
 
 fast: $(VENV)/installed ## The core of the tests, under a minute
 	$(PYTEST) -m fast $(ARGS)
@@ -32,10 +39,10 @@ fast: $(VENV)/installed ## The core of the tests, under a minute
 bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
 
-clean: ## Remove the environment, the model and what tools left
-	rm -rf $(VENV) .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+clean: ## Remove the environments, the model and what tools left
+	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt constraints-shared.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import transformers as tf
 
+import versions
+
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -17,7 +19,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": 1,
-    "eos_token_id": None,
+    "eos_token_id": versions.NO_END,
 }
 WINDOW = 8
 
@@ -47,7 +49,7 @@ CONFIGS: dict[str, Any] = {
         n_head=4,
         n_positions=256,
         bos_token_id=1,
-        eos_token_id=None,
+        eos_token_id=versions.NO_END,
         pad_token_id=0,
     ),
     "deepseek_v3": lambda: tf.DeepseekV3Config(
@@ -71,7 +73,7 @@ CONFIGS: dict[str, Any] = {
         num_hidden_layers=2,
         pad_token_id=0,
         bos_token_id=1,
-        eos_token_id=None,
+        eos_token_id=versions.NO_END,
     ),
     "jamba": lambda: tf.JambaConfig(
         **{k: v for k, v in COMMON.items() if k != "head_dim"} | {"num_hidden_layers": 4},
@@ -91,7 +93,7 @@ CONFIGS: dict[str, Any] = {
         num_layers=2,
         num_heads=4,
         pad_token_id=0,
-        eos_token_id=None,
+        eos_token_id=versions.NO_END,
         decoder_start_token_id=0,
     ),
     "bart": lambda: tf.BartConfig(
@@ -105,7 +107,7 @@ CONFIGS: dict[str, Any] = {
         decoder_ffn_dim=48,
         pad_token_id=0,
         bos_token_id=1,
-        eos_token_id=None,
+        eos_token_id=versions.NO_END,
         decoder_start_token_id=1,
         forced_eos_token_id=None,
     ),
@@ -123,6 +125,7 @@ def tiny_model(family: str, seed: int = 0) -> Any:
 
 def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family that nobody else has, with some fields of its config changed."""
+    versions.need_recurrent_layers(family)
     config = CONFIGS[family]()
     for field, value in changes.items():
         setattr(config, field, value)

@@ -190,7 +190,7 @@ def test_a_forward_pass_that_broke_off_is_taken_back_by_length() -> None:
 def test_a_window_of_transformers_own_is_not_rolled_back_half_way() -> None:
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
-    cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), DynamicSlidingWindowLayer(4)])
+    cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4)])
     for index in range(2):
         cache.update(states(1, 2, 10, 8), states(1, 2, 10, 8), index)
     with pytest.raises(kvlayers.RollbackError):
@@ -300,7 +300,7 @@ def test_an_option_that_is_missing_is_named() -> None:
 
 
 CONFIG_ERRORS: dict[str, Callable[[], object]] = {
-    "no layers": lambda: kvlayers.DynamicCache(config=transformers.PreTrainedConfig()),
+    "no layers": lambda: kvlayers.DynamicCache(config=transformers.PretrainedConfig()),
     "no config": lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4),
     "a window that is none": lambda: kvlayers.SlidingLayer(0),
     "no sliding layer": lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8),
@@ -311,7 +311,7 @@ CONFIG_ERRORS: dict[str, Callable[[], object]] = {
 }
 
 
-def _with_layer_type(layer_type: str) -> transformers.PreTrainedConfig:
+def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
     config = transformers.LlamaConfig(**COMMON)
     config.layer_types = [layer_type] * 2
     return config

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 import kvlayers
+import versions
 from agreement import bytes_reached
 from models import CONFIGS, prompt, tiny_model
 from test_families import FAMILIES as OTHERS
 
 Pair = kvlayers.EncoderDecoderCache
 ENCODED, NEW_TOKENS, ROOM = 12, 6, 40
-FEWER_IN_THE_ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 2, "eos_token_id": None}
+FEWER_IN_THE_ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 2, "eos_token_id": versions.NO_END}
 """Where an encoder and its decoder differ, a cache must be made for the decoder."""
 
 # What a random model says depends on its input only where some weights are large; another factor for each family.

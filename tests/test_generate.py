@@ -1,5 +1,6 @@
 """generate() returns the tokens that it returns with transformers' own caches, in every way of decoding."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 import transformers
 
 import kvlayers
+import versions
+from kvlayers import compat
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
 
 NEW_TOKENS = 14
@@ -43,7 +46,8 @@ def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, 
     if way == "chunked prefill" and family in (*ENCODER_DECODERS, *RECURRENT):
         pytest.skip("transformers prefills decoders of attention in chunks, and no others")
     ids = prompt(2)
-    expected = generate(family, ids, **WAYS[way])
+    apart = versions.CHUNKS_NEED_A_GIVEN_CACHE and way == "chunked prefill"
+    expected = generate(family, ids, **WAYS["greedy" if apart else way])
     with kvlayers.installed():
         for name in NAMES if WAYS[way].get("use_cache", True) else (None,):
             assert torch.equal(generate(family, ids, cache_implementation=name, **WAYS[way]), expected), name
@@ -134,13 +138,14 @@ def test_a_prefix_serves_many_prompts_and_stays_as_it_was(family: str, twin_of: 
 def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, and a draft that is wrong often enough to roll back.
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
+    # Until 5.13, look-up may go on beyond the length that is asked for.
     expected = generate(family, ids)
     draft = tiny_model(family, seed=1)
     with kvlayers.installed():
         for name in NAMES:
             ahead = {"cache_implementation": name, "return_dict_in_generate": True}
             looked_up = generate(family, ids, prompt_lookup_num_tokens=4, **ahead)
-            assert torch.equal(looked_up.sequences, expected), name
+            assert torch.equal(looked_up.sequences[:, : expected.shape[1]], expected), name
             assisted = generate(family, ids, assistant_model=draft, **ahead)
             assert torch.equal(assisted.sequences, expected), name
             assert type(assisted.past_key_values).__module__.startswith("kvlayers")
@@ -152,11 +157,14 @@ def test_a_cache_that_is_passed_can_be_rolled_back_by_assisted_decoding(family: 
     expected = generate(family, ids)
     for kind, make in caches_for(family).items():
         cache = make()
-        assert torch.equal(generate(family, ids, prompt_lookup_num_tokens=4, past_key_values=cache), expected), kind
-        assert torch.equal(
-            generate(family, ids, assistant_model=tiny_model(family, seed=1), past_key_values=make()), expected
-        ), kind
-        assert cache.get_seq_length() == expected.shape[1] - 1
+        # Where transformers does not let a cache record its past before drafts, kvlayers does.
+        with contextlib.nullcontext() if compat.RECORDS_BEFORE_DRAFTS else kvlayers.installed():
+            looked_up = generate(family, ids, prompt_lookup_num_tokens=4, past_key_values=cache)
+            draft = tiny_model(family, seed=1)
+            assisted = generate(family, ids, assistant_model=draft, past_key_values=make())
+        assert torch.equal(looked_up[:, : expected.shape[1]], expected), kind
+        assert torch.equal(assisted, expected), kind
+        assert cache.get_seq_length() == looked_up.shape[1] - 1
 
 
 def test_a_cache_records_no_more_after_assisted_decoding(installed: None) -> None:

@@ -58,6 +58,8 @@ def test_tuples_make_the_round_trip() -> None:
     again.update(*(torch.randn(2, 2, 1, dim) for dim in (8, 4)), 0)
     assert (cache.get_seq_length(), again.get_seq_length()) == (5, 6)
     assert len(kvlayers.DynamicCache.from_legacy_cache(None)) == 0
+    assert len(kvlayers.DynamicCache.from_legacy_cache()) == 0
+    assert kvlayers.DynamicCache().to_legacy_cache() == ()
 
 
 @pytest.mark.fast
@@ -107,10 +109,12 @@ def test_states_can_be_put_in_place_through_the_lists() -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
 def test_old_names_answer() -> None:
     cache, _ = filled()
     assert cache.seen_tokens == 5
-    assert cache.get_usable_length(3) == 5
+    assert cache.get_usable_length(3) == cache.get_usable_length(3, 2) == 5
+    assert [cache.get_seq_length(layer) for layer in (0, 2, 7)] == [5, 5, 0]
     assert cache.get_max_cache_shape() == cache.get_max_length() == -1
     static = kvlayers.StaticCache(tiny_model("llama").config, max_cache_len=8)
     static.update(torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8), 0)
@@ -143,10 +147,24 @@ def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
         ((torch.randn(2, 3, 4),) * 2,),
         3,
         ((1, 2),),
+        ((torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)),),
+        ((torch.randn(1, 2, 3, 4),) * 2, (torch.randn(1, 2, 5, 4),) * 2),
+        ((torch.randn(1, 2, 3, 4),) * 2, (torch.randn(2, 2, 3, 4),) * 2),
     ],
-    ids=["flat", "no values", "three", "too deep", "three dimensions", "a number", "numbers"],
+    ids=[
+        "flat",
+        "no values",
+        "three",
+        "too deep",
+        "three dimensions",
+        "a number",
+        "numbers",
+        "tokens of values",
+        "tokens of layer 1",
+        "batch of layer 1",
+    ],
 )
-def test_tuples_of_the_wrong_depth_are_refused(tuples: object) -> None:
+def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None:
     with pytest.raises(kvlayers.LegacyFormatError, match="expected .* saw"):
         kvlayers.DynamicCache.from_legacy_cache(tuples)
 
@@ -207,3 +225,30 @@ def test_an_encoder_decoder_cache_reads_as_tuples_of_four() -> None:
     assert isinstance(again, transformers.EncoderDecoderCache)
     six = [(k, v, None, ck, cv, None) for k, v, ck, cv in cache]
     assert kvlayers.EncoderDecoderCache(six).get_seq_length() == 5
+
+
+@pytest.mark.fast
+def test_an_empty_pair_reads_as_nothing() -> None:
+    cache = kvlayers.EncoderDecoderCache.from_legacy_cache(None)
+    assert (len(cache), cache.get_seq_length(), list(cache), cache.to_legacy_cache()) == (0, 0, [], ())
+
+
+@pytest.mark.fast
+def test_a_pair_keeps_what_was_read_when_it_is_cropped_or_reordered() -> None:
+    own, cross = filled()[0], filled(tokens=9)[0]
+    cache = kvlayers.EncoderDecoderCache(own, cross)
+    before = cache.to_legacy_cache()
+    cache.crop(4)
+    cache.crop(-1)
+    cache.crop(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [cache.get_seq_length(layer) for layer in range(3)] == [3] * 3
+    for layer, states in zip(cache.to_legacy_cache(), before, strict=True):
+        for seen, old, tokens in zip(layer, states, (3, 3, 9, 9), strict=True):
+            assert torch.equal(seen, old[:, :, :tokens].flip(0))
+
+
+def test_a_static_cache_of_transformers_gives_tuples_of_its_tokens_alone(installed: None) -> None:
+    theirs = transformers.StaticCache(config=tiny_model("llama").config, max_cache_len=32)
+    output = run("llama", prompt(1), past_key_values=theirs, return_dict_in_generate=True, return_legacy_cache=True)
+    assert [layer[0].shape[2] for layer in output.past_key_values] == [17, 17]

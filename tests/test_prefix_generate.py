@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenalt
 import kvlayers
 import test_fallback_layers
 import test_families
+import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.in_use import using
 from models import WINDOW, fresh_model, prompt, tiny_model
@@ -755,16 +756,10 @@ def test_calls_that_cannot_go_by_a_store_say_so() -> None:
     longrope = tf.Phi3Config(
         **{
             **tiny_model("llama").config.to_diff_dict(),
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 32,
-            },
+            "original_max_position_embeddings": 32,
+            **versions.rope(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
         }
     )
-    assert longrope.rope_parameters["rope_type"] == "longrope"
     _refused(tf.AutoModelForCausalLM.from_config(longrope).eval(), "rope_type")
 
 

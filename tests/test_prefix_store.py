@@ -16,6 +16,7 @@ import torch
 import transformers as tf
 
 import kvlayers
+import versions
 from kvlayers import CachePathError, CapacityError, OptionError, PrefixError, PrefixStore, StateMismatchError
 from kvlayers.prefix.tree import RadixTree, common_tokens
 from models import COMMON, WINDOW, prompt, tiny_model
@@ -264,7 +265,7 @@ def test_what_happens_to_a_cache_or_to_a_hit_is_not_seen_by_the_store() -> None:
 def test_neither_tenants_nor_models_find_one_anothers() -> None:
     store, ids, config = PrefixStore(ROOM), prompt(tokens=6), tiny_model("llama").config
     cache = filled(ids[0].tolist())
-    theta = tf.LlamaConfig(**{**config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    theta = tf.LlamaConfig(**{**config.to_dict(), **versions.rope(rope_type="default", rope_theta=5e5)})
     store.insert(ids, cache, config=config, namespace="a")
     assert store.lookup(ids, config=config, namespace="a").covered == 5
     for options in (

@@ -12,6 +12,7 @@ import transformers
 from transformers import cache_utils as upstream
 
 import kvlayers
+import versions
 from kvlayers.attention import cpu
 from kvlayers.attention.history import History
 from models import COMMON, prompt, tiny_model
@@ -351,7 +352,7 @@ def test_a_crop_of_transformers_goes_on_from_wrong_states(backend: str) -> None:
     theirs.update(*states(64), 0)
     for _ in range(3):
         theirs.update(*states(1), 0)
-    assert theirs.is_croppable
+    assert theirs.is_croppable or not versions.SAYS_WHAT_IT_CAN_CROP
     theirs.crop(-5)
     wrong = theirs.update(*states(1), 0)[0].shape[2] != 63 or theirs.get_seq_length() != 63
     assert wrong, "transformers has mended this: drop the comparison"
@@ -376,6 +377,7 @@ def test_sequences_are_selected_and_repeated(backend: str) -> None:
     assert torch.equal(cache.update(keys, values, 0)[0][:, :, 200:], keys)
 
 
+@versions.fp8_of_transformers
 @pytest.mark.parametrize(
     "operation",
     [lambda cache: cache.crop(-5), lambda cache: cache.batch_select_indices(torch.tensor([0]))],
@@ -388,6 +390,7 @@ def test_fp8_of_transformers_cannot_do_these(operation: Callable[[Any], None]) -
         operation(theirs)
 
 
+@versions.fp8_of_transformers
 def test_fp8_of_transformers_repeats_nothing() -> None:
     theirs = upstream.QuantizedCache("fp8", CONFIG)
     theirs.update(*states(64, batch=2), 0)
@@ -411,6 +414,7 @@ def test_values_beyond_the_range_of_the_prompt_are_not_clipped(backend: str) -> 
         assert relative_error(side[:, :, :64] + 0, exact[:, :, :64] * 0.01) < 0.05
 
 
+@versions.fp8_of_transformers
 def test_fp8_of_transformers_clips_values_beyond_the_range_of_the_prompt() -> None:
     theirs = upstream.QuantizedCache("fp8", CONFIG)
     theirs.update(*states(64), 0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvlayers.errors import OptionError, RegistryError
+from kvlayers.layers import theirs
 from kvlayers.quantizers import (
     Backend,
     CodeFormat,
@@ -319,7 +320,7 @@ def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Cal
     layer: Any = kind(nbits=nbits, axis_key=axis, axis_value=axis, q_group_size=group_size)
 
     def quantize(states: Tensor) -> Tensor:
-        layer.lazy_initialization(states, states)
+        theirs.reserve(layer, states)
         held: Tensor = layer._dequantize(layer._quantize(states.contiguous(), axis=axis))
         return held
 

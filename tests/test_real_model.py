@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import kvlayers
+import versions
 
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[1] / ".models" / "SmolLM2-135M-Instruct")
@@ -39,9 +40,10 @@ def model(request: pytest.FixtureRequest) -> Any:
 def windowed(model: Any) -> Any:
     """The same weights with sliding attention in every other layer: a mistral is a llama with a window."""
     fields = model.config.to_dict()
+    of_rope = versions.rope(rope_theta=1.0, rope_type="default")
     kept = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
-        "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")}  # fmt: skip
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+        "bos_token_id", "eos_token_id", "pad_token_id", *of_rope)}  # fmt: skip
     config = transformers.Qwen2Config(
         **kept,
         sliding_window=WINDOW,

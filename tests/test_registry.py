@@ -14,6 +14,7 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import kvlayers
+import versions
 from kvlayers.generation import registry
 from models import prompt, tiny_model
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.fast
 
 CLASSES = {
     "dynamic": kvlayers.DynamicCache,
+    "dynamic_full": kvlayers.Cache,
     "static": kvlayers.StaticCache,
     "sliding_window": kvlayers.SlidingWindowCache,
     "hybrid": kvlayers.HybridCache,
@@ -109,6 +111,10 @@ def test_a_name_of_ones_own_is_accepted_everywhere_while_installed(tmp_path: Pat
 def test_options_of_a_name_reach_its_cache(installed: None) -> None:
     cache = used_cache("llama", cache_implementation="static", cache_config={"max_cache_len": 77})
     assert cache.get_max_length() == 77
+
+
+@versions.cache_length_of_a_call
+def test_the_length_that_a_call_asks_for_is_reserved(installed: None) -> None:
     assert used_cache("llama", cache_implementation="static", max_cache_len=99).get_max_length() == 99
 
 
@@ -366,12 +372,12 @@ import transformers.generation.utils as utils, transformers.generation.configura
 import transformers.cache_utils as caches
 before = {name: dict(vars(thing)) for name, thing in vars(caches).items() if isinstance(thing, type)}
 mixin, names = dict(vars(utils.GenerationMixin)), configuration.ALL_CACHE_IMPLEMENTATIONS
-maps = dict(caches.DYNAMIC_LAYER_TYPE_MAPPING), dict(caches.STATIC_LAYER_TYPE_MAPPING)
+maps = {name: dict(found) for name, found in vars(caches).items() if name.isupper() and isinstance(found, dict)}
 import kvlayers
 after = {name: dict(vars(thing)) for name, thing in vars(caches).items() if isinstance(thing, type)}
 drop = lambda found: {k: {n: v for n, v in d.items() if not n.startswith("_abc")} for k, d in found.items()}
 assert drop(after) == drop(before)
 assert dict(vars(utils.GenerationMixin)) == mixin and configuration.ALL_CACHE_IMPLEMENTATIONS == names
-assert (dict(caches.DYNAMIC_LAYER_TYPE_MAPPING), dict(caches.STATIC_LAYER_TYPE_MAPPING)) == maps
+assert {name: dict(vars(caches)[name]) for name in maps} == maps
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -11,21 +11,8 @@ import kvlayers
 from kvlayers import Checkpoints, RollbackError, compat
 from models import CONFIGS, fresh_model, prompt
 from test_families import FAMILIES, model_and_inputs
+from versions import RECURRENT_FAMILIES
 
-RECURRENT = (
-    "mamba",
-    "jamba",
-    "mamba2",
-    "falcon_mamba",
-    "bamba",
-    "granitemoehybrid",
-    "lfm2",
-    "qwen3_next",
-    "qwen3_5",
-    "zamba2",
-    "falcon_h1",
-    "nemotron_h",
-)
 CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
     "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),
     "static": lambda config, **options: kvlayers.StaticCache(config, max_cache_len=64, **options),
@@ -65,7 +52,7 @@ class Decoder:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_after_a_rollback_and_a_replay_logits_are_those_of_a_fresh_run(family: str, kind: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 30)
     cache, fresh = CACHES[kind](decoder.config), CACHES[kind](decoder.config)
@@ -84,7 +71,7 @@ def test_after_a_rollback_and_a_replay_logits_are_those_of_a_fresh_run(family: s
         )
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_a_run_that_went_back_agrees_with_one_forward_pass(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 24)
     cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(every=4, most=3))
@@ -97,7 +84,7 @@ def test_a_run_that_went_back_agrees_with_one_forward_pass(family: str) -> None:
     torch.testing.assert_close(seen, decoder.model(ids).logits[:, 16:], rtol=0, atol=TOLERANCE.get(family, 1e-5))
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_the_latest_checkpoint_at_or_before_a_length_is_found(family: str) -> None:
     decoder, ids = Decoder(family), prompt(1, 40)
     cache = kvlayers.DynamicCache(config=decoder.config, checkpoints={"every": 5, "most": 3})
@@ -114,7 +101,7 @@ def test_the_latest_checkpoint_at_or_before_a_length_is_found(family: str) -> No
         torch.testing.assert_close(decoder.pass_on(one, ids[:, start:20]), whole[:, start:], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("family", [family for family in RECURRENT if family != "lfm2"])
+@pytest.mark.parametrize("family", [family for family in RECURRENT_FAMILIES if family != "lfm2"])
 def test_what_follows_the_start_of_recording_can_be_taken_back_exactly(family: str) -> None:
     decoder, ids = Decoder(family), prompt(1, 30)
     cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(most=0))
@@ -148,7 +135,7 @@ def test_convolutions_alone_need_no_replay_while_they_are_recorded() -> None:
     torch.testing.assert_close(decoder.pass_on(cache, ids[:, seen:]), whole[:, seen:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 20)
     cache, other = kvlayers.DynamicCache(config=decoder.config), kvlayers.DynamicCache(config=decoder.config)
@@ -165,7 +152,7 @@ def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
     assert cache.get_seq_length() == PROMPT
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 16)
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -181,7 +168,7 @@ def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
     assert cache.get_seq_length() == 16 + 7
 
 
-@pytest.mark.parametrize("family", [f for f in RECURRENT if f in ("mamba", "jamba", "falcon_mamba")])
+@pytest.mark.parametrize("family", [f for f in RECURRENT_FAMILIES if f in ("mamba", "jamba", "falcon_mamba")])
 def test_several_tokens_are_refused_where_the_scan_would_forget_those_before(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 20)
     cache = kvlayers.DynamicCache(config=decoder.config)
@@ -194,7 +181,7 @@ def test_several_tokens_are_refused_where_the_scan_would_forget_those_before(fam
     torch.testing.assert_close(seen, expected, rtol=0, atol=TOLERANCE.get(family, 1e-5))
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_models_take_several_tokens_at_once_where_the_table_says_so(family: str) -> None:
     """With transformers' own cache, which does not refuse them."""
     decoder, ids = Decoder(family), prompt(2, 20)
@@ -258,7 +245,7 @@ def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
 
 
 def test_every_family_of_the_tests_is_known() -> None:
-    assert set(RECURRENT) <= {*FAMILIES, *CONFIGS}
+    assert set(RECURRENT_FAMILIES) <= {*FAMILIES, *CONFIGS}
 
 
 def logits_of(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import transformers as tf
 from transformers import CONFIG_MAPPING
 
 import kvlayers
+import versions
 from kvlayers.rotary import Layout, Rotary
 from kvlayers.rotary_config import HALVES, PAIRS, rotaries
 from models import COMMON, WINDOW, prompt
@@ -298,7 +299,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def tiny_config(model_type: str, **options: Any) -> Any:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {tf.__version__} has no {model_type}")
+    versions.need_recurrent_layers(model_type)
     given = {**BASE, **OPTIONS.get(model_type, {}), **options}
+    given |= versions.rope(**given.pop("rope_parameters")) if "rope_parameters" in given else {}
     return CONFIG_MAPPING[model_type](**{name: value for name, value in given.items() if value is not DERIVED})
 
 

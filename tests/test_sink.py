@@ -10,6 +10,7 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
+import versions
 from kvlayers import Quantization, QuantizedStore, Rotary, SinkCache, SinkLayer
 from models import COMMON, fresh_model, prompt, tiny_model
 
@@ -74,7 +75,10 @@ class PaperCache(kvlayers.DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen[layer_idx]
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        if isinstance(query_length, Tensor):
+            # Until transformers 5.4, their positions.
+            query_length = len(query_length)
         held = self.plain[layer_idx][0].shape[2] if layer_idx in self.plain else 0
         return held + query_length, self.seen[layer_idx] - held
 
@@ -311,7 +315,7 @@ def test_models_whose_keys_cannot_be_turned_are_refused(family: str) -> None:
 def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
     scaling = {"factor": 2.0} if rope_type == "dynamic" else factors
-    config = tf.LlamaConfig(**COMMON, rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **scaling})
+    config = tf.LlamaConfig(**COMMON, **versions.rope(rope_type=rope_type, rope_theta=1e4, **scaling))
     with pytest.raises(kvlayers.ConfigError, match="length"):
         SinkCache(WINDOW, config=config)
 
@@ -333,7 +337,7 @@ def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:
     cache = sink_cache(model)
     logits_of(model, prompt(1, 50), cache, [50])
     other = copy.deepcopy(model.config)
-    other.rope_parameters["rope_theta"] = 5e5
+    versions.set_rope_theta(other, 5e5)
     for stranger in (SinkCache(WINDOW, SINKS, config=other), SinkCache(WINDOW + 1, SINKS, config=model.config)):
         with pytest.raises(kvlayers.StateMismatchError):
             stranger.load_state(cache.state())

@@ -8,6 +8,7 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
+import versions
 from kvlayers import SinkCache, SinkLayer
 from kvlayers.layers.dispatch import attention_part, recurrent_part
 from models import fresh_model, prompt, tiny_model
@@ -240,7 +241,7 @@ def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
 
 def test_an_empty_cache_of_another_model_is_prepared_anew() -> None:
     llama, other = tiny_model("llama"), fresh_model("llama", seed=1)
-    other.config.rope_parameters["rope_theta"] = 50.0
+    versions.set_rope_theta(other.config, 50.0)
     other.model.rotary_emb = type(other.model.rotary_emb)(other.config)
     expected = decoded(other, prompt(1, 30))
     with kvlayers.installed():

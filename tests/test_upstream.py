@@ -9,6 +9,8 @@ import transformers
 from transformers import cache_utils as upstream
 
 import kvlayers
+import versions
+from kvlayers import compat
 from models import COMMON, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -25,7 +27,7 @@ NAMESAKES = {
     kvlayers.StaticLayer: upstream.CacheLayerMixin,
     kvlayers.StaticSlidingLayer: upstream.CacheLayerMixin,
     kvlayers.HybridLayer: upstream.CacheLayerMixin,
-    kvlayers.LinearAttentionLayer: upstream.LinearAttentionCacheLayerMixin,
+    kvlayers.LinearAttentionLayer: compat.LINEAR_LAYER,
     kvlayers.MambaCache: upstream.DynamicCache,
     kvlayers.HybridMambaAttentionDynamicCache: upstream.DynamicCache,
 }
@@ -39,7 +41,8 @@ def test_no_public_member_is_still_that_of_transformers(ours: type) -> None:
     special = ("__init__", "__iter__", "__len__", "__getitem__", "__repr__", "__deepcopy__")
     names = {name for base in theirs.__mro__[:-1] for name in vars(base) if not name.startswith("_")} | set(special)
     inherited = []
-    for name in names - {"register"}:
+    # Nobody asks a layer for its `layer_type`, by which classes of transformers were listed.
+    for name in names - {"register", "layer_type"}:
         owner = next((base for base in ours.__mro__ if name in vars(base)), object)
         if not owner.__module__.startswith("kvlayers") and owner is not object:
             inherited.append(f"{owner.__name__}.{name}")
@@ -63,6 +66,10 @@ def test_the_length_of_a_static_cache_is_an_int_that_stays() -> None:
     cache.update(*states(1), 0)
     assert type(saved) is int
     assert saved == 40
+
+
+@versions.static_caches_count_in_a_tensor
+def test_the_length_of_transformers_static_cache_goes_on() -> None:
     theirs = upstream.StaticCache(LLAMA, max_cache_len=64)
     theirs.update(*states(40), 0)
     saved = theirs.get_seq_length()
@@ -87,6 +94,10 @@ def test_static_layers_crop_repeat_and_select_and_keep_their_address() -> None:
 def test_a_cache_with_one_unbounded_layer_is_unbounded() -> None:
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length() == -1
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length(0) == 8
+
+
+@versions.max_length_of_transformers
+def test_a_cache_of_transformers_with_one_unbounded_layer_is_bounded() -> None:
     assert upstream.DynamicCache(config=GEMMA).get_max_length() == 8, "transformers has mended this"
 
 
@@ -113,7 +124,7 @@ def test_a_window_of_one_token_keeps_nothing() -> None:
     layer = kvlayers.SlidingLayer(1)
     for _ in range(5):
         assert layer.update(*states(1))[0].shape[2] == 1
-    theirs = upstream.DynamicSlidingWindowLayer(1)
+    theirs = upstream.DynamicSlidingWindowLayer(sliding_window=1)
     for _ in range(5):
         shape = theirs.update(*states(1))[0].shape
     assert shape[2] == 5, "transformers has mended this: drop the comparison"

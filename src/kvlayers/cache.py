@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from . import compat
 from .errors import ConfigError, LayerIndexError, OptionError, UnsupportedLayerError
-from .layers import CacheLayer, LinearAttentionLayer, OffloadedLayer
+from .layers import CacheLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
 from .legacy import LegacySurface
@@ -143,7 +143,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             key_states: `[batch, kv_heads, new, key_head_dim]`.
             value_states: `[batch, kv_heads, new, value_head_dim]`.
             layer_idx: index of the model's layer.
-            cache_kwargs: what models written for transformers 4 pass besides; no kind of layer here needs it.
+            cache_kwargs: what models written for transformers before 5.4 pass besides. Only layers of transformers' own
+                ask for it, and only there.
 
         Returns:
             Keys and values `[batch, kv_heads, attended, head_dim]`; see `CacheLayer.update`.
@@ -161,8 +162,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 f"expected a layer that attends, but layer {layer_idx} holds nothing: make the cache from the config "
                 "of the model that uses it."
             )
-        attended: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
-        return attended
+        if isinstance(layer, CacheLayer):
+            return layer.update(key_states, value_states)
+        return theirs.update(layer, key_states, value_states, cache_kwargs)
 
     def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         if self.layer_class_to_replicate is None or layer_idx < 0:
@@ -223,7 +225,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         for layer, layer_heads, layer_dim in zip(self.layers, heads, dims, strict=True):
             if layer.supports_early_init and not layer.is_initialized:
                 no_tokens = torch.empty((batch_size, layer_heads, 0, layer_dim), dtype=dtype, device=device)
-                layer.lazy_initialization(no_tokens, no_tokens)
+                if isinstance(layer, CacheLayer):
+                    layer.lazy_initialization(no_tokens, no_tokens)
+                else:
+                    theirs.reserve(layer, no_tokens)
 
     # Lengths and masks
 
@@ -244,8 +249,16 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         return seen if torch.compiler.is_compiling() else int(seen)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length of what the next update of a layer returns, and the position of its first token."""
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Length of what the next update of a layer returns, and the position of its first token.
+
+        Args:
+            query_length: tokens of the next update; or their positions, int64 `[query_length]`, as models and decode
+                loops written for transformers before 5.4 pass.
+            layer_idx: index of the model's layer.
+        """
+        if isinstance(query_length, Tensor):
+            query_length = query_length.shape[0]
         if layer_idx >= len(self.layers):
             return query_length, 0
         asked = self.layers[self._attending(layer_idx)]
@@ -253,8 +266,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             for layer in self.layers:
                 if isinstance(layer, CacheLayer):
                     layer.make_room(query_length)
-        kv_length, kv_offset = asked.get_mask_sizes(query_length)
-        return kv_length, kv_offset
+        if not isinstance(asked, CacheLayer):
+            return theirs.mask_sizes(asked, query_length)
+        return asked.get_mask_sizes(query_length)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
@@ -275,7 +289,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a layer, or the whole cache, can hold; -1 where there is no such number."""
         if layer_idx is not None:
-            return -1 if layer_idx >= len(self.layers) else int(self.layers[layer_idx].get_max_length())
+            if layer_idx >= len(self.layers):
+                return -1
+            layer = self.layers[layer_idx]
+            return int(layer.get_max_length()) if isinstance(layer, LayerOperations) else theirs.max_length(layer)
         capacities = [layer.capacity for layer in self.operable() if layer.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
         return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)

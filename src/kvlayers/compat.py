@@ -1,27 +1,99 @@
 """All that depends on a version of transformers or torch. Nothing else in kvlayers asks which one is installed."""
 
 import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-import transformers.cache_utils as upstream
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from transformers import PreTrainedConfig
 
 from .errors import ConfigError
 
-TRANSFORMERS = Version(Version(transformers.__version__).base_version)
+SUPPORTED = {"transformers": SpecifierSet(">=4.57,<6"), "torch": SpecifierSet(">=2.6")}
 
-OPTIONS_ARE_PER_LAYER = Version("5.19")
-"""From here on `get_layer_types_and_kwargs` returns options for each layer, for configs whose layers differ; before,
-it returned one dict for all."""
+
+def check_supported(package: str, version: str) -> Version:
+    """The release that `version` belongs to, development builds included.
+
+    Raises:
+        ImportError: kvlayers does not work with it.
+    """
+    release = Version(Version(version).base_version)
+    if release not in SUPPORTED[package]:
+        raise ImportError(
+            f"expected {package} {SUPPORTED[package]}, but saw {version}: install '{package}{SUPPORTED[package]}', or "
+            "another version of kvlayers."
+        )
+    return release
+
+
+TRANSFORMERS = check_supported("transformers", transformers.__version__)
+TORCH = check_supported("torch", torch.__version__)
+
+# Only now, as a version that is not supported may lack what these are imported for.
+import transformers.cache_utils as upstream  # noqa: E402
+
+# Transformers 5 spells it PreTrainedConfig, and has this name as well.
+from transformers import PretrainedConfig  # noqa: E402
+
+MASKS_BY_CACHE_POSITION = Version("5.4") > TRANSFORMERS
+"""Until then a layer was asked for its mask sizes with the positions of the queries, `[query_length]`; then with how
+many they are."""
+
+UPDATES_BY_CACHE_POSITION = Version("5.4") > TRANSFORMERS
+"""Until then static layers were told in `cache_kwargs` which slots to write."""
+
+SLICES_BY_CACHE_POSITION = Version("5.3") > TRANSFORMERS
+"""Until then `prepare_inputs_for_generation` took the newest tokens by `cache_position`; then by their number."""
+
+KNOWS_FIRST_ITERATION = Version("5.0") <= TRANSFORMERS
+"""From here on `prepare_inputs_for_generation` is told whether it is called for the first time."""
+
+HAS_LINEAR_LAYERS = Version("5.5") <= TRANSFORMERS
+"""From here on recurrent states are held by layers of a cache; before, in a cache of each model's own."""
+
+STATES_BY_INDEX = Version("5.14") <= TRANSFORMERS
+"""From here on a layer has several recurrent states, asked for by their index, and a config's layer types and their
+options come from one function."""
+
+MODELS_PASS_COLUMNS = Version("5.15") <= TRANSFORMERS
+"""From here on models pass a layer the columns of new tokens, and how many its convolution keeps. Layers of kvlayers
+with recurrent states are of this kind, and serve no model of before."""
+
+RECURRENT_LAYERS_SAY_WHAT_THEY_CAN_CROP = Version("5.17") <= TRANSFORMERS
+"""From here on a recurrent layer of transformers' own knows whether it can be rolled back; before, none can."""
+
+LAYER_CLASSES_TAKE_CONFIG = Version("5.8") <= TRANSFORMERS < Version("5.14")
+"""In these versions classes of layers are listed by layer type, and are made from the config of the model."""
+
+RECORDS_BEFORE_DRAFTS = Version("5.14") <= TRANSFORMERS
+"""From here on assisted decoding lets a cache record its past; before, it used one that forgets nothing."""
+
+PREFILLS_APART = Version("5.0") <= TRANSFORMERS
+"""From here on `generate()` has a method for the first forward pass, `_prefill`."""
+
+RESERVES_AHEAD = Version("5.13") <= TRANSFORMERS
+"""From here on a model says what states a static cache is reserved for."""
+
+ROPE_HAS_ONE_DICT = Version("5.0") <= TRANSFORMERS
+"""From here on a config has all that it says of RoPE in `rope_parameters`; before, in `rope_theta`, `rope_scaling` and,
+where windows rotate by other angles, `rope_local_base_freq`."""
+
+HAS_MAX_LENGTH = Version("5.13") <= TRANSFORMERS
+"""From here on it is `get_max_length`; before, `get_max_cache_shape`."""
+
+RESERVES_FOR_KEYS_AND_VALUES = Version("5.0") <= TRANSFORMERS
+"""From here on a layer is told the form of values as well as that of keys."""
+
+MAKES_STATIC_CACHE = "_prepare_static_cache" if Version("5.1") <= TRANSFORMERS else "_get_cache"
+"""Name of the method that makes caches of a static name."""
 
 BLOOM_MASKS_WHAT_IS_THERE = Version("5.21")
 """From here on BLOOM pads its mask to the length of a static cache only where it is compiled; before, always."""
-
-TORCH = Version(Version(torch.__version__).base_version)
 
 COMPILES_TENSOR_SUBCLASSES = Version("2.13") <= TORCH
 """From here on TorchDynamo is known to trace what `attention/single_query_compiled.py` asks of it."""
@@ -33,9 +105,14 @@ current_device_index = (
 )
 set_device_index = torch.accelerator.set_device_index if _NAMES_ITS_INDEX else torch.accelerator.set_device_idx
 
-LINEAR_LAYER = upstream.LinearAttentionCacheLayerMixin
+
+class _NoLinearLayer:
+    """Stands for the base of layers with recurrent states, where transformers has none."""
+
+
+LINEAR_LAYER: type = upstream.LinearAttentionCacheLayerMixin if HAS_LINEAR_LAYERS else _NoLinearLayer
 ATTENTION_LAYER = upstream.CacheLayerMixin
-DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if hasattr(upstream, "DummyLayer") else ()
+DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if Version("5.23") <= TRANSFORMERS else ()
 """What stands for a layer that holds nothing, in versions that have one for each layer of a model."""
 
 
@@ -47,13 +124,13 @@ class LayerSpec:
     options: dict[str, Any]
 
 
-def decoder_config(config: object) -> PreTrainedConfig:
+def decoder_config(config: object) -> PretrainedConfig:
     """The config of the decoder's text model, which is `config` itself for a plain language model.
 
     Raises:
         ConfigError: `config` is not a model config.
     """
-    if not isinstance(config, PreTrainedConfig):
+    if not isinstance(config, PretrainedConfig):
         raise ConfigError(
             f"expected a model config (a PreTrainedConfig), but saw a {type(config).__name__}: pass model.config."
         )
@@ -74,15 +151,42 @@ def layer_specs(config: object) -> list[LayerSpec]:
     """
     decoder = decoder_config(config)
     try:
-        layer_types, options = upstream.get_layer_types_and_kwargs(decoder)
+        layer_types, options = _LAYER_TYPES_OF(decoder)
     except AttributeError as missing:
         raise ConfigError(
             f"expected a config that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
             f"attention_chunk_size where layers differ), but in {type(decoder).__name__} {missing}: pass the config of "
             "the model itself, or make the cache without a config."
         ) from missing
-    per_layer = options if TRANSFORMERS >= OPTIONS_ARE_PER_LAYER else [options] * len(layer_types)
-    return [LayerSpec(layer_type, dict(own)) for layer_type, own in zip(layer_types, per_layer, strict=True)]
+    per_layer = options if isinstance(options, list) else [options] * len(layer_types)
+    told = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
+    return [LayerSpec(layer_type, {**own, **told}) for layer_type, own in zip(layer_types, per_layer, strict=True)]
+
+
+def _described_layers(decoder: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The layer type of each layer and its options, as a config says them, in words of today.
+
+    By attribute, as configs have other names for some of these.
+    """
+    sliding_window = getattr(decoder, "sliding_window", None)
+    chunk = getattr(decoder, "attention_chunk_size", None)
+    found = getattr(decoder, "layer_types", None)
+    if found is None:
+        kind = "full_attention" if sliding_window is chunk is None else "sliding_attention"
+        found = [kind] * decoder.num_hidden_layers
+    # The last layers of some models read what earlier ones hold.
+    found = found[: len(found) - (getattr(decoder, "num_kv_shared_layers", None) or 0)]
+    layer_types = [_TYPES_BEFORE.get(layer_type, layer_type) for layer_type in found]
+    windowed = {"sliding_window": sliding_window or chunk}
+    options = [windowed if kind in ("sliding_attention", "chunked_attention") else {} for kind in layer_types]
+    return layer_types, options
+
+
+_TYPES_BEFORE = {"attention": "full_attention", **dict.fromkeys(("mamba", "moe", "mlp"), "linear_attention")}
+"""Layer types of before 5.14. What holds nothing at all is made as a recurrent layer, which stays empty."""
+
+# From 5.19 on the options come for each layer, for configs whose layers differ; before, one dict for all.
+_LAYER_TYPES_OF = upstream.get_layer_types_and_kwargs if STATES_BY_INDEX else _described_layers
 
 
 def head_dims(config: object) -> tuple[int, int] | None:
@@ -109,15 +213,54 @@ def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
     Raises:
         ConfigError: transformers does not know the type either.
     """
-    static = max_cache_len is not None
-    mapping = upstream.STATIC_LAYER_TYPE_MAPPING if static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
-    if spec.layer_type not in mapping:
+    make = _layer_makers(max_cache_len)
+    if spec.layer_type not in make:
         raise ConfigError(
-            f"expected a layer type that transformers {TRANSFORMERS} has a cache for ({', '.join(sorted(mapping))}), "
-            f"but saw '{spec.layer_type}': import the module of the model that defines it first."
+            f"expected a layer type that transformers {TRANSFORMERS} has a cache for ({', '.join(sorted(make))}), but "
+            f"saw '{spec.layer_type}': import the module of the model that defines it first, or, where its model "
+            "makes a cache of its own, leave it to generate()."
         )
+    return make[spec.layer_type](spec.options)
+
+
+def _layer_makers(max_cache_len: int | None) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """For each layer type that transformers has a class for, what makes its layer from the options of a `LayerSpec`."""
+    static = max_cache_len is not None
     size = {"max_cache_len": max_cache_len} if static else {}
-    return mapping[spec.layer_type](**size, **spec.options)
+    if STATES_BY_INDEX:
+        listed = upstream.STATIC_LAYER_TYPE_MAPPING if static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
+        return {name: functools.partial(_of_options, kind, size) for name, kind in listed.items()}
+    recurrent: dict[str, Any] = {}
+    if HAS_LINEAR_LAYERS:
+        alone, beside_attention = upstream.LinearAttentionLayer, upstream.LinearAttentionAndFullAttentionLayer
+        recurrent = {"linear_attention": alone, "conv": alone, "hybrid": beside_attention}
+    makers: dict[str, Callable[[dict[str, Any]], Any]] = {
+        name: functools.partial(_alone, kind, {}) for name, kind in recurrent.items()
+    }
+    if static:
+        makers |= {name: functools.partial(_alone, kind, size) for name, kind in _own_static_layers().items()}
+    if LAYER_CLASSES_TAKE_CONFIG and not static:
+        listed = upstream.LAYER_TYPE_CACHE_MAPPING
+        makers |= {name: functools.partial(_of_config, kind) for name, kind in listed.items()}
+    return makers
+
+
+def _of_options(kind: Any, size: dict[str, Any], options: dict[str, Any]) -> Any:
+    return kind(**size, **options)
+
+
+def _alone(kind: Any, size: dict[str, Any], options: dict[str, Any]) -> Any:
+    return kind(**size)
+
+
+def _of_config(kind: Any, options: dict[str, Any]) -> Any:
+    return kind(options["config"])
+
+
+def _own_static_layers() -> dict[str, Any]:
+    """Classes of static layers besides those of full and sliding attention, from 5.8 to 5.13."""
+    indexed = {"deepseek_sparse_attention": upstream.StaticIndexedLayer} if Version("5.11") <= TRANSFORMERS else {}
+    return indexed | (upstream.LAYER_TYPE_STATIC_CACHE_MAPPING if Version("5.12") <= TRANSFORMERS else {})
 
 
 SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
@@ -152,6 +295,15 @@ def whole_length(generation_config: Any, attention_mask: torch.Tensor | None) ->
     return attention_mask.shape[1] if attention_mask is not None else vars(generation_config).get("_mask_length")
 
 
+NAME_FOR_DRAFTS = "dynamic_full" if Version("5.14") > TRANSFORMERS else None
+"""The name that assisted decoding asks a draft model's cache by; until then, that of one that forgets nothing."""
+
+
+def most_tokens(generation_config: Any, max_cache_length: int) -> int:
+    """Tokens that a call of `generate()` makes room for, of which a config may ask more since transformers 5.17."""
+    return max(max_cache_length, vars(generation_config).get("max_cache_len") or 0)
+
+
 def default_generation_options() -> dict[str, Any]:
     """What each option of `generate()` is where nobody says anything.
 
@@ -174,9 +326,27 @@ def replaces_cross_attention_cache(model: Any) -> bool:
 
 def counts_on_the_whole_reservation(config: object) -> bool:
     """Whether the model's forward pass makes a bias for all slots of a static cache, so that no bucket fits it."""
-    if not isinstance(config, PreTrainedConfig):
+    if not isinstance(config, PretrainedConfig):
         return False
     return config.model_type == "bloom" or bool(vars(config).get("alibi"))
+
+
+def static_shape(model: Any) -> tuple[Any, Any] | None:
+    """kv_heads and head_dim of the states that a static cache of a model is for, where the model says so."""
+    shape: tuple[Any, Any] | None = model._get_static_cache_init_shape() if RESERVES_AHEAD else None
+    return shape
+
+
+def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a model's `prepare_inputs_for_generation` makes of the last `new_tokens` of `input_ids`, behind others."""
+    told: dict[str, Any] = {"is_first_iteration": False} if KNOWS_FIRST_ITERATION else {}
+    if SLICES_BY_CACHE_POSITION:
+        end = input_ids.shape[1]
+        told["cache_position"] = torch.arange(end - new_tokens, end, device=input_ids.device)
+    else:
+        told["next_sequence_length"] = new_tokens
+    inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, **told, **model_kwargs)
+    return inputs
 
 
 def makes_its_own_cache(model: Any, name: str) -> bool:
@@ -191,5 +361,25 @@ def makes_its_own_cache(model: Any, name: str) -> bool:
 
     if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
         return False
-    overridden = type(model)._prepare_static_cache is not GenerationMixin._prepare_static_cache
+    overridden = getattr(type(model), MAKES_STATIC_CACHE) is not getattr(GenerationMixin, MAKES_STATIC_CACHE)
     return overridden or (model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)
+
+
+RENAMED_MAXIMA = Version("5.13") <= TRANSFORMERS
+"""From here on `get_max_cache_shape`, `max_cache_len` and `max_batch_size` of caches are old names of `get_max_length`
+and `batch_size`. Before, they are the only ones, and transformers calls them."""
+
+CROPS_BY_COUNT_ALONE = Version("5.15") <= TRANSFORMERS
+"""From here on `crop` only takes how many tokens to remove, a negative number; before, a positive one is a length."""
+
+ITERATES_AS_PAIRS = Version("5.0") > TRANSFORMERS
+"""Until then caches are iterated as keys and values; then with the window of each layer besides."""
+
+HOLLOW_CACHE_NAMES = (
+    ("SinkCache",)
+    if Version("5.0") > TRANSFORMERS
+    else ("SlidingWindowCache",)
+    if Version("5.6") <= TRANSFORMERS
+    else ()
+)
+"""Old names of caches that transformers has, and that are no such cache: a class that only raises, or `StaticCache`."""

@@ -62,7 +62,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        if isinstance(ddp_cache_data, transformers.PreTrainedConfig):
+        if isinstance(ddp_cache_data, transformers.PretrainedConfig):
             raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
         if checkpoints is not None and config is None:
             raise OptionError("expected a config beside checkpoints, to say what layers are recurrent, but saw none.")
@@ -86,9 +86,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         legacy.check_takes_pairs(
             layer for layer, (keys, *_) in zip(self.operable(), given, strict=False) if keys is not None
         )
-        for layer, (keys, values, *_) in zip(self.layers, given, strict=False):
-            if keys is not None and values is not None:
-                layer.update(keys, values)
+        for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
+            if states[0] is not None:
+                layer.update(*legacy.with_dropped(states, slides))
 
     @property
     def is_compileable(self) -> bool:
@@ -110,19 +110,25 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         if config is None:
             return cls(ddp_cache_data=pairs)
         cache = cls(config=config)
-        attending = [layer for layer in cache.layers if isinstance(layer, compat.ATTENTION_LAYER)]
+        attending = [
+            (layer, slides)
+            for layer, slides in zip(cache.layers, cache.is_sliding, strict=True)
+            if isinstance(layer, compat.ATTENTION_LAYER)
+        ]
         if len(pairs) not in (0, len(attending)):
             raise LegacyFormatError(
                 f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
                 "those of every layer."
             )
         legacy.check_takes_pairs(layer for layer in cache.operable() if pairs and layer.attends)
-        for layer, (keys, values) in zip(attending, pairs, strict=False):
-            layer.update(keys, values)
+        for (layer, slides), pair in zip(attending, pairs, strict=False):
+            layer.update(*legacy.with_dropped(pair, slides))
         return cache
 
 
 def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
+    if isinstance(states, legacy.WindowedStates):
+        return SlidingLayer(states.sliding_window)
     sliding_window = states[2] if len(states) == 3 else None
     return (
         DynamicLayer(length_hint) if sliding_window is None else SlidingLayer(whole_number(sliding_window, "a window"))

@@ -90,7 +90,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @checks_options
     def __init__(self, *caches: Any) -> None:
-        if len(caches) == 1 and not isinstance(caches[0], transformers.Cache | transformers.PreTrainedConfig):
+        if len(caches) == 1 and not isinstance(caches[0], transformers.Cache | transformers.PretrainedConfig):
             caches = _caches_of(caches[0])
         if len(caches) != 2 or not all(isinstance(cache, Cache) for cache in caches):
             raise OptionError(
@@ -322,7 +322,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
-        return (self._four(layer_idx) for layer_idx in range(len(self.layers)))
+        layers = enumerate(self.operable())
+        return (legacy.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
     def to_legacy_cache(self) -> legacy.LegacyStates:
         """The states as `((keys, values, cross_keys, cross_values), ...)`; the pairs alone before there is an encoder.
@@ -402,7 +403,7 @@ def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
             )
     for layer in layers:
         half = 2 if len(layer) == 2 else len(layer) // 2
-        own.append(layer[:half])
+        own.append(type(layer)(layer[:half]))
         if layer[half:]:
             cross.append(layer[half:])
     return DynamicCache(own), DynamicCache(cross)

@@ -5,13 +5,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor
 
+from . import compat
 from .attention.handle import as_dense
+from .deprecation import warn_of_old_use
 from .errors import LayerIndexError, LegacyFormatError
 
 if TYPE_CHECKING:
     from .layers import CacheLayer, TransformersLayer
+    from .layers.base import LayerOperations
 
 StatePair = tuple[Tensor | None, Tensor | None]
 """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`; `None` before the first states."""
@@ -56,8 +60,9 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
                 f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
                 f"{seen} and tuples cannot say so: use state() and load_state()."
             )
-        # What is read only while the cache stays as it is would not outlive the next update.
-        pairs.append((as_dense(keys), as_dense(values)))
+        # What is read only while the cache stays as it is would not outlive the next update; and static layers of
+        # transformers have zeros behind their tokens.
+        pairs.append((as_dense(keys)[:, :, :seen], as_dense(values)[:, :, :seen]))
     return tuple(pairs)
 
 
@@ -71,6 +76,54 @@ def check_takes_pairs(layers: Iterable[Any]) -> None:
             )
 
 
+class WindowedStates(tuple[Any, ...]):
+    """States of a layer that attends within a window: a tuple whose type says what its tensors do not.
+
+    torch gathers what replicas return by making each tuple anew, of the same type, from gathered tensors alone.
+    """
+
+    sliding_window: int
+    """Tokens that a query attends to, itself included."""
+    seen: int
+    """Tokens that the layer has seen."""
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Any, ...]]]:
+        # No other process could import a type that was made for one layer.
+        return tuple, (tuple(self),)
+
+
+def with_dropped(states: tuple[Any, ...], slides: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values, with zeros in the place of tokens that a window has dropped: positions are those of the layer.
+
+    Args:
+        states: what a layer held.
+        slides: whether the layer that is to take them in drops such tokens as well.
+
+    Raises:
+        LegacyFormatError: tokens are missing, and the layer would attend to what is in their place.
+    """
+    keys, values = states[:2]
+    if not isinstance(states, WindowedStates) or states.seen == keys.shape[2]:
+        return keys, values
+    dropped = states.seen - keys.shape[2]
+    if not slides:
+        raise LegacyFormatError(
+            f"expected states of every token for a layer of full attention, but saw those of a window of "
+            f"{states.sliding_window}, which has dropped {dropped} of {states.seen}: make the cache from the config of "
+            "the model that they are of."
+        )
+    return tuple(torch.nn.functional.pad(held, (0, 0, dropped, 0)) for held in (keys, values))  # type: ignore[return-value]
+
+
+def with_window(states: tuple[Any, ...], layer: "LayerOperations | TransformersLayer") -> tuple[Any, ...]:
+    """`states` of a layer as a tuple that is gathered with the layer's window, where it has one."""
+    if not layer.is_sliding or layer.capacity is None:
+        return states
+    facts = {"sliding_window": layer.capacity, "seen": layer.length or 0}
+    windowed: type[WindowedStates] = type(WindowedStates.__name__, (WindowedStates,), facts)
+    return windowed(states)
+
+
 def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
     """`states` as a tuple of tuples of tensors.
 
@@ -79,7 +132,7 @@ def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
         width: how many tensors a layer may have.
 
     Raises:
-        LegacyFormatError: it is nested in another way.
+        LegacyFormatError: it is nested in another way, or shapes disagree.
     """
     layers = check_nesting(states, width)
     for index, layer in enumerate(layers):
@@ -87,9 +140,40 @@ def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
             if not isinstance(tensor, Tensor) or tensor.dim() != 4:
                 raise LegacyFormatError(
                     f"expected tensors [batch, kv_heads, tokens, head_dim] at layer {index}, but saw "
-                    f"{tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__}."
+                    f"{_shown(tensor) if isinstance(tensor, Tensor) else f'a {type(tensor).__name__}'}: nest keys and "
+                    "values as they are, one tuple per layer."
                 )
+        _check_shapes(index, layer, layers[0])
     return layers
+
+
+def _check_shapes(index: int, layer: tuple[Tensor, ...], first: tuple[Tensor, ...]) -> None:
+    for keys, values in zip(layer[::2], layer[1::2], strict=True):
+        if keys.shape[:3] != values.shape[:3]:
+            raise LegacyFormatError(
+                "expected keys and values of one batch size, with as many kv_heads and tokens, but saw "
+                f"{_shown(keys)} and {_shown(values)} at layer {index}: pass both as one forward pass returned them."
+            )
+    if len(layer) != len(first):
+        raise LegacyFormatError(
+            f"expected as many tensors for each layer as for the first, but saw {len(first)} there and {len(layer)} at "
+            f"layer {index}: give all layers cross-attention, or none."
+        )
+    for place in range(0, len(layer), 2):
+        if layer[place].shape[0] != first[0].shape[0] or _tokens(layer, place) != _tokens(first, place):
+            raise LegacyFormatError(
+                f"expected layers of one batch size with as many tokens, but saw {_shown(first[place])} at layer 0 and "
+                f"{_shown(layer[place])} at layer {index}: pass all layers as one forward pass returned them."
+            )
+
+
+def _tokens(states: tuple[Tensor, ...], place: int) -> int:
+    """Tokens that the keys at a place are of, those that a window of self-attention has dropped included."""
+    return states.seen if isinstance(states, WindowedStates) and place == 0 else states[place].shape[2]
+
+
+def _shown(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
 
 
 def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
@@ -100,15 +184,23 @@ def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...]
     """
     expected = f"a tuple with a tuple of {' or '.join(map(str, width))} tensors for each layer"
     if isinstance(states, Tensor) or not isinstance(states, Iterable):
-        raise LegacyFormatError(f"expected {expected}, but saw a {type(states).__name__}.")
-    layers = tuple(states)
+        seen = f"a tensor {_shown(states)}" if isinstance(states, Tensor) else f"a {type(states).__name__}"
+        raise LegacyFormatError(f"expected {expected}, but saw {seen}: pass what to_legacy_cache() returns.")
+    layers = tuple(_unstacked(layer) for layer in states)
     for index, layer in enumerate(layers):
         if not isinstance(layer, tuple | list) or len(layer) not in width:
             seen = f"{len(layer)} entries" if isinstance(layer, tuple | list) else f"a {type(layer).__name__}"
+            if isinstance(layer, Tensor):
+                seen = f"a tensor {_shown(layer)}"
             raise LegacyFormatError(
                 f"expected {expected}, but saw {seen} at layer {index}: nest the tensors one tuple per layer."
             )
-    return tuple(tuple(layer) for layer in layers)
+    return tuple(layer if isinstance(layer, WindowedStates) else tuple(layer) for layer in layers)
+
+
+def _unstacked(layer: Any) -> Any:
+    """The tensors of a layer where it comes as one, `[count, batch, kv_heads, tokens, head_dim]`, as PEFT stacks it."""
+    return layer.unbind() if isinstance(layer, Tensor) and layer.dim() == 5 else layer
 
 
 class StateList(Sequence[Tensor | None]):
@@ -186,7 +278,7 @@ class LegacySurface(ABC):
 
     def __iter__(self) -> Iterator[StatePair]:
         """A pair of keys and values for each layer."""
-        return ((layer.keys, layer.values) for layer in self.operable())
+        return (with_window((layer.keys, layer.values), layer) for layer in self.operable())
 
     @property
     def key_cache(self) -> StateList:
@@ -200,25 +292,35 @@ class LegacySurface(ABC):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens that the cache has seen."""
+        """Tokens that the cache has seen; an old name of `get_seq_length()`."""
+        warn_of_old_use("cache.seen_tokens", "use cache.get_seq_length()")
         return self.get_seq_length()
 
     @property
     def max_batch_size(self) -> int:
-        """The name of `batch_size` for static caches before transformers 5.16."""
+        """The name of `batch_size` for static caches before transformers 5.13."""
+        if compat.RENAMED_MAXIMA:
+            warn_of_old_use("cache.max_batch_size", "use cache.batch_size")
         return self.batch_size
 
     @property
     def max_cache_len(self) -> int:
-        """The name of `get_max_length()` for static caches before transformers 5.16."""
+        """The name of `get_max_length()` for static caches before transformers 5.13."""
+        if compat.RENAMED_MAXIMA:
+            warn_of_old_use("cache.max_cache_len", "use cache.get_max_length()")
         return self.get_max_length()
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The name of `get_max_length` before transformers 5.13."""
+        if compat.RENAMED_MAXIMA:
+            warn_of_old_use("cache.get_max_cache_shape()", "use cache.get_max_length()")
         return self.get_max_length(layer_idx)
 
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
         """Tokens of the past that remain when `new_seq_length` more come: fewer than held once a maximum is met."""
+        warn_of_old_use(
+            "cache.get_usable_length()", "use cache.get_seq_length(), and cache.get_max_length() for limits"
+        )
         most, seen = self.get_max_length(layer_idx), self.get_seq_length(layer_idx)
         return most - new_seq_length if most >= 0 and seen + new_seq_length > most else seen
 

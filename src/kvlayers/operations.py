@@ -154,6 +154,29 @@ class LayerwiseOperations(ABC):
         if batch_size >= 0:
             self._select(repeated_rows(repeats, batch_size))
 
+    def batch_split(self, full_batch_size: int, split_size: int) -> list[Self]:
+        """Caches of `split_size` sequences each, the last one of what is left, that go on apart from this one.
+
+        Args:
+            full_batch_size: sequences of this cache.
+            split_size: sequences of each part.
+
+        Raises:
+            OptionError: `full_batch_size` is not that of the cache, or a count that is not at least 1.
+        """
+        full, each = whole_number(full_batch_size, "full_batch_size"), whole_number(split_size, "split_size")
+        if full != self.batch_size or each < 1:
+            raise OptionError(
+                f"expected a cache of full_batch_size sequences to be split into parts of at least one, but saw {full} "
+                f"for {self.batch_size} and parts of {each}: pass cache.batch_size and the size of a part."
+            )
+        parts = []
+        for begin in range(0, full, each):
+            part = self._fork()
+            part.batch_select_indices(range(begin, min(begin + each, full)))
+            parts.append(part)
+        return parts
+
     def expand(self, repeats: int) -> None:
         """Let `repeats` sequences go on from each one, side by side.
 

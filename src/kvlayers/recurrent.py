@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import compat
 from .errors import LayerIndexError, UnsupportedLayerError
-from .layers import HybridLayer, LayerOperations, LinearAttentionLayer
+from .layers import HybridLayer, LayerOperations, LinearAttentionLayer, theirs
 
 RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
 """Ours first: an instance of the very class is found without asking its bases, at every layer and token."""
@@ -61,7 +61,7 @@ class RecurrentSurface:
             LayerIndexError: the layer has no such state.
         """
         if layer_idx is None:
-            layer = next((layer for layer in reversed(self.layers) if isinstance(layer, RECURRENT)), None)
+            layer: Any = next((layer for layer in reversed(self.layers) if isinstance(layer, RECURRENT)), None)
             if layer is None:
                 raise UnsupportedLayerError(
                     "expected a layer with a recurrent state, but saw none: make the cache from the config of the "
@@ -71,7 +71,7 @@ class RecurrentSurface:
             return False
         else:
             layer = self._recurrent(layer_idx)
-        seen = layer.has_previous_state
+        seen = theirs.by_index(layer.has_previous_state)
         return all(seen.values()) if state_idx is None else bool(self._state(seen, state_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -82,14 +82,14 @@ class RecurrentSurface:
             UnsupportedLayerError: the layer has no such states.
         """
         layer = self._recurrent(layer_idx)
-        seen = self._state(layer.has_previous_state, state_idx)
-        return layer.conv_states[state_idx] if seen else None
+        seen = self._state(theirs.by_index(layer.has_previous_state), state_idx)
+        return theirs.by_index(layer.conv_states)[state_idx] if seen else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Recurrent state of a layer, `None` before the first tokens. Raises as `get_conv_state`."""
         layer = self._recurrent(layer_idx)
-        seen = self._state(layer.has_previous_state, state_idx)
-        return layer.recurrent_states[state_idx] if seen else None
+        seen = self._state(theirs.by_index(layer.has_previous_state), state_idx)
+        return theirs.by_index(layer.recurrent_states)[state_idx] if seen else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
@@ -103,16 +103,18 @@ class RecurrentSurface:
             UnsupportedLayerError: the layer has no such states, or takes in no several tokens behind others.
             StateMismatchError: inputs of another batch size, channels, dtype, device or kernel than those held.
         """
-        updated: Tensor = self._recurrent(layer_idx).update_conv_state(conv_states, state_idx, **layer_options)
+        layer = self._recurrent(layer_idx)
+        which = (state_idx,) if isinstance(layer, OURS) else theirs.which_state(state_idx)
+        updated: Tensor = layer.update_conv_state(conv_states, *which, **layer_options)
         return updated
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
     ) -> Tensor:
         """Replace the recurrent state of a layer, which checks `layer_options`. Raises as `update_conv_state`."""
-        updated: Tensor = self._recurrent(layer_idx).update_recurrent_state(
-            recurrent_states, state_idx, **layer_options
-        )
+        layer = self._recurrent(layer_idx)
+        which = (state_idx,) if isinstance(layer, OURS) else theirs.which_state(state_idx)
+        updated: Tensor = layer.update_recurrent_state(recurrent_states, *which, **layer_options)
         return updated
 
     def is_recording_past(self, layer_idx: int) -> bool:

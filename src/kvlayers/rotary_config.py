@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
-from .compat import LayerSpec, decoder_config, layer_specs
+from .compat import (
+    LayerSpec,
+    decoder_config,
+    layer_specs,
+)
 from .errors import ConfigError
+from .rope_words import rope_config_of_windows, rope_parameters
 from .rotary import Layout, Rotary
 
 # A config says how fast a model turns its keys, and not which dimensions it turns with which. That is in the code of
@@ -52,39 +57,39 @@ SCALED_BY_POSITION = ("beam",)
 WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
 WITHOUT_KEYS = ("linear_attention", "conv", "dummy", "moe", "mlp")
 
-_SWITCHES: dict[str, Callable[[PreTrainedConfig], bool]] = {
+_SWITCHES: dict[str, Callable[[PretrainedConfig], bool]] = {
     "falcon": lambda config: not config.alibi,
     "granitemoehybrid": lambda config: config.position_embedding_type == "rope",
     "zamba2": lambda config: config.use_mem_rope,
 }
 """Whether a model of that type rotates keys at all, where its config can tell it not to."""
 
-_LayerRule = Callable[[PreTrainedConfig, int, str], bool]
+_LayerRule = Callable[[PretrainedConfig, int, str], bool]
 
 
-def _everywhere(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
+def _everywhere(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     return True
 
 
-def _in_windows(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
+def _in_windows(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     return layer_type == "sliding_attention"
 
 
-def _in_windows_if_any(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
+def _in_windows_if_any(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     return config.sliding_window is None or layer_type == "sliding_attention"
 
 
-def _in_windows_or_dense(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
+def _in_windows_or_dense(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     dense = config.mlp_layer_types[index] == "dense" and config.prefix_dense_sliding_window_pattern == 1
     return dense or layer_type == "sliding_attention"
 
 
-def _where_listed(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
+def _where_listed(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     # Despite its name, the list has a 1 for each layer that does rotate its keys.
     return bool(config.no_rope_layers[index])
 
 
-def _where_theta_is_set(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
+def _where_theta_is_set(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     return bool(config.layer_rope_theta[index])
 
 
@@ -133,7 +138,7 @@ def rotaries(config: object) -> list[Rotary | None]:
     return result
 
 
-def _check(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> None:
+def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
     """Raise `ConfigError` where the keys of a model cannot be moved, with the reason that says most."""
     model_type = decoder.model_type
     if not type(decoder).__module__.startswith("transformers."):
@@ -145,14 +150,14 @@ def _check(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> None:
             "not rotate them: use a cache that leaves tokens where they are."
         )
     # A model that knows of sections has some of its own where its config has none.
-    known = [getattr(decoder, "ignore_keys_at_rope_validation", None) or (), *_rope_parameters(decoder)]
+    known = [getattr(decoder, "ignore_keys_at_rope_validation", None) or (), *rope_parameters(decoder)]
     if any("mrope_section" in keys for keys in known):
         raise ConfigError(
             f"expected positions that are one number for each token, but those of '{model_type}' have several axes "
             "(mrope_section): where it sees nothing but text, pass rotary=kvlayers.Rotary(inv_freq, layout), with the "
             "frequencies and the layout of the model's own code."
         )
-    for own in _rope_parameters(decoder):
+    for own in rope_parameters(decoder):
         rope_type = own.get("rope_type", "default")
         if own.get("llama_4_scaling_beta") is not None:
             raise _scaled_by_position(model_type, "llama_4_scaling_beta")
@@ -186,7 +191,7 @@ def _check(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> None:
         )
 
 
-def _unknown(decoder: PreTrainedConfig) -> ConfigError:
+def _unknown(decoder: PretrainedConfig) -> ConfigError:
     return ConfigError(
         f"expected a model whose rotary layout is known to kvlayers, but saw '{decoder.model_type}' "
         f"({type(decoder).__name__}): pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the "
@@ -201,11 +206,11 @@ def _scaled_by_position(model_type: str, by: str) -> ConfigError:
     )
 
 
-def _has_rope(decoder: PreTrainedConfig) -> bool:
+def _has_rope(decoder: PretrainedConfig) -> bool:
     if decoder.model_type in ("codegen", "gptj"):
         return decoder.rotary_dim is not None
     switch = _SWITCHES.get(decoder.model_type)
-    parameters = list(_rope_parameters(decoder))
+    parameters = list(rope_parameters(decoder))
     return any(own.get("rope_theta") is not None for own in parameters) and (switch is None or switch(decoder))
 
 
@@ -215,21 +220,14 @@ def depends_on_length(config: object) -> bool:
     Raises:
         ConfigError: `config` is no model config.
     """
-    parameters = _rope_parameters(decoder_config(config))
+    parameters = rope_parameters(decoder_config(config))
     return any(own.get("rope_type", "default") not in LENGTH_INDEPENDENT for own in parameters)
 
 
-def _rope_parameters(decoder: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """What the config says of RoPE: once for all layers, or for each kind of layer that rotates its keys."""
-    parameters = getattr(decoder, "rope_parameters", None) or {}
-    nested = [own for own in parameters.values() if isinstance(own, dict)]
-    yield from nested or ([parameters] if parameters else [])
-
-
-def _layer_frequencies(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> Iterator[Tensor | None]:
+def _layer_frequencies(decoder: PretrainedConfig, specs: list[LayerSpec]) -> Iterator[Tensor | None]:
     """Radians per token of the keys of each layer, float32 `[pairs]`, `None` where nothing is rotated."""
     rotates = _ROTATES.get(decoder.model_type, _everywhere)
-    shared = _model_frequencies(decoder)
+    shared, of_windows = _model_frequencies(decoder), rope_config_of_windows(decoder)
     for index, spec in enumerate(specs):
         if spec.layer_type in WITHOUT_KEYS or not rotates(decoder, index, spec.layer_type):
             yield None
@@ -237,6 +235,8 @@ def _layer_frequencies(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> Ite
             own = copy.copy(decoder)
             own.rope_parameters = {**decoder.rope_parameters, "rope_theta": decoder.layer_rope_theta[index]}
             yield _model_frequencies(own)["inv_freq"]
+        elif of_windows is not None and spec.layer_type == "sliding_attention":
+            yield _model_frequencies(of_windows)["inv_freq"]
         elif "inv_freq" in shared:
             yield shared["inv_freq"]
         elif decoder.rope_parameters[spec.layer_type] is None:
@@ -245,7 +245,7 @@ def _layer_frequencies(decoder: PreTrainedConfig, specs: list[LayerSpec]) -> Ite
             yield shared[f"{spec.layer_type}_inv_freq"]
 
 
-def _model_frequencies(decoder: PreTrainedConfig) -> dict[str, Tensor]:
+def _model_frequencies(decoder: PretrainedConfig) -> dict[str, Tensor]:
     """The buffers of the model's rotary embedding: `inv_freq`, or `<layer type>_inv_freq` for each kind of layer."""
     if decoder.model_type in ("codegen", "gptj"):
         steps = torch.arange(0, decoder.rotary_dim, 2, dtype=torch.float32, device="cpu") / decoder.rotary_dim

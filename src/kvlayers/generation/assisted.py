@@ -104,6 +104,8 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     """
     cache = kwargs.get("past_key_values")
     check_rollback(model, cache)
+    if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
+        cache.activate_past_recording()
     if not isinstance(cache, Cache) or rolling(cache) is cache:
         return original(model, input_ids, **kwargs)
     with _passing_what_is_missing(model, cache, kwargs["generation_config"]) as loop:

@@ -9,6 +9,8 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `GenerationMixin._prefill` forgets what a cache has seen where the model's scan begins from zero (`passing.py`).
 * `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped, and goes
   by a store of prefixes where there is one (`prefixes.py`).
+* `PreTrainedModel.__call__` takes and returns legacy tuples (`tuples.py`).
+* Under `legacy_names`, what transformers 4 had and later versions lack (`old_names.py`).
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
 
@@ -29,14 +31,12 @@ from transformers.utils import ModelOutput
 
 from .. import compat
 from ..cache import Cache
-from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
-from ..legacy import LegacyStates
 from ..prefix import PrefixStore
 from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
-from . import assisted, given, in_use, passing, prefixes, prompts, registry, reservations
+from . import assisted, given, in_use, old_names, passing, prefixes, prompts, registry, reservations, tuples
 from .calls import sequences_of_each_prompt
 
 CONTINUOUS_BATCHING = "paged"
@@ -53,21 +53,27 @@ _explicit = False
 _blocks = 0
 
 
-def install(prefix_store: PrefixStore | None = None, namespace: str = "") -> None:
+def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy_names: bool = False) -> None:
     """From now on, `generate()` makes its caches with kvlayers.
 
     Args:
         prefix_store: a store that calls go by where they can: what it has of a prompt is not computed again, and what
             is computed is held there. Where not given, what an earlier `install` said stays.
         namespace: whose prefixes they are.
+        legacy_names: from now on, old code also finds the caches that transformers 5 has dropped, in the modules where
+            they were, and the methods that its own caches have lost.
 
     Raises:
-        OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one.
+        OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one, or `legacy_names` is
+            neither true nor false.
     """
     global _explicit
     counted = in_use.counting(prefix_store, namespace)
+    old_names.check_wanted(legacy_names)
     with _lock:
         _explicit = True
+        if legacy_names:
+            old_names.offer()
         if counted is not None:
             in_use.use_for_all(counted)
         _wake()
@@ -79,6 +85,7 @@ def uninstall() -> None:
     with _lock:
         _explicit, _blocks = False, 0
         in_use.use_for_all(None)
+        old_names.withdraw()
         _sleep()
 
 
@@ -88,18 +95,24 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def installed(prefix_store: PrefixStore | None = None, namespace: str = "") -> Iterator[None]:
+def installed(
+    prefix_store: PrefixStore | None = None, namespace: str = "", legacy_names: bool = False
+) -> Iterator[None]:
     """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls.
 
     A `prefix_store` is for calls in the block's own thread, as those of others may be for other namespaces.
     """
     global _blocks
     counted = in_use.counting(prefix_store, namespace)
+    old_names.check_wanted(legacy_names)
     with _lock:
         _blocks += 1
         _wake()
     try:
-        with contextlib.nullcontext() if counted is None else in_use.using(counted):
+        with (
+            contextlib.nullcontext() if counted is None else in_use.using(counted),
+            old_names.offered() if legacy_names else contextlib.nullcontext(),
+        ):
             yield
     finally:
         with _lock:
@@ -112,9 +125,10 @@ def _wake() -> None:
     for name, wrap in _WRAPS.items():
         current = getattr(GenerationMixin, name)
         # Where another library has wrapped ours, ours is still underneath, and awake again.
-        if _wrappers.get(name) not in _chain(current):
+        if _wrappers.get(name) not in tuples.chain(current):
             _originals[name], _wrappers[name] = current, wrap(current)
             setattr(GenerationMixin, name, _wrappers[name])
+    tuples.accept()
     _offer_names()
 
 
@@ -124,16 +138,9 @@ def _sleep() -> None:
         if getattr(GenerationMixin, name) is wrapper:
             setattr(GenerationMixin, name, _originals.pop(name))
             del _wrappers[name]
+    tuples.refuse()
     _offer_names()
     reservations.free_reservations()
-
-
-def _chain(method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """A method and those that it wraps, as far as it says so."""
-    found = [method]
-    while "__wrapped__" in found[-1].__dict__:
-        found.append(found[-1].__dict__["__wrapped__"])
-    return found
 
 
 def _offer_names() -> None:
@@ -181,7 +188,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = compat.cache_argument(self)
         past = kwargs.get(cache_name)
         if isinstance(past, tuple | list):
-            past = kwargs[cache_name] = _cache_from_tuples(self.config, past)
+            tuples.warn_of_tuples(cache_name)
+            past = kwargs[cache_name] = tuples.cache_for_generate(self.config, past)
         recorded = past is not None and _is_recording(past)
         static = _static_part(past)
         compiled = static is not None and static.compiled
@@ -196,7 +204,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(cache, Cache) and not recorded and not (config is not None and config.is_assistant):
             cache.deactivate_past_recording()
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
-            output[cache_name] = _tuples_from_cache(cache)
+            output[cache_name] = tuples.tuples_of(cache)
         if isinstance(output, Tensor):
             del cache
             reservations.give_back(self, loans)
@@ -207,21 +215,6 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_recording(cache: Any) -> bool:
     return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.operable())
-
-
-def _cache_from_tuples(config: Any, states: tuple[Any, ...] | list[Any]) -> DynamicCache | EncoderDecoderCache:
-    if config.is_encoder_decoder:
-        return EncoderDecoderCache.from_legacy_cache(states)
-    return DynamicCache.from_legacy_cache(states, config=config)
-
-
-def _tuples_from_cache(cache: Any) -> LegacyStates:
-    if isinstance(cache, Cache):
-        return cache.to_legacy_cache()
-    if isinstance(cache, transformers.EncoderDecoderCache):
-        parts = cache.self_attention_cache, cache.cross_attention_cache
-        return EncoderDecoderCache(*(Cache(layers=part.layers) for part in parts)).to_legacy_cache()
-    return Cache(layers=cache.layers).to_legacy_cache()
 
 
 def _wrap_prepare_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,14 +268,15 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
         encoder = None if compat.replaces_cross_attention_cache(self) else model_kwargs.get("encoder_outputs")
-        # A draft model's config has the options of the main model's cache, without the name that they belong to.
-        of_another = generation_config.is_assistant and generation_config.cache_implementation is None
+        # A draft model's config has the options of the main model's cache, though not the name that they belong to.
+        asked = generation_config.cache_implementation
+        of_another = generation_config.is_assistant and asked in (None, compat.NAME_FOR_DRAFTS)
         options = None if of_another else generation_config.cache_config
         request = registry.CacheRequest(
             self.config,
             {} if options is None else options,
             batch_size=batch_size * sequences_of_each_prompt(generation_config),
-            length_hint=max(max_cache_length, generation_config.max_cache_len or 0)
+            length_hint=compat.most_tokens(generation_config, max_cache_length)
             + (_draft_length(generation_config) if drafting else 0),
             device=self.device,
             dtype=self.dtype,
@@ -330,7 +324,7 @@ def _cache_for(
 
 def _reserved_ahead(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
     """Reserve memory before a prefill that is compiled, which would own what it reserves; whether that is possible."""
-    heads = None if request.config.is_encoder_decoder else model._get_static_cache_init_shape()
+    heads = None if request.config.is_encoder_decoder else compat.static_shape(model)
     if heads is None or request.batch_size is None:
         return False
     cache.early_initialization(request.batch_size, *heads, model.dtype, model.device)
@@ -409,5 +403,5 @@ _WRAPS = {
     "_prepare_cache_for_generation": _wrap_prepare_cache,
     "_validate_generation_mode": _wrap_validate_mode,
     "_assisted_decoding": _wrap_assisted_decoding,
-    "_prefill": _wrap_prefill,
+    **({"_prefill": _wrap_prefill} if compat.PREFILLS_APART else {}),
 }

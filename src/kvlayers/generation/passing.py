@@ -51,13 +51,7 @@ def pass_tokens(
     output = None
     for begin in range(start, end, step):
         stop = min(begin + step, end)
-        inputs = type(model).prepare_inputs_for_generation(
-            model,
-            input_ids[:, :stop],
-            next_sequence_length=stop - begin,
-            is_first_iteration=False,
-            **cut(model_kwargs, end - stop),
-        )
+        inputs = compat.model_inputs(model, input_ids[:, :stop], stop - begin, cut(model_kwargs, end - stop))
         output = model(**inputs, return_dict=True)
     if any(layer.is_recording for layer in cache.operable()):
         # What comes next may be taken back to here.

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, RegistryError
+from ..layers.dispatch import every_token_layers
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import QuantizedCache
 from ..sink_cache import SinkCache, left_padding_of
@@ -39,7 +40,7 @@ class CacheRequest:
         attention_mask: `[batch, tokens]` of the prompt, 0 for padding, where known.
     """
 
-    config: PreTrainedConfig
+    config: PretrainedConfig
     options: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int | None = None
     length_hint: int | None = None
@@ -170,9 +171,9 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     return cache
 
 
-def _config_of(model_or_config: object) -> PreTrainedConfig:
+def _config_of(model_or_config: object) -> PretrainedConfig:
     found = vars(model_or_config).get("config") if isinstance(model_or_config, torch.nn.Module) else model_or_config
-    if not isinstance(found, PreTrainedConfig):
+    if not isinstance(found, PretrainedConfig):
         raise ConfigError(
             f"expected a model or its config, but saw a {type(model_or_config).__name__}: pass the model itself, or "
             "model.config."
@@ -215,6 +216,16 @@ def _sized(request: CacheRequest) -> dict[str, Any]:
 @register("dynamic")
 def _dynamic(request: CacheRequest) -> DynamicCache:
     return DynamicCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
+
+
+@register("dynamic_full")
+def _dynamic_full(request: CacheRequest) -> Cache:
+    """A cache that forgets nothing, whatever the model's windows, as the name meant until transformers 5.14."""
+    options = {"length_hint": request.length_hint, "checkpoints": None, **request.options}
+    unknown = sorted(options.keys() - {"length_hint", "checkpoints"})
+    if unknown:
+        raise OptionError(f"'dynamic_full' takes the options length_hint and checkpoints, but was given {unknown}.")
+    return Cache(layers=every_token_layers(request.config, **options))
 
 
 @register("static")

@@ -64,6 +64,16 @@ def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: 
     return _layers(config, kinds, checkpoints)
 
 
+def every_token_layers(
+    config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None
+) -> list[Any]:
+    """As `dynamic_layers`, but what attends within a window holds every token, and leaves the window to its mask."""
+    kinds: dict[str, Factory] = dict.fromkeys(
+        ("full_attention", *WINDOWED), lambda spec: DynamicLayer(length_hint=length_hint)
+    )
+    return _layers(config, kinds, checkpoints)
+
+
 def static_layers(config: object, reserved: Reservation, checkpoints: CheckpointOptions = None) -> list[Any]:
     """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
     # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
@@ -92,11 +102,10 @@ def _layers(
     def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
         return LinearAttentionLayer(spec.options.get("number_of_states", 1), policy, tokens_at_once)
 
-    every: dict[str, Factory] = {
-        **kinds,
-        **dict.fromkeys(RECURRENT, recurrent),
-        **dict.fromkeys(HYBRID, lambda spec: HybridLayer(kinds[HYBRID[spec.layer_type]](spec), recurrent(spec))),
-    }
+    every = dict(kinds)
+    if compat.MODELS_PASS_COLUMNS:
+        every |= dict.fromkeys(RECURRENT, recurrent)
+        every |= dict.fromkeys(HYBRID, lambda spec: HybridLayer(kinds[HYBRID[spec.layer_type]](spec), recurrent(spec)))
     return [
         every[spec.layer_type](spec) if spec.layer_type in every else compat.upstream_layer(spec, max_cache_len)
         for spec in compat.layer_specs(config)
@@ -198,6 +207,11 @@ def sink_layers(config: object, sinking: Sinking, rotary: Rotary | None = None) 
         if not _attends_beyond(spec, sinking.window_length):
             continue
         forgetful = False
+        if isinstance(layers[index], compat.LINEAR_LAYER) and recurrent_part(layers[index]) is None:
+            raise ConfigError(
+                f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
+                f"{type(layers[index]).__name__}: use a DynamicCache, or a newer transformers."
+            )
         attention = sinking.layer(rotary if turns is None else turns[index])
         linear = recurrent_part(layers[index])
         layers[index] = attention if linear is None else HybridLayer(attention, linear)

@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from typing_extensions import Self, override
 
+from .. import compat
 from ..errors import RollbackError, UnsupportedLayerError
 from ..options import checks_options
 from .checkpoints import Checkpoints
@@ -27,7 +27,7 @@ from .linear_states import LinearStates
 from .token_count import TokenCount
 
 
-class LinearAttentionLayer(LayerOperations, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
     """Convolution states and recurrent states, at a fixed address, and how many tokens they have seen.
 
     A convolution state is the newest `conv_kernel_size` columns of what a causal convolution reads; a recurrent state

@@ -11,6 +11,7 @@ from .. import compat
 from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from ..memory_held import storages_of
 from ..stores.base import Fact
+from . import theirs
 from .base import LayerState
 from .batch import repeated_rows
 
@@ -100,7 +101,7 @@ class TransformersLayer:
     @property
     def capacity(self) -> int | None:
         """The most tokens that the layer can hold, `None` where there is no such number."""
-        most = int(self.layer.get_max_length())
+        most = theirs.max_length(self.layer)
         return None if most < 0 else most
 
     @property
@@ -109,9 +110,7 @@ class TransformersLayer:
         if self.keys is not None and self.keys.dim() == 4:
             return int(self.keys.shape[0])
         if self.is_recurrent:
-            for states in (*self.layer.conv_states.values(), *self.layer.recurrent_states.values()):
-                if states is not None:
-                    return int(states.shape[0])
+            return next((int(states.shape[0]) for states in theirs.recurrent_states(self.layer)), None)
         return None
 
     def _can_crop(self) -> bool:
@@ -138,7 +137,7 @@ class TransformersLayer:
                 f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before."
             )
         if self.is_recurrent:
-            if not self.layer.is_croppable:
+            if not compat.RECURRENT_LAYERS_SAY_WHAT_THEY_CAN_CROP or not self.layer.is_croppable:
                 raise RollbackError(
                     f"expected layers that can be rolled back by {tokens} tokens, but the recurrent state of {name} "
                     "has no past to go back to: fork() the cache before the tokens that may be taken back."
@@ -163,7 +162,7 @@ class TransformersLayer:
         self.check_removal(tokens)
         if self._is_empty() or not self._can_crop():
             return
-        if tokens or (self.is_recurrent and self.layer.record_past):
+        if tokens or (self.is_recurrent and self.record_past):
             self.layer.crop(-tokens)
 
     def check_select(self, batch_size: int) -> None:
@@ -198,7 +197,7 @@ class TransformersLayer:
         if not vars(self.layer).get("record_past"):
             return
         self.layer.record_past = False
-        for index, states in vars(self.layer).get("conv_states", {}).items():
+        for index, states in theirs.by_index(self.layer.conv_states).items() if self.is_recurrent else ():
             if states is not None:
                 # A layer that does not record writes its convolutions in place, and so needs them of their own size.
                 self.layer.conv_states[index] = _newest_columns(states, self.layer.conv_kernel_size[index])

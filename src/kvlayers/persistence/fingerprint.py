@@ -10,6 +10,7 @@ import transformers
 
 from ..compat import decoder_config
 from ..errors import ModelMismatchError, OptionError
+from ..rope_words import config_fields
 from .description import Description, ModelRecord
 
 INSTALLED = transformers.__version__
@@ -49,7 +50,7 @@ def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
     """
     decoder = decoder_config(config)
     content: Any = config if is_pair else decoder
-    fields: dict[str, Any] = _plain(content.to_dict())
+    fields: dict[str, Any] = _plain(config_fields(content))
     return fields
 
 

@@ -1,0 +1,109 @@
+"""The test suite on several versions of transformers: `nox -s matrix`. CONTRIBUTING.md says more."""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints-shared.txt"
+MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
+SCRIPTS = ROOT / "scripts"
+WHOLE, NARROWED = (ROOT / ".nox" / "results" / name for name in ("whole", "narrowed"))
+
+VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0")
+"""The oldest and the newest version of transformers that kvlayers runs on, and versions between that changed much."""
+
+FREE_OF_TRANSFORMERS = (
+    "persistence_security",
+    "prefix_entries",
+    "prefix_machine",
+    "prefix_memory",
+    "prefix_places",
+    "prefix_redis",
+    "prefix_store",
+    "quantized_attention",
+    "quantizers",
+)
+"""Fast tests of files, servers and kernels, which no version of transformers has a part in."""
+
+nox.options.sessions = ["matrix"]
+# pip, as in the Makefile: where it is told to take builds of torch from holds here too. uv does not read that.
+nox.options.default_venv_backend = "venv"
+
+versions_run: list[str] = []
+
+
+@nox.session(reuse_venv=True)
+@nox.parametrize("transformers", VERSIONS)
+def matrix(session: nox.Session, transformers: str) -> None:
+    """The whole suite on each version; `-- ARGUMENTS` goes to pytest."""
+    versions_run.append(transformers)
+    session.notify("matrix_table", posargs=session.posargs)
+    session.log(f"transformers {transformers}: {VERSIONS.index(transformers) + 1} of {len(VERSIONS)}")
+    result = results(session) / f"{transformers}.json"
+    result.unlink(missing_ok=True)
+    # Before the long installation, and by make alone: it is one model for all versions.
+    if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
+        session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
+    install(session, transformers, extras="test,triton")
+    run_tests(session, "-p", "matrix_result", "--result", str(result), *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def oldest(session: nox.Session) -> None:
+    """The fast core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
+    # triton is a gigabyte, and what is tested of it is the same on every version.
+    install(session, VERSIONS[0], extras="test")
+    ignored = [f"--ignore=tests/test_{name}.py" for name in FREE_OF_TRANSFORMERS]
+    run_tests(session, "-m", "fast", *ignored, *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def matrix_table(session: nox.Session) -> None:
+    """A table of the results; `matrix` ends with it."""
+    make_table(session, results(session), *(versions_run or VERSIONS))
+
+
+@nox.session(venv_backend="none", default=False)
+def matrix_record(session: nox.Session) -> None:
+    """Write the last results of the whole suite to docs/matrix.md, or to `-- PAGE`."""
+    make_table(session, WHOLE, *VERSIONS, "--record", *(session.posargs or ["docs/matrix.md"]))
+
+
+def results(session: nox.Session) -> Path:
+    """Where results go: apart from those of the whole suite where pytest is told what to run."""
+    return NARROWED if session.posargs else WHOLE
+
+
+def make_table(session: nox.Session, *arguments: str | Path) -> None:
+    """Run `scripts/matrix_table.py` by the Python that nox runs on."""
+    session.run(sys.executable, str(SCRIPTS / "matrix_table.py"), *map(str, arguments), external=True)
+
+
+def install(session: nox.Session, transformers: str, extras: str) -> None:
+    """Install kvlayers beside one version of transformers, unless the same was installed from the same files."""
+    wanted = (f".[{extras}]", f"transformers=={transformers}")
+    files = (ROOT / "pyproject.toml", CONSTRAINTS)
+    digest = hashlib.sha256(repr(wanted).encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
+    installed = Path(session.virtualenv.location) / "installed"
+    if installed.exists() and installed.read_text() == digest:
+        return
+    session.log(f"installing {' and '.join(wanted)}")
+    # Where Python is told to write no bytecode, each process of the tests would compile torch for itself.
+    options = ("--compile-bytecode",) if session.venv_backend == "uv" else ("--disable-pip-version-check",)
+    session.install(*options, "-c", str(CONSTRAINTS), "-e", *wanted)
+    installed.write_text(digest)
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest as the Makefile does, with the plugins of `scripts/`."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(SCRIPTS),
+        "KVLAYERS_DEMO_MODEL": os.environ.get("KVLAYERS_DEMO_MODEL", str(MODEL)),
+    }
+    workers = os.environ.get("WORKERS", "2")
+    session.run("pytest", "-n", workers, "--dist", "worksteal", *arguments, env=environment)

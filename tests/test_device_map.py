@@ -1,0 +1,74 @@
+"""accelerate keeps some of a model's weights on disk and brings them for each forward pass: the caches are the same."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from models import fresh_model, prompt
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+FAMILIES = ("llama", "gemma3")
+NAMES = ("dynamic", "static", "hybrid", "quantized", "int8", "offloaded", "offloaded_static", "offloaded_quantized")
+SINKS = {"window_length": 8, "num_sink_tokens": 2}
+
+
+def continuation(model: Any, **options: Any) -> torch.Tensor:
+    ids = prompt(2)
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A model in memory, and the same one with every other layer on disk."""
+    directory = tmp_path_factory.mktemp(request.param)
+    whole = fresh_model(request.param)
+    whole.save_pretrained(directory)
+    places: dict[str, str] = {
+        f"model.layers.{index}": ("cpu", "disk")[index % 2] for index in range(whole.config.num_hidden_layers)
+    }
+    places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    split = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, device_map=places, offload_folder=directory / "offloaded"
+    )
+    assert {weight.device.type for weight in split.model.layers[0].parameters()} == {"cpu"}
+    assert {weight.device.type for weight in split.model.layers[1].parameters()} == {"meta"}
+    return whole, split
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_by_name(models: tuple[Any, Any], name: str, installed: None) -> None:
+    whole, split = models
+    expected = continuation(whole, cache_implementation=name)
+    assert torch.equal(continuation(split, cache_implementation=name), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_from_a_cache_that_is_given(models: tuple[Any, Any], name: str) -> None:
+    whole, split = models
+    reserved = {"max_cache_len": 64} if "static" in name or name == "hybrid" else {}
+    expected, seen = (
+        continuation(model, past_key_values=kvlayers.make_cache(name, model, **reserved)) for model in (whole, split)
+    )
+    assert torch.equal(seen, expected)
+
+
+def test_tokens_from_a_cache_with_sinks(models: tuple[Any, Any]) -> None:
+    whole, split = models
+    given = [kvlayers.SinkCache(**SINKS, config=model.config) for model in models]
+    expected = continuation(whole, past_key_values=given[0])
+    assert torch.equal(continuation(split, past_key_values=given[1]), expected)
+    with kvlayers.installed():
+        assert torch.equal(continuation(split, cache_implementation="sink", cache_config=SINKS), expected)
+
+
+def test_tokens_from_states_on_disk_behind_weights_on_disk(models: tuple[Any, Any], tmp_path: pathlib.Path) -> None:
+    whole, split = models
+    cache = kvlayers.OffloadedCache(config=split.config, offload_device="disk", offload_directory=tmp_path)
+    expected = continuation(whole, past_key_values=transformers.DynamicCache(config=whole.config))
+    assert torch.equal(continuation(split, past_key_values=cache), expected)

@@ -1,0 +1,91 @@
+"""Why a test is skipped on some version of transformers: named conditions, each with its reason."""
+
+from typing import Any
+
+import pytest
+import transformers
+from packaging.version import Version
+
+from kvlayers import compat
+
+TRANSFORMERS = Version(Version(transformers.__version__).base_version)
+
+
+def _since(version: str, what: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        Version(version) > TRANSFORMERS,
+        reason=f"transformers {TRANSFORMERS} has no {what}, which came with {version}",
+    )
+
+
+recurrent_layers_of_ours = pytest.mark.skipif(
+    not compat.MODELS_PASS_COLUMNS,
+    reason=f"models of transformers {TRANSFORMERS} do not say what their convolutions keep, as kvlayers' layers need, "
+    "which came with 5.15",
+)
+static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")
+max_length_of_transformers = _since("5.13", "get_max_length")
+cache_length_of_a_call = _since("5.17", "max_cache_len in a GenerationConfig")
+NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000
+"""For `eos_token_id`, where no token is to end a sequence. Before 5.13 prompt look-up asked for one: none of those that
+there are."""
+
+SAYS_WHAT_IT_CAN_CROP = Version("5.17") <= TRANSFORMERS
+"""Whether a cache of transformers has `is_croppable`."""
+
+fp8_of_transformers = _since("5.23", "fp8 layer")
+recording_of_transformers = _since("5.14", "past that a layer records")
+
+RECURRENT_FAMILIES = (
+    *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5"),
+    *("zamba2", "falcon_h1", "nemotron_h"),
+)
+"""Families whose recurrent states are held by layers of kvlayers."""
+
+RECURRENT_TYPES = (*RECURRENT_FAMILIES, "lfm2_moe", "olmo_hybrid", "qwen3_5_text")
+"""Model types with such states."""
+
+CROSS_ATTENTION_FORGETS = Version("5.12") > TRANSFORMERS
+"""Whether transformers gives cross-attention the windows of self-attention, so that its own tokens are wrong (t5gemma
+with an encoder's output longer than those)."""
+
+CHUNKS_NEED_A_GIVEN_CACHE = Version("5.0") <= TRANSFORMERS < Version("5.3")
+"""Whether transformers prefills in chunks only where a cache is given to it."""
+
+
+def need_model_class(class_name: str) -> None:
+    """Skip a test of a family that the installed transformers does not have."""
+    if class_name not in dir(transformers):
+        pytest.skip(f"transformers {TRANSFORMERS} has no {class_name}")
+
+
+def need_recurrent_layers(family: str) -> None:
+    """Skip a test of a family whose recurrent states kvlayers does not hold on the installed transformers."""
+    if family in RECURRENT_TYPES and not compat.MODELS_PASS_COLUMNS:
+        pytest.skip(recurrent_layers_of_ours.kwargs["reason"])
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    """`rope_parameters` of a config, in the words of the installed transformers: arguments of a config class.
+
+    Args:
+        parameters: as transformers 5 has them, for all layers, or for "full_attention" and "sliding_attention".
+    """
+    if compat.ROPE_HAS_ONE_DICT:
+        return {"rope_parameters": parameters}
+    general = parameters.get("full_attention", parameters)
+    own = {name: value for name, value in general.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    said = {"rope_theta": general["rope_theta"], "rope_scaling": None if own == {"rope_type": "default"} else own}
+    if "partial_rotary_factor" in general:
+        said["partial_rotary_factor"] = general["partial_rotary_factor"]
+    if "sliding_attention" in parameters:
+        said["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    return said
+
+
+def set_rope_theta(config: Any, theta: float) -> None:
+    """Change the base of the angles that a config says."""
+    if compat.ROPE_HAS_ONE_DICT:
+        config.rope_parameters["rope_theta"] = theta
+    else:
+        config.rope_theta = theta

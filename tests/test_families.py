@@ -162,6 +162,8 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_family_generates_the_tokens_of_transformers(family: str, way: str) -> None:
+    if (family, way) == ("lfm2", "beams"):
+        versions.need_since("5.0", "beams of lfm2, whose cache of its own cannot be reordered")
     model, inputs = any_model_and_inputs(family)
     recurrent = family in versions.RECURRENT_FAMILIES
     # Before, transformers could not make the masks of static caches for them.

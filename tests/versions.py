@@ -53,6 +53,12 @@ CHUNKS_NEED_A_GIVEN_CACHE = Version("5.0") <= TRANSFORMERS < Version("5.3")
 """Whether transformers prefills in chunks only where a cache is given to it."""
 
 
+def need_since(version: str, what: str) -> None:
+    """Skip a test on versions of transformers before one that `what` runs on."""
+    if Version(version) > TRANSFORMERS:
+        pytest.skip(f"transformers {TRANSFORMERS} does not run {what}, as {version} does")
+
+
 def need_model_class(class_name: str) -> None:
     """Skip a test of a family that the installed transformers does not have."""
     if class_name not in dir(transformers):
@@ -74,6 +80,10 @@ def rope(**parameters: Any) -> dict[str, Any]:
     if compat.ROPE_HAS_ONE_DICT:
         return {"rope_parameters": parameters}
     general = parameters.get("full_attention", parameters)
+    if general["rope_type"] == "longrope":
+        # phi3 takes these three and no others.
+        own = {"type": "longrope"} | {name: general[name] for name in ("short_factor", "long_factor")}
+        return {"rope_theta": general["rope_theta"], "rope_scaling": own}
     own = {name: value for name, value in general.items() if name not in ("rope_theta", "partial_rotary_factor")}
     said = {"rope_theta": general["rope_theta"], "rope_scaling": None if own == {"rope_type": "default"} else own}
     if "partial_rotary_factor" in general:

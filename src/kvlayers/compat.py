@@ -83,11 +83,25 @@ ROPE_HAS_ONE_DICT = Version("5.0") <= TRANSFORMERS
 """From here on a config has all that it says of RoPE in `rope_parameters`; before, in `rope_theta`, `rope_scaling` and,
 where windows rotate by other angles, `rope_local_base_freq`."""
 
-HAS_MAX_LENGTH = Version("5.13") <= TRANSFORMERS
-"""From here on it is `get_max_length`; before, `get_max_cache_shape`."""
-
 RESERVES_FOR_KEYS_AND_VALUES = Version("5.0") <= TRANSFORMERS
 """From here on a layer is told the form of values as well as that of keys."""
+
+RENAMED_MAXIMA = Version("5.13") <= TRANSFORMERS
+"""From here on `get_max_cache_shape`, `max_cache_len` and `max_batch_size` of caches are old names of `get_max_length`
+and `batch_size`. Before, they are the only ones, and transformers calls them."""
+
+CROPS_BY_COUNT_ALONE = Version("5.15") <= TRANSFORMERS
+"""From here on `crop` only takes how many tokens to remove, a negative number; before, a positive one is a length."""
+
+ITERATES_AS_PAIRS = Version("5.0") > TRANSFORMERS
+"""Until then caches are iterated as keys and values; then with the window of each layer besides."""
+
+_HOLLOW = {"SinkCache": Version("5.0") > TRANSFORMERS, "SlidingWindowCache": Version("5.6") <= TRANSFORMERS}
+HOLLOW_CACHE_NAMES = tuple(name for name, is_hollow in _HOLLOW.items() if is_hollow)
+"""Old names of caches that transformers has, and that are no such cache: a class that only raises, or `StaticCache`."""
+
+NAME_FOR_DRAFTS = "dynamic_full" if Version("5.14") > TRANSFORMERS else None
+"""The name that assisted decoding asks a draft model's cache by; until then, that of one that forgets nothing."""
 
 MAKES_STATIC_CACHE = "_prepare_static_cache" if Version("5.1") <= TRANSFORMERS else "_get_cache"
 """Name of the method that makes caches of a static name."""
@@ -295,10 +309,6 @@ def whole_length(generation_config: Any, attention_mask: torch.Tensor | None) ->
     return attention_mask.shape[1] if attention_mask is not None else vars(generation_config).get("_mask_length")
 
 
-NAME_FOR_DRAFTS = "dynamic_full" if Version("5.14") > TRANSFORMERS else None
-"""The name that assisted decoding asks a draft model's cache by; until then, that of one that forgets nothing."""
-
-
 def most_tokens(generation_config: Any, max_cache_length: int) -> int:
     """Tokens that a call of `generate()` makes room for, of which a config may ask more since transformers 5.17."""
     return max(max_cache_length, vars(generation_config).get("max_cache_len") or 0)
@@ -363,23 +373,3 @@ def makes_its_own_cache(model: Any, name: str) -> bool:
         return False
     overridden = getattr(type(model), MAKES_STATIC_CACHE) is not getattr(GenerationMixin, MAKES_STATIC_CACHE)
     return overridden or (model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)
-
-
-RENAMED_MAXIMA = Version("5.13") <= TRANSFORMERS
-"""From here on `get_max_cache_shape`, `max_cache_len` and `max_batch_size` of caches are old names of `get_max_length`
-and `batch_size`. Before, they are the only ones, and transformers calls them."""
-
-CROPS_BY_COUNT_ALONE = Version("5.15") <= TRANSFORMERS
-"""From here on `crop` only takes how many tokens to remove, a negative number; before, a positive one is a length."""
-
-ITERATES_AS_PAIRS = Version("5.0") > TRANSFORMERS
-"""Until then caches are iterated as keys and values; then with the window of each layer besides."""
-
-HOLLOW_CACHE_NAMES = (
-    ("SinkCache",)
-    if Version("5.0") > TRANSFORMERS
-    else ("SlidingWindowCache",)
-    if Version("5.6") <= TRANSFORMERS
-    else ()
-)
-"""Old names of caches that transformers has, and that are no such cache: a class that only raises, or `StaticCache`."""

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from . import compat, legacy
+from . import compat, legacy, windowed_states
 from .cache import Cache
 from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import Checkpoints, DynamicLayer, SlidingLayer
@@ -88,7 +88,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         )
         for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
             if states[0] is not None:
-                layer.update(*legacy.with_dropped(states, slides))
+                layer.update(*windowed_states.with_dropped(states, slides))
 
     @property
     def is_compileable(self) -> bool:
@@ -122,12 +122,12 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             )
         legacy.check_takes_pairs(layer for layer in cache.operable() if pairs and layer.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
-            layer.update(*legacy.with_dropped(pair, slides))
+            layer.update(*windowed_states.with_dropped(pair, slides))
         return cache
 
 
 def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
-    if isinstance(states, legacy.WindowedStates):
+    if isinstance(states, windowed_states.WindowedStates):
         return SlidingLayer(states.sliding_window)
     sliding_window = states[2] if len(states) == 3 else None
     return (

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from . import legacy
+from . import legacy, windowed_states
 from .cache import Cache
 from .dynamic_cache import DynamicCache
 from .errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
@@ -323,7 +323,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
         layers = enumerate(self.operable())
-        return (legacy.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
+        return (windowed_states.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
     def to_legacy_cache(self) -> legacy.LegacyStates:
         """The states as `((keys, values, cross_keys, cross_values), ...)`; the pairs alone before there is an encoder.

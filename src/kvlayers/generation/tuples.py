@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 from typing_extensions import Self
 
-from .. import compat, legacy
+from .. import compat, legacy, windowed_states
 from ..cache import Cache
 from ..deprecation import warn_of_old_use
 from ..dynamic_cache import DynamicCache
@@ -201,7 +201,7 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
 def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
     checked = legacy.check_tuples(states, width=(2, 4))
     for index, layer in enumerate(checked):
-        if isinstance(layer, legacy.WindowedStates) and layer.seen > layer[0].shape[2]:
+        if isinstance(layer, windowed_states.WindowedStates) and layer.seen > layer[0].shape[2]:
             raise LegacyFormatError(
                 f"expected the states of every token, but layer {index} has dropped {layer.seen - layer[0].shape[2]} "
                 f"of {layer.seen}: pass the cache itself."

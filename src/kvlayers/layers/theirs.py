@@ -33,7 +33,7 @@ def mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
 
 def max_length(layer: Any) -> int:
     """The most tokens that a layer of transformers' own can hold, -1 for any number."""
-    return int(layer.get_max_length() if compat.HAS_MAX_LENGTH else layer.get_max_cache_shape())
+    return int(layer.get_max_length() if compat.RENAMED_MAXIMA else layer.get_max_cache_shape())
 
 
 def reserve(layer: Any, no_tokens: Tensor) -> None:

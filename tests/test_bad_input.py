@@ -323,6 +323,19 @@ def test_a_config_that_does_not_say_enough_is_refused(case: str) -> None:
         CONFIG_ERRORS[case]()
 
 
+@pytest.mark.parametrize(
+    "kind", [kvlayers.StaticCache, kvlayers.HybridCache, kvlayers.HybridChunkedCache, kvlayers.OffloadedStaticCache]
+)
+def test_arguments_that_static_caches_once_took_are_looked_at(kind: Any) -> None:
+    """Old code passes them, and nothing follows from them."""
+    given = {"max_cache_len": 8, "max_batch_size": 1, "device": "cpu", "dtype": torch.float16}
+    keys, _ = kind(config=LLAMA, **given).update(states(1, 2, 3, 8), states(1, 2, 3, 8), 0)
+    assert keys.dtype == torch.float32
+    for wrong in ({"dtype": "float16"}, {"device": 1.5}):
+        with pytest.raises(kvlayers.OptionError, match=f"expected {next(iter(wrong))}"):
+            kind(config=LLAMA, **{**given, **wrong})
+
+
 @pytest.mark.parametrize("size", [0, -3, 2.5, "8", None, True])
 def test_a_size_that_is_no_number_of_tokens_is_refused(size: Any) -> None:
     with pytest.raises(kvlayers.OptionError, match="max_cache_len"):

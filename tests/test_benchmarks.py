@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 import kvlayers
+import versions
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80", "--skip", "static"]
 ONLY_STATIC = ["--quick", "--skip", "decode,update,peak,sliding,quantized", "--trials", "1", "--steps", "16"]
+
+pytestmark = versions.benchmarks_of_transformers
 
 
 @pytest.fixture

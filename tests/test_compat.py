@@ -55,6 +55,14 @@ def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
         assert len(holding) == 4 - shared
 
 
+@pytest.mark.skipif(compat.HAS_LINEAR_LAYERS, reason="from transformers 5.5 on, caches hold recurrent states")
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+def test_a_model_that_makes_its_own_cache_is_refused(family: str) -> None:
+    """By its config alone it would be taken for one of attention, and decode with other logits."""
+    with pytest.raises(kvlayers.ConfigError, match="make a cache of their own"):
+        kvlayers.DynamicCache(config=CONFIGS[family]())
+
+
 LAYERS = {
     "grows": lambda: upstream.DynamicLayer(),
     "window": lambda: upstream.DynamicSlidingWindowLayer(sliding_window=4),

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 import kvlayers
+import versions
 from kvlayers.__main__ import main, make_app
 from kvlayers.demo import model as demo_model
 from kvlayers.demo import report, runs, text
@@ -268,6 +269,7 @@ def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: p
     assert demo_model.export_bundled_model(nowhere) == nowhere
 
 
+@versions.bars_of_transformers
 def test_transformers_loading_bars_go_to_the_report(llama: Path) -> None:
     told: list[tuple[str, int, int]] = []
     demo_model.load_model(
@@ -296,8 +298,8 @@ def test_the_command_without_its_packages_says_what_to_install(
 def test_importing_kvlayers_brings_neither_the_command_line_nor_generate() -> None:
     # Nor does its entry point, which imports kvlayers first.
     code = (
-        "import sys, kvlayers.__main__; "
-        "print([name for name in ('typer', 'rich', 'transformers.generation.utils') if name in sys.modules])"
+        "import sys, transformers; transformers.Cache; before = set(sys.modules); import kvlayers.__main__; "
+        "late = {'typer', 'rich', 'transformers.generation.utils'}; print([*late & {*sys.modules} - before])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == "[]\n"

@@ -225,6 +225,7 @@ def test_another_input_is_read_after_the_first_one_is_forgotten(family: str, for
 @pytest.mark.parametrize("cross", ["dynamic", "static"])
 def test_steps_around_reserved_self_attention_are_one_graph(installed: None, cross: str) -> None:
     """Also where compiled code asks whether there is cross-attention, and reads it."""
+    versions.need_since("5.4", "compiled steps of bart in one graph")
     expected = generate("bart", past_key_values=upstream_pair())
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -293,6 +294,7 @@ def test_a_t5_with_other_layers_in_its_decoder_has_a_cache_for_each(encoder_laye
 def test_whisper_returns_what_it_returns_with_caches_of_transformers(way: str) -> None:
     """It takes the cache apart, one sequence at a time, and puts it together again."""
     how = {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True, **WAYS[way]}
+    versions.need_since("5.0", "whisper without tokens to suppress")
     expected = generate("whisper", past_key_values=upstream_pair(), **how)
 
     def check(seen: Any) -> None:
@@ -333,6 +335,7 @@ def test_whisper_with_more_encoder_than_decoder_layers_has_a_pair_for_its_decode
 
 
 def test_self_attention_within_a_window_has_cross_attention_to_all() -> None:
+    versions.need_since("5.12", "t5gemma with cross-attention to all tokens")
     class_name, options = OTHERS["t5gemma"]
     torch.manual_seed(0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(getattr(transformers, class_name)(**options)).eval()
@@ -635,6 +638,7 @@ def test_packed_states_stay_close_when_every_token_is_given(family: str) -> None
         assert cache.nbytes < 0.7 * dense.nbytes
         return float((torch.stack(seen, dim=1) - expected).norm() / expected.norm())
 
+    versions.need_since("5.0", "the random weights that the factors below are of")
     errors = {nbits: error(nbits) for nbits in (8, 4, 2)}
     # As these models are made to depend on cross-attention, a small difference there is a large one in the end.
     assert errors[8] < 0.15

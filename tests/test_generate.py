@@ -1,6 +1,5 @@
 """generate() returns the tokens that it returns with transformers' own caches, in every way of decoding."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers import compat
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
 
 NEW_TOKENS = 14
@@ -157,8 +155,7 @@ def test_a_cache_that_is_passed_can_be_rolled_back_by_assisted_decoding(family: 
     expected = generate(family, ids)
     for kind, make in caches_for(family).items():
         cache = make()
-        # Where transformers does not let a cache record its past before drafts, kvlayers does.
-        with contextlib.nullcontext() if compat.RECORDS_BEFORE_DRAFTS else kvlayers.installed():
+        with versions.recording():
             looked_up = generate(family, ids, prompt_lookup_num_tokens=4, past_key_values=cache)
             draft = tiny_model(family, seed=1)
             assisted = generate(family, ids, assistant_model=draft, past_key_values=make())

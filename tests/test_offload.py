@@ -23,7 +23,7 @@ from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
 from test_families import model_and_inputs
 
-QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 8}
+QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 4}
 STEPS = 60
 CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
     "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import kvlayers
+import versions
 from kvlayers import CacheFileError, KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.persistence.description import canonical, read_description
 from kvlayers.persistence.digests import checksum, digest_table
@@ -437,6 +438,7 @@ def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> N
     ],
 )
 def test_a_forged_file_of_a_recurrent_model_is_refused(family: str, facts: dict[str, Any], path: pathlib.Path) -> None:
+    versions.need_recurrent_layers(family)
     config = CONFIGS[family]()
     cache = kvlayers.DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):

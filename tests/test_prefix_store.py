@@ -28,6 +28,7 @@ ROOM = 2**30
 
 @pytest.fixture(scope="module")
 def qwen3_next() -> Any:
+    versions.need_recurrent_layers("qwen3_next")
     config = tf.Qwen3NextConfig(
         **{key: value for key, value in COMMON.items() if key != "intermediate_size"},
         intermediate_size=48,
@@ -88,10 +89,10 @@ KINDS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_found_decodes_as_what_was_computed(
-    kind: str, on_disk: bool, qwen3_next: Any, tmp_path: pathlib.Path
+    kind: str, on_disk: bool, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
     family, make = KINDS[kind]
-    model = qwen3_next if family == "qwen3_next" else tiny_model(family)
+    model = request.getfixturevalue("qwen3_next") if family == "qwen3_next" else tiny_model(family)
     system, question, other = prompt(tokens=19), prompt(tokens=9, seed=1), prompt(tokens=9, seed=2)
     store = PrefixStore(ROOM, tmp_path if on_disk else None)
     cache = make(model.config)

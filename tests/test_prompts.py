@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvlayers
+import versions
 from kvlayers.stores import SharedStore
 from models import fresh_model, prompt, tiny_model
 
@@ -37,6 +38,7 @@ def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
     assert torch.equal(seen.sequences, expected.sequences)
 
 
+@versions.prefills_apart
 @pytest.mark.parametrize("way", WAYS)
 def test_the_model_reads_each_prompt_once_and_the_cache_holds_it_once(way: str) -> None:
     model, ids = fresh_model("llama"), prompt(2, 40)

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import kvlayers
+import versions
 from kvlayers.attention.handle import as_dense
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, prompt, tiny_model
 
@@ -282,8 +283,10 @@ def test_packed_windows_at_8_bits_give_the_tokens_of_no_quantization(family: str
 def test_packed_windows_follow_drafts_and_their_rollbacks(family: str) -> None:
     model, ids = wide_model(family), torch.cat([prompt(1, 35)] * 4, dim=1)
     options = {"quantize_sliding": True, "residual_length": 8}
-    expected = generated(model, {"input_ids": ids}, past_key_values=reference(model, **options), **DRAFTS["look-up"]())
-    output = generated(model, {"input_ids": ids}, past_key_values=quantized(model, **options), **DRAFTS["look-up"]())
+    how, given = DRAFTS["look-up"](), {"input_ids": ids}
+    with versions.recording():
+        expected = generated(model, given, past_key_values=reference(model, **options), **how)
+        output = generated(model, given, past_key_values=quantized(model, **options), **how)
     assert torch.equal(output.sequences, expected.sequences)
 
 
@@ -371,8 +374,10 @@ def test_every_way_of_decoding_gives_the_tokens_of_states_in_full_precision(fami
 def test_drafts_give_the_tokens_of_states_in_full_precision(family: str, draft: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, some of them wrong.
     model, given = tiny_model(family), {"input_ids": torch.cat([prompt(1, 35)] * 4, dim=1)}
-    expected = generated(model, given, past_key_values=reference(model), **DRAFTS[draft](family))
-    seen = generated(model, given, past_key_values=quantized(model), **DRAFTS[draft](family))
+    with versions.recording():
+        expected = generated(model, given, past_key_values=reference(model), **DRAFTS[draft](family))
+    with versions.recording():
+        seen = generated(model, given, past_key_values=quantized(model), **DRAFTS[draft](family))
     assert torch.equal(seen.sequences, expected.sequences)
     check_packed(seen.past_key_values)
     assert seen.past_key_values.get_seq_length() == seen.sequences.shape[1] - 1
@@ -383,8 +388,10 @@ def test_drafts_give_the_tokens_of_states_in_full_precision(family: str, draft: 
 def test_drafts_change_no_token_at_8_bits(family: str, draft: str) -> None:
     model, given = tiny_model(family), {"input_ids": torch.cat([prompt(1, 35, SEEDS[family])] * 4, dim=1)}
     expected = generated(model, given, past_key_values=in_full_precision(model))
-    seen = generated(model, given, past_key_values=quantized(model, nbits=8), **DRAFTS[draft](family))
-    assert torch.equal(seen.sequences, expected.sequences)
+    with versions.recording():
+        seen = generated(model, given, past_key_values=quantized(model, nbits=8), **DRAFTS[draft](family))
+    # Until 5.13, look-up may go on beyond the length that is asked for.
+    assert torch.equal(seen.sequences[:, : expected.sequences.shape[1]], expected.sequences)
     check_packed(seen.past_key_values)
 
 

@@ -325,7 +325,9 @@ def test_a_cache_that_was_returned_is_never_used_again(installed: None, compiled
 
 def test_a_returned_cache_goes_on_where_it_stopped(installed: None) -> None:
     model, ids = new_model("hybrid"), prompt(1, PROMPT)
-    output = generate(model, ids, max_new_tokens=10, return_dict_in_generate=True, **{**STATIC, "max_cache_len": 80})
+    output = generate(
+        model, ids, max_new_tokens=10, return_dict_in_generate=True, cache_config={"max_cache_len": 80}, **STATIC
+    )
     generate(model, prompt(1, 30, seed=8), **STATIC)
     longer = torch.cat([output.sequences, prompt(1, 4, seed=9)], dim=1)
     expected = generate(model, longer, max_new_tokens=10)

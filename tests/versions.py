@@ -1,11 +1,15 @@
 """Why a test is skipped on some version of transformers: named conditions, each with its reason."""
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 
+import kvlayers
 from kvlayers import compat
 
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
@@ -23,9 +27,14 @@ recurrent_layers_of_ours = pytest.mark.skipif(
     reason=f"models of transformers {TRANSFORMERS} do not say what their convolutions keep, as kvlayers' layers need, "
     "which came with 5.15",
 )
+benchmarks_of_transformers = pytest.mark.skipif(
+    Version("5.17") > TRANSFORMERS,
+    reason=f"benchmarks measure the caches of transformers as they are since 5.17, and not those of {TRANSFORMERS}",
+)
+bars_of_transformers = _since("5.4", "set_tqdm_hook")
 static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")
 max_length_of_transformers = _since("5.13", "get_max_length")
-cache_length_of_a_call = _since("5.17", "max_cache_len in a GenerationConfig")
+cache_length_of_a_call = _since("5.13", "max_cache_len in a GenerationConfig")
 NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000
 """For `eos_token_id`, where no token is to end a sequence. Before 5.13 prompt look-up asked for one: none of those that
 there are."""
@@ -33,6 +42,13 @@ there are."""
 SAYS_WHAT_IT_CAN_CROP = Version("5.17") <= TRANSFORMERS
 """Whether a cache of transformers has `is_croppable`."""
 
+prefills_apart = pytest.mark.skipif(
+    not compat.PREFILLS_APART, reason=f"transformers {TRANSFORMERS} has no _prefill, which came with 5.0"
+)
+compiled_by_length = pytest.mark.skipif(
+    compat.MASKS_BY_CACHE_POSITION,
+    reason=f"models of transformers {TRANSFORMERS} cannot be compiled without cache_position, as from 5.4 on",
+)
 fp8_of_transformers = _since("5.23", "fp8 layer")
 recording_of_transformers = _since("5.14", "past that a layer records")
 
@@ -71,6 +87,14 @@ def need_recurrent_layers(family: str) -> None:
         pytest.skip(recurrent_layers_of_ours.kwargs["reason"])
 
 
+def recording() -> AbstractContextManager[None]:
+    """Where drafts are verified with a cache that is given, and windows must record what they may have to go back to.
+
+    Until transformers 5.14 it did not tell them to, and kvlayers does where it is installed.
+    """
+    return contextlib.nullcontext() if compat.RECORDS_BEFORE_DRAFTS else kvlayers.installed()
+
+
 def rope(**parameters: Any) -> dict[str, Any]:
     """`rope_parameters` of a config, in the words of the installed transformers: arguments of a config class.
 
@@ -99,3 +123,14 @@ def set_rope_theta(config: Any, theta: float) -> None:
         config.rope_parameters["rope_theta"] = theta
     else:
         config.rope_theta = theta
+
+
+def positions(ids: torch.Tensor, cache: Any) -> dict[str, torch.Tensor]:
+    """What a compiled forward pass must be told of new tokens `[batch, new]` behind those that a cache has seen.
+
+    Until transformers 5.4 models made their positions of the length of the cache, which compiled code does not know.
+    """
+    if not compat.MASKS_BY_CACHE_POSITION:
+        return {}
+    seen = cache.get_seq_length()
+    return {"cache_position": torch.arange(seen, seen + ids.shape[1])}

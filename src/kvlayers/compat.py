@@ -41,11 +41,17 @@ import transformers.cache_utils as upstream  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
 
 MASKS_BY_CACHE_POSITION = Version("5.4") > TRANSFORMERS
-"""Until then a layer was asked for its mask sizes with the positions of the queries, `[query_length]`; then with how
-many they are."""
+"""Until then models made masks and positions of `cache_position`, `[query_length]`, which they made of a cache's length
+where it was not given, and asked a layer for its mask sizes with it; then with how many queries there are."""
 
 UPDATES_BY_CACHE_POSITION = Version("5.4") > TRANSFORMERS
 """Until then static layers were told in `cache_kwargs` which slots to write."""
+
+LOOPS_COUNT_CACHE_POSITION = Version("5.4") > TRANSFORMERS
+"""Until then loops of `generate()` counted `cache_position` on from token to token, which they began with."""
+
+CHUNKS_BEGIN_AT_ZERO = Version("5.21") > TRANSFORMERS
+"""Until then a prefill in chunks read the whole sequence, whatever the given cache had seen of it."""
 
 SLICES_BY_CACHE_POSITION = Version("5.3") > TRANSFORMERS
 """Until then `prepare_inputs_for_generation` took the newest tokens by `cache_position`; then by their number."""
@@ -103,6 +109,12 @@ HOLLOW_CACHE_NAMES = tuple(name for name, is_hollow in _HOLLOW.items() if is_hol
 NAME_FOR_DRAFTS = "dynamic_full" if Version("5.14") > TRANSFORMERS else None
 """The name that assisted decoding asks a draft model's cache by; until then, that of one that forgets nothing."""
 
+HAS_GGUF_CONFIG = Version("5.17") <= TRANSFORMERS
+"""From here on a GGUF file may be read as it is quantized."""
+
+TELLS_OF_LOADING = Version("5.4") <= TRANSFORMERS
+"""From here on transformers' progress bars can be told to somebody else (`set_tqdm_hook`)."""
+
 MAKES_STATIC_CACHE = "_prepare_static_cache" if Version("5.1") <= TRANSFORMERS else "_get_cache"
 """Name of the method that makes caches of a static name."""
 
@@ -138,6 +150,15 @@ class LayerSpec:
     options: dict[str, Any]
 
 
+MAKE_THEIR_OWN_CACHES = (
+    ()
+    if HAS_LINEAR_LAYERS
+    else ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
+          "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "zamba", "zamba2")
+)  # fmt: skip
+"""Model types whose recurrent states no cache of ours can hold, as their models make one of their own for them."""
+
+
 def decoder_config(config: object) -> PretrainedConfig:
     """The config of the decoder's text model, which is `config` itself for a plain language model.
 
@@ -164,6 +185,12 @@ def layer_specs(config: object) -> list[LayerSpec]:
         ConfigError: `config` is no model config, or lacks a field that says how its layers attend.
     """
     decoder = decoder_config(config)
+    if decoder.model_type in MAKE_THEIR_OWN_CACHES:
+        raise ConfigError(
+            f"expected a model whose cache holds all of its states, but on transformers {TRANSFORMERS} models of type "
+            f"'{decoder.model_type}' make a cache of their own: leave it to generate(), or use transformers 5.5 or "
+            "newer."
+        )
     try:
         layer_types, options = _LAYER_TYPES_OF(decoder)
     except AttributeError as missing:
@@ -309,8 +336,36 @@ def whole_length(generation_config: Any, attention_mask: torch.Tensor | None) ->
     return attention_mask.shape[1] if attention_mask is not None else vars(generation_config).get("_mask_length")
 
 
+def counted_on(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What a loop of `generate()` knows of a prompt once it has decoded some tokens, except for what a cache has seen.
+
+    Args:
+        model: the model that generates.
+        input_ids: the prompt, `[batch, tokens]`.
+        model_kwargs: arguments of the model for the prompt.
+        tokens: how many were decoded.
+    """
+    from transformers.generation.utils import GenerationMixin
+    from transformers.utils import ModelOutput
+
+    if LOOPS_COUNT_CACHE_POSITION:
+        model_kwargs = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, model_kwargs)
+    # One at a time, as the loop does it: what it repeats is the last entry.
+    for _ in range(tokens):
+        model_kwargs = GenerationMixin._update_model_kwargs_for_generation(
+            model, ModelOutput(), model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+        )
+    # The loop that is entered now makes it for all tokens.
+    return {name: value for name, value in model_kwargs.items() if name != "cache_position"}
+
+
+def dequantizing_gguf() -> dict[str, Any]:
+    """Arguments of `from_pretrained` that read a GGUF file in full precision: since 5.17 that must be said."""
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)} if HAS_GGUF_CONFIG else {}
+
+
 def most_tokens(generation_config: Any, max_cache_length: int) -> int:
-    """Tokens that a call of `generate()` makes room for, of which a config may ask more since transformers 5.17."""
+    """Tokens that a call of `generate()` makes room for, of which a config may ask more since transformers 5.13."""
     return max(max_cache_length, vars(generation_config).get("max_cache_len") or 0)
 
 

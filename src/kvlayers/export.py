@@ -93,5 +93,6 @@ class ExportableDecoder(nn.Module):
                 layer.tensors()["position"].copy_(cache_position[0])
         else:
             self.cache.truncate(int(cache_position[0]))
-        logits: Tensor = self.model(input_ids, past_key_values=self.cache).logits
+        told = {"cache_position": cache_position} if compat.MASKS_BY_CACHE_POSITION else {}
+        logits: Tensor = self.model(input_ids, past_key_values=self.cache, **told).logits
         return logits

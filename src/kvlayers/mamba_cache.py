@@ -8,11 +8,11 @@ from torch import Tensor
 
 from . import compat
 from .dynamic_cache import DynamicCache
-from .errors import ConfigError, LayerIndexError, OptionError
+from .errors import ConfigError, LayerIndexError
 from .layers import Checkpoints
 from .layers.dispatch import HYBRID, RECURRENT, recurrent_part
 from .layers.static import check_reserved
-from .options import checks_options
+from .options import check_accepted, checks_options
 
 
 class _StateList(Sequence[Tensor | None]):
@@ -132,10 +132,7 @@ def _check(config: object, batch_size: object, name: str, dtype: object, device:
     compat.decoder_config(config)
     if batch_size is not None:
         check_reserved(batch_size, name, "sequences")
-    if not isinstance(dtype, torch.dtype):
-        raise OptionError(f"expected dtype to be a torch.dtype, but saw {dtype!r}.")
-    if device is not None and not isinstance(device, str | int | torch.device):
-        raise OptionError(f"expected device to be a device of torch, but saw {device!r}.")
+    check_accepted(dtype, device)
 
 
 def _first(layer: Any, name: str) -> Tensor | None:

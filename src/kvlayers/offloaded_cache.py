@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from .dynamic_cache import DynamicCache
@@ -64,6 +65,8 @@ class OffloadedStaticCache(StaticCache):
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -77,4 +80,6 @@ class OffloadedStaticCache(StaticCache):
             offload_device=offload_device,
             offload_directory=offload_directory,
             checkpoints=checkpoints,
+            device=device,
+            dtype=dtype,
         )

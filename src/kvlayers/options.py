@@ -53,3 +53,11 @@ def checked_device(device: object) -> torch.device:
     if place.type == "meta":
         raise OptionError("expected a device that holds states, but saw 'meta': pass 'cpu', or leave it out.")
     return torch.device(place)
+
+
+def check_accepted(dtype: object, device: object) -> None:
+    """Raise `OptionError` where what old code says of its states, and nothing follows from, is no such thing."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"expected dtype to be a torch.dtype, but saw {dtype!r}.")
+    if device is not None and not isinstance(device, str | int | torch.device):
+        raise OptionError(f"expected device to be a device of torch, but saw {device!r}.")

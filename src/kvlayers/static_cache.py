@@ -13,7 +13,7 @@ from .cache import Cache
 from .errors import ConfigError, OptionError
 from .layers import Checkpoints, StaticLayer, StaticSlidingLayer
 from .layers.dispatch import WINDOWED, Reservation, fixed_layers, static_layers
-from .options import checks_options
+from .options import check_accepted, checks_options
 from .stores import Buckets
 
 
@@ -42,6 +42,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         offload_directory: where the files are made, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments. Compiled code takes none.
+        device: accepted as transformers accepts it, without effect: states stay on the device that they come on.
+        dtype: accepted in the same way: states keep the dtype that they come in.
 
     Raises:
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
@@ -75,7 +77,10 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        check_accepted(dtype, device)
         self.check_config(config)
         self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
         layers = static_layers(config, self._reservation, checkpoints)

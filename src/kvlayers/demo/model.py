@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import os
 import shutil
 import tempfile
@@ -16,7 +17,9 @@ import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from .. import compat
 from ..errors import KVLayersError
+from ..rope_words import rope_parameters
 
 NAME = "SmolLM2-135M-Instruct"
 HUB_NAME = f"HuggingFaceTB/{NAME}"
@@ -141,13 +144,21 @@ def _export(source: Path, target: Path, report: Report) -> None:
             source,
             gguf_file=gguf_file,
             dtype=torch.float32,
-            quantization_config=transformers.GgufConfig(dequantize=True),
+            **compat.dequantizing_gguf(),
         )
     report("Reading the weights", 1, 1)
     report("Writing them for transformers", 0, 1)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    # Transformers 4 reads these words alone, and transformers 5 reads them as well.
+    _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"])
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    _add_to_json(target / "tokenizer_config.json", **names)
     report("Writing them for transformers", 1, 1)
+
+
+def _add_to_json(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}, indent=2) + "\n")
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device, report: Report = quiet) -> LoadedModel:
@@ -200,7 +211,7 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _told_of_bars(report: Report) -> Iterator[None]:
     """Let transformers' own progress bars be told to `report` instead of drawn."""
-    if report is quiet:
+    if report is quiet or not compat.TELLS_OF_LOADING:
         yield
         return
 

@@ -90,6 +90,20 @@ def check_windows(model: Any, cache: Cache) -> None:
             )
 
 
+def check_is_whole(cache: Cache, input_ids: object) -> None:
+    """Raise `StateMismatchError` where ids are no more than what a cache has seen.
+
+    Before 5.4 transformers takes what is new by its position in them, so that new tokens alone will not do.
+    """
+    held = cache.get_seq_length() if cache.layers else 0
+    if held and isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[1] <= held:
+        raise StateMismatchError(
+            f"expected the whole sequence, of which the cache has seen {held} tokens already, but saw "
+            f"{input_ids.shape[1]}: pass all of it as input_ids, with a mask as long (transformers before 5.4 does not "
+            "go on from new tokens alone), or reset the cache."
+        )
+
+
 def check_is_new(held: int, given: int) -> None:
     """Raise `StateMismatchError` where a sequence of `given` tokens does not go on from `held` ones.
 

@@ -190,6 +190,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(past, tuple | list):
             tuples.warn_of_tuples(cache_name)
             past = kwargs[cache_name] = tuples.cache_for_generate(self.config, past)
+        if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
+            given.check_is_whole(past, kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)))
         recorded = past is not None and _is_recording(past)
         static = _static_part(past)
         compiled = static is not None and static.compiled
@@ -254,6 +256,9 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
         encoded = None if outputs is None else outputs[0]
         given.prepare(self, past, attention_mask, compat.whole_length(generation_config, attention_mask), encoded)
+        if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
+            # What is new is read at once instead.
+            generation_config.prefill_chunk_size = None
         static = _static_part(past)
         if static is not None and generation_config.compile_config is not None:
             static.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)

@@ -13,7 +13,6 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
     GenerationMixin,
 )
-from transformers.utils import ModelOutput
 
 from .. import compat
 
@@ -129,15 +128,11 @@ class KeepingLoop:
         if self._sequences is None or self._ended is None:
             ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         else:
-            input_ids, ended = self._sequences, self._ended
+            prompt, input_ids, ended = input_ids, self._sequences, self._ended
             self._stream_what_is_missing(input_ids)
             if bool(ended.all()):
                 return self._result(model, input_ids, generation_config, model_kwargs)
-            # One at a time, as the loop does it: what it repeats is the last entry.
-            for _ in range(self.new_tokens):
-                model_kwargs = GenerationMixin._update_model_kwargs_for_generation(
-                    model, ModelOutput(), model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
-                )
+            model_kwargs = compat.counted_on(model, prompt, model_kwargs, self.new_tokens)
             # As the loop asks it. Without such a criterion, sequences that have ended go on until all have.
             if any(getattr(criterion, "eos_token_id", None) is not None for criterion in stopping_criteria):
                 padding = _PaddingFor(ended, generation_config._pad_token_tensor)

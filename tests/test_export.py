@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
+from kvlayers import compat
 from models import tiny_model
 
 LENGTH = 40
@@ -72,7 +73,8 @@ def test_a_static_cache_that_is_exported_by_hand_is_read_as_a_whole() -> None:
         def forward(self, token: Tensor, position: Tensor) -> Tensor:
             for layer in self.cache.layers:
                 layer.tensors()["position"].copy_(position)
-            return self.model(token, past_key_values=self.cache).logits
+            told = {"cache_position": position[None]} if compat.MASKS_BY_CACHE_POSITION else {}
+            return self.model(token, past_key_values=self.cache, **told).logits
 
     model = tiny_model("llama")
     config = model.config

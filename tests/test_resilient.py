@@ -154,6 +154,8 @@ WAYS: dict[str, Arguments] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_options_mean_what_they_mean_without_an_error(way: str) -> None:
+    if way == "chunked prefill":
+        versions.need_since("5.3", "chunks that are read before the first token, and without a given cache")
     ids = prompt(2)
     expected = uninterrupted(fresh_model("qwen2"), ids, **WAYS[way])
     assert not torch.equal(expected, uninterrupted(fresh_model("qwen2"), ids)) or way == "chunked prefill"
@@ -835,6 +837,7 @@ def test_a_cache_that_was_passed_is_left_behind_with_its_tokens_read_again(famil
 
 
 def test_a_prompt_that_only_the_callers_cache_knows_cannot_step_down() -> None:
+    versions.need_since("5.4", "new tokens alone behind a cache")
     model, ids = fresh_model("qwen2"), prompt(1)
     mine = kvlayers.DynamicCache(config=model.config)
     model(ids[:, :8], past_key_values=mine)

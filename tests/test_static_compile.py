@@ -92,7 +92,7 @@ def compiled(family: str, **options: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before = COUNTS["runs"]
-        output = forward(*args, **versions.positions(args[0], kwargs["past_key_values"]), **kwargs)
+        output = forward(*args, **{**versions.positions(args[0], kwargs["past_key_values"]), **kwargs})
         assert COUNTS["runs"] > before or "backend" in options, "TorchDynamo has given up, and ran eager code"
         return output
 
@@ -137,7 +137,8 @@ def decode(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs, pref
     with torch.no_grad():
         for index, ids in enumerate(inputs):
             run = prefill if prefill is not None and not index else forward
-            logits.append(run(ids, past_key_values=cache).logits[:, -1].clone())
+            told = versions.positions(ids, cache)
+            logits.append(run(ids, past_key_values=cache, **told).logits[:, -1].clone())
             seen += ids.shape[1]
             assert type(cache.get_seq_length()) is int
             assert cache.get_seq_length() == seen

@@ -39,6 +39,9 @@ NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000
 """For `eos_token_id`, where no token is to end a sequence. Before 5.13 prompt look-up asked for one: none of those that
 there are."""
 
+DRAFTS_MAY_HAVE_A_LEAST_LENGTH = Version("5.0") <= TRANSFORMERS
+"""Whether assisted decoding takes `min_new_tokens`."""
+
 SAYS_WHAT_IT_CAN_CROP = Version("5.17") <= TRANSFORMERS
 """Whether a cache of transformers has `is_croppable`."""
 

@@ -33,7 +33,7 @@ newest: $(MODEL)/config.json ## Lint, types and every test, on the newest transf
 oldest: $(VENV)/installed ## The core of the tests on the oldest transformers
 	WORKERS=$(WORKERS) $(BIN)/nox --sessions oldest
 
-fast: $(VENV)/installed ## The core of the tests, under a minute
+fast: $(VENV)/installed ## The core of the tests, a few minutes
 	$(PYTEST) -m fast $(ARGS)
 
 bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own

@@ -16,18 +16,11 @@ WHOLE, NARROWED = (ROOT / ".nox" / "results" / name for name in ("whole", "narro
 VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0")
 """The oldest and the newest version of transformers that kvlayers runs on, and versions between that changed much."""
 
-FREE_OF_TRANSFORMERS = (
-    "persistence_security",
-    "prefix_entries",
-    "prefix_machine",
-    "prefix_memory",
-    "prefix_places",
-    "prefix_redis",
-    "prefix_store",
-    "quantized_attention",
-    "quantizers",
+CORE = (
+    *("bad_input", "compat", "families", "generate", "legacy", "legacy_names", "legacy_tuples", "old_documents"),
+    *("persistence", "registry", "rotary", "sink", "upstream"),
 )
-"""Fast tests of files, servers and kernels, which no version of transformers has a part in."""
+"""Files with tests of what versions of transformers differ in."""
 
 nox.options.sessions = ["matrix"]
 # pip, as in the Makefile: where it is told to take builds of torch from holds here too. uv does not read that.
@@ -57,8 +50,7 @@ def oldest(session: nox.Session) -> None:
     """The fast core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
     # triton is a gigabyte, and what is tested of it is the same on every version.
     install(session, VERSIONS[0], extras="test")
-    ignored = [f"--ignore=tests/test_{name}.py" for name in FREE_OF_TRANSFORMERS]
-    run_tests(session, "-m", "fast", *ignored, *session.posargs)
+    run_tests(session, "-m", "fast", *(f"tests/test_{name}.py" for name in CORE), *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

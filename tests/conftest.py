@@ -20,7 +20,10 @@ hypothesis.settings.load_profile("kvlayers")
 # Tensors and caches go when the last name of them does: cycles are what compilers leave, and may wait for longer.
 gc.set_threshold(20_000, 20, 50)
 
-FIRST = ("test_real_model.py", "test_triton_decode.py", "test_benchmarks.py", "test_static_compile.py")
+FIRST = (
+    *("test_real_model.py", "test_distributed.py", "test_triton_decode.py"),
+    *("test_benchmarks.py", "test_static_compile.py"),
+)
 """Files of long tests, or of tests that share what takes long, in order: what was compiled makes collections slow."""
 
 

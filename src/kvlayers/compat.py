@@ -97,7 +97,7 @@ RENAMED_MAXIMA = Version("5.13") <= TRANSFORMERS
 and `batch_size`. Before, they are the only ones, and transformers calls them."""
 
 CROPS_BY_COUNT_ALONE = Version("5.15") <= TRANSFORMERS
-"""From here on `crop` only takes how many tokens to remove, a negative number; before, a positive one is a length."""
+"""From here on a positive argument of `crop` warns, and from 5.20 on is refused; before, it is a length."""
 
 ITERATES_AS_PAIRS = Version("5.0") > TRANSFORMERS
 """Until then caches are iterated as keys and values; then with the window of each layer besides."""

@@ -131,6 +131,21 @@ current_device_index = (
 )
 set_device_index = torch.accelerator.set_device_index if _NAMES_ITS_INDEX else torch.accelerator.set_device_idx
 
+TELLS_EXPORTING = Version("2.7") <= TORCH
+"""From here on torch says whether code is traced to be exported, rather than compiled."""
+
+
+def is_exporting() -> bool:
+    """Whether code is traced to be exported, as far as torch says so: before 2.7, where that is not strict."""
+    if TELLS_EXPORTING:
+        return torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+def may_be_exporting() -> bool:
+    """Whether code may be traced to be exported, so that what it reads must serve any number of tokens."""
+    return torch.compiler.is_exporting() if TELLS_EXPORTING else torch.compiler.is_compiling()
+
 
 class _NoLinearLayer:
     """Stands for the base of layers with recurrent states, where transformers has none."""

@@ -43,6 +43,11 @@ class ExportableDecoder(nn.Module):
 
     def __init__(self, model: Any, max_cache_len: int, batch_size: int = 1) -> None:
         super().__init__()
+        if not compat.TELLS_EXPORTING:
+            raise UnsupportedLayerError(
+                f"expected torch 2.7 or newer, which tells exporting from compiling, but saw {compat.TORCH}: install a "
+                "newer torch, or compile the decode loop."
+            )
         check_reserved(max_cache_len, "max_cache_len", "tokens")
         check_reserved(batch_size, "batch_size", "sequences")
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
@@ -88,7 +93,7 @@ class ExportableDecoder(nn.Module):
             RollbackError: in eager code, fewer tokens are held. A program cannot tell, and one that is asked for more
                 tokens than are reserved raises torch's `IndexError`.
         """
-        if torch.compiler.is_exporting():
+        if compat.is_exporting():
             for layer in self.cache.layers:
                 layer.tensors()["position"].copy_(cache_position[0])
         else:

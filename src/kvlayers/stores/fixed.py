@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from .. import compat
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import StateMismatchError
 from .admission import mismatch, no_room_for_batch, no_room_for_tokens
@@ -150,7 +151,7 @@ class FixedStore(ContiguousStore):
         return self._bucket_for(tokens) is not None
 
     def _bucket_for(self, tokens: int) -> int | None:
-        if torch.compiler.is_exporting():
+        if compat.may_be_exporting():
             # What is exported serves any number of tokens, which it is told when it runs.
             return self.capacity
         return self._place.bucket if self._can_step(tokens) and self.reading.is_of_bucket(self._place) else None
@@ -218,7 +219,7 @@ class FixedStore(ContiguousStore):
 
     def _append_at_cursor(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
-        exporting = torch.compiler.is_exporting()
+        exporting = compat.is_exporting()
         self._reserve_in_graph(tokens)
         if not exporting and self.lacks_room_for(tokens):
             self.check_room(tokens)

@@ -149,7 +149,7 @@ def test_a_model_may_draft_for_itself(installed: None, rounds: dict[str, int]) -
 @pytest.mark.parametrize("family", ["jamba", "mamba", "mamba2", "recurrent_gemma"])
 def test_models_whose_drafts_cannot_be_taken_back_are_refused_by_name(installed: None, family: str) -> None:
     if family == "recurrent_gemma":
-        versions.need_since("5.12", "drafts for recurrent_gemma up to where they are refused")
+        versions.need_since("5.17", "drafts for recurrent_gemma up to where they are refused")
     model = spread(family)
     with pytest.raises(kvlayers.RollbackError, match="leave out the assistance|cannot be assisted"):
         generated(model, prompt_lookup_num_tokens=4)

@@ -63,6 +63,15 @@ def test_a_model_that_makes_its_own_cache_is_refused(family: str) -> None:
         kvlayers.DynamicCache(config=CONFIGS[family]())
 
 
+@pytest.mark.skipif(not compat.INDEXERS_DEPEND_ON_CHUNKS, reason="from transformers 5.17 on, static indexers are right")
+def test_a_static_indexer_that_is_wrong_is_not_made() -> None:
+    versions.need_since("5.8", "indexers as layers of a cache")
+    config = transformers.DeepseekV32Config(num_hidden_layers=2)
+    with pytest.raises(kvlayers.ConfigError, match="has a cache for"):
+        kvlayers.StaticCache(config, max_cache_len=8)
+    assert type(kvlayers.DynamicCache(config=config).layers[0]).__name__ == "DynamicIndexedLayer"
+
+
 LAYERS = {
     "grows": lambda: upstream.DynamicLayer(),
     "window": lambda: upstream.DynamicSlidingWindowLayer(sliding_window=4),

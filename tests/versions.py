@@ -31,6 +31,10 @@ benchmarks_of_transformers = pytest.mark.skipif(
     Version("5.17") > TRANSFORMERS,
     reason=f"benchmarks measure the caches of transformers as they are since 5.17, and not those of {TRANSFORMERS}",
 )
+static_indexers = pytest.mark.skipif(
+    compat.INDEXERS_DEPEND_ON_CHUNKS,
+    reason=f"static indexers of transformers {TRANSFORMERS} choose among slots without tokens, so kvlayers has none",
+)
 bars_of_transformers = _since("5.4", "set_tqdm_hook")
 static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")
 max_length_of_transformers = _since("5.13", "get_max_length")

@@ -223,7 +223,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 f"{len(dims)}: pass one number for all, or one for each."
             )
         for layer, layer_heads, layer_dim in zip(self.layers, heads, dims, strict=True):
-            if layer.supports_early_init and not layer.is_initialized:
+            if _reserves(layer) and not layer.is_initialized:
                 no_tokens = torch.empty((batch_size, layer_heads, 0, layer_dim), dtype=dtype, device=device)
                 if isinstance(layer, CacheLayer):
                     layer.lazy_initialization(no_tokens, no_tokens)
@@ -327,7 +327,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @property
     def is_initialized(self) -> bool:
         """Whether every layer that takes tokens knows what they look like."""
-        attending = [layer for layer in self.layers if layer.supports_early_init]
+        attending = [layer for layer in self.layers if _reserves(layer)]
         return bool(attending) and all(layer.is_initialized for layer in attending)
 
     @property
@@ -338,7 +338,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can put every layer back as it was."""
-        return all(layer.is_croppable for layer in self.layers)
+        return all(layer.is_croppable for layer in self.operable())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -363,6 +363,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         shown_layers = ("DummyLayer" if isinstance(layer, compat.DUMMY_LAYER) else repr(layer) for layer in self.layers)
         groups = ((shown, len(list(same))) for shown, same in itertools.groupby(shown_layers))
         return f"{type(self).__name__}({', '.join(f'{count} x {shown}' for shown, count in groups)})"
+
+
+def _reserves(layer: Any) -> bool:
+    """Whether a layer can reserve memory before the first states."""
+    if isinstance(layer, LayerOperations):
+        return layer.supports_early_init
+    return theirs.reserves(layer)
 
 
 def _placed(prefetcher: Prefetcher | None, only_non_sliding: bool, layer: Any) -> Any:

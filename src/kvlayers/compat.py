@@ -70,8 +70,13 @@ MODELS_PASS_COLUMNS = Version("5.15") <= TRANSFORMERS
 """From here on models pass a layer the columns of new tokens, and how many its convolution keeps. Layers of kvlayers
 with recurrent states are of this kind, and serve no model of before."""
 
-RECURRENT_LAYERS_SAY_WHAT_THEY_CAN_CROP = Version("5.17") <= TRANSFORMERS
-"""From here on a recurrent layer of transformers' own knows whether it can be rolled back; before, none can."""
+LAYERS_SAY_WHAT_THEY_CAN_CROP = Version("5.17") <= TRANSFORMERS
+"""From here on layers of transformers' own know whether they can be rolled back; before, no recurrent one can."""
+
+INDEXED = "deepseek_sparse_attention"
+INDEXERS_DEPEND_ON_CHUNKS = Version("5.17") > TRANSFORMERS
+"""Until then (5.12 is known to, 5.17 not to) what layers of the type above attend to depended on which tokens came at
+once, and their static layers chose among slots without tokens."""
 
 LAYER_CLASSES_TAKE_CONFIG = Version("5.8") <= TRANSFORMERS < Version("5.14")
 """In these versions classes of layers are listed by layer type, and are made from the config of the model."""
@@ -91,6 +96,9 @@ where windows rotate by other angles, `rope_local_base_freq`."""
 
 RESERVES_FOR_KEYS_AND_VALUES = Version("5.0") <= TRANSFORMERS
 """From here on a layer is told the form of values as well as that of keys."""
+
+SAYS_WHAT_RESERVES = Version("5.13") <= TRANSFORMERS
+"""From here on layers of transformers' own say whether they can reserve memory before the first states."""
 
 RENAMED_MAXIMA = Version("5.13") <= TRANSFORMERS
 """From here on `get_max_cache_shape`, `max_cache_len` and `max_batch_size` of caches are old names of `get_max_length`
@@ -285,7 +293,8 @@ def _layer_makers(max_cache_len: int | None) -> dict[str, Callable[[dict[str, An
     size = {"max_cache_len": max_cache_len} if static else {}
     if STATES_BY_INDEX:
         listed = upstream.STATIC_LAYER_TYPE_MAPPING if static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
-        return {name: functools.partial(_of_options, kind, size) for name, kind in listed.items()}
+        wrong = {INDEXED} if static and INDEXERS_DEPEND_ON_CHUNKS else set()
+        return {name: functools.partial(_of_options, kind, size) for name, kind in listed.items() if name not in wrong}
     recurrent: dict[str, Any] = {}
     if HAS_LINEAR_LAYERS:
         alone, beside_attention = upstream.LinearAttentionLayer, upstream.LinearAttentionAndFullAttentionLayer
@@ -314,9 +323,8 @@ def _of_config(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _own_static_layers() -> dict[str, Any]:
-    """Classes of static layers besides those of full and sliding attention, from 5.8 to 5.13."""
-    indexed = {"deepseek_sparse_attention": upstream.StaticIndexedLayer} if Version("5.11") <= TRANSFORMERS else {}
-    return indexed | (upstream.LAYER_TYPE_STATIC_CACHE_MAPPING if Version("5.12") <= TRANSFORMERS else {})
+    """Classes of static layers besides those of full and sliding attention, from 5.12 to 5.13."""
+    return dict(upstream.LAYER_TYPE_STATIC_CACHE_MAPPING) if Version("5.12") <= TRANSFORMERS else {}
 
 
 SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")

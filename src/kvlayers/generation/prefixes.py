@@ -115,6 +115,11 @@ class PrefixedCall:
         self._options = options_of(self._config)
         if not registry.is_registered(self._name) or compat.makes_its_own_cache(model, self._name):
             raise UnusableError(f"the cache '{self._name}' of {type(model).__name__} is none of kvlayers'")
+        indexed = any(spec.layer_type == compat.INDEXED for spec in compat.layer_specs(model.config))
+        if indexed and compat.INDEXERS_DEPEND_ON_CHUNKS:
+            raise UnusableError(
+                f"what its indexers choose on transformers {compat.TRANSFORMERS} depends on which tokens came at once"
+            )
         try:
             identity = model_identity(model)
         except ConfigError as error:

@@ -36,6 +36,18 @@ def max_length(layer: Any) -> int:
     return int(layer.get_max_length() if compat.RENAMED_MAXIMA else layer.get_max_cache_shape())
 
 
+def is_croppable(layer: Any) -> bool:
+    """Whether `crop` puts a layer of transformers' own back as it was. Before 5.17 no recurrent one could."""
+    if compat.LAYERS_SAY_WHAT_THEY_CAN_CROP:
+        return bool(layer.is_croppable)
+    return isinstance(layer, compat.ATTENTION_LAYER) and not isinstance(layer, compat.LINEAR_LAYER)
+
+
+def reserves(layer: Any) -> bool:
+    """Whether a layer of transformers' own can reserve memory before its states: once, any that attends could."""
+    return bool(layer.supports_early_init) if compat.SAYS_WHAT_RESERVES else isinstance(layer, compat.ATTENTION_LAYER)
+
+
 def reserve(layer: Any, no_tokens: Tensor) -> None:
     """Let a layer of transformers' own reserve memory for states like these, `[batch, kv_heads, 0, head_dim]`."""
     layer.lazy_initialization(*([no_tokens] * (2 if compat.RESERVES_FOR_KEYS_AND_VALUES else 1)))

@@ -113,6 +113,11 @@ class TransformersLayer:
             return next((int(states.shape[0]) for states in theirs.recurrent_states(self.layer)), None)
         return None
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `remove_newest` can put the layer back as it was."""
+        return theirs.is_croppable(self.layer)
+
     def _can_crop(self) -> bool:
         return isinstance(self.layer, _Croppable)
 
@@ -137,7 +142,7 @@ class TransformersLayer:
                 f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before."
             )
         if self.is_recurrent:
-            if not compat.RECURRENT_LAYERS_SAY_WHAT_THEY_CAN_CROP or not self.layer.is_croppable:
+            if not self.is_croppable:
                 raise RollbackError(
                     f"expected layers that can be rolled back by {tokens} tokens, but the recurrent state of {name} "
                     "has no past to go back to: fork() the cache before the tokens that may be taken back."

@@ -383,15 +383,15 @@ def test_indexers_are_not_offloaded(family: str) -> None:
         lambda: kvlayers.OffloadedLayer(upstream.DynamicIndexedLayer()),
     )
     # Static ones that are wrong are not even made.
-    refused: dict[str, Any] = {"expected_exception": (kvlayers.UnsupportedLayerError, kvlayers.ConfigError)}
-    refused["match"] = "IndexedLayer|has a cache for" if compat.INDEXERS_DEPEND_ON_CHUNKS else "IndexedLayer"
+    refused = (kvlayers.UnsupportedLayerError, kvlayers.ConfigError)
+    reason = "IndexedLayer|has a cache for" if compat.INDEXERS_DEPEND_ON_CHUNKS else "IndexedLayer"
     for make in made:
-        with pytest.raises(**refused):
+        with pytest.raises(refused, match=reason):
             make()
     expected = generate(family, ids)
     with kvlayers.installed():
         for name in ("offloaded", "offloaded_static", "offloaded_quantized"):
-            with pytest.raises(**refused):
+            with pytest.raises(refused, match=reason):
                 generate(family, ids, cache_implementation=name)
         # Quantized, they stay what they are.
         assert torch.equal(generate(family, ids, cache_implementation="quantized"), expected)

@@ -44,7 +44,9 @@ def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, 
     if way == "chunked prefill" and family in (*ENCODER_DECODERS, *RECURRENT):
         pytest.skip("transformers prefills decoders of attention in chunks, and no others")
     ids = prompt(2)
-    apart = versions.CHUNKS_NEED_A_GIVEN_CACHE and way == "chunked prefill"
+    apart = versions.LEAVES_THE_CACHE_TO_MODELS and way == "chunked prefill"
+    if apart and family in ("mistral", "gemma2", "gemma3", "llama4"):
+        pytest.skip(f"transformers {versions.TRANSFORMERS} masks chunks of models with windows in a wrong way")
     expected = generate(family, ids, **WAYS["greedy" if apart else way])
     with kvlayers.installed():
         for name in NAMES if WAYS[way].get("use_cache", True) else (None,):

@@ -557,6 +557,7 @@ def test_a_streamer_hears_tokens_again_where_they_are_generated_again() -> None:
 # Ladders
 
 
+@versions.generate_makes_the_cache
 def test_the_default_ladder_is_gone_down_to_its_end() -> None:
     model, ids = fresh_model("qwen2"), prompt(1)
     expected = uninterrupted(model, ids)
@@ -706,6 +707,7 @@ def test_a_ladder_may_have_a_cache_of_ones_own() -> None:
 # Calls
 
 
+@versions.generate_makes_the_cache
 def test_nothing_is_changed_where_memory_suffices() -> None:
     model, ids = fresh_model("qwen2"), prompt(2)
     for how in ({}, *WAYS.values(), *(way for name, way in RESTARTING.items() if name != "prompt lookup")):
@@ -721,6 +723,7 @@ def test_nothing_is_changed_where_memory_suffices() -> None:
     assert not kvlayers.is_installed()
 
 
+@versions.generate_makes_the_cache
 def test_positional_arguments_and_a_config_are_as_for_generate() -> None:
     ids, config = prompt(2), transformers.GenerationConfig(max_new_tokens=NEW_TOKENS, repetition_penalty=1.5)
     before, model = config.to_dict(), fresh_model("qwen2")
@@ -737,6 +740,7 @@ def test_positional_arguments_and_a_config_are_as_for_generate() -> None:
             call(ids, no_such_option=1)
 
 
+@versions.generate_makes_the_cache
 @pytest.mark.parametrize("explicitly", [False, True])
 def test_kvlayers_stays_as_it_was_installed(explicitly: bool) -> None:
     if explicitly:
@@ -750,6 +754,7 @@ def test_kvlayers_stays_as_it_was_installed(explicitly: bool) -> None:
         kvlayers.uninstall()
 
 
+@versions.generate_makes_the_cache
 def test_a_failed_attempt_leaves_no_memory_behind() -> None:
     model, ids, alive = fresh_model("qwen2"), prompt(1), []
     caches: list[weakref.ref[Any]] = []

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 import kvlayers
 import versions
+from kvlayers import compat
 from kvlayers.rotary import Layout, Rotary
 from kvlayers.rotary_config import HALVES, PAIRS, rotaries
 from models import COMMON, WINDOW, prompt
@@ -553,6 +554,8 @@ class NotThatLlamaConfig(tf.LlamaConfig):
 @pytest.mark.parametrize("reason", REFUSED)
 def test_models_whose_keys_cannot_be_moved_are_refused(reason: str) -> None:
     model_type, options, message = REFUSED[reason]
+    if model_type in compat.MAKE_THEIR_OWN_CACHES:
+        pytest.skip(f"models of type {model_type} make a cache of their own on this version, and are refused for that")
     config = tiny_config(model_type, **options)
     with pytest.raises(kvlayers.ConfigError, match=f"expected .*{message}"):
         rotaries(config)

@@ -15,6 +15,10 @@ from kvlayers import compat
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
 
+LEAVES_THE_CACHE_TO_MODELS = Version("5.0") <= TRANSFORMERS < Version("5.3")
+"""Whether `generate()` leaves it to the model to make a cache of no name, so that it cannot prefill in chunks."""
+
+
 def _since(version: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         Version(version) > TRANSFORMERS,
@@ -31,6 +35,10 @@ benchmarks_of_transformers = pytest.mark.skipif(
     Version("5.17") > TRANSFORMERS,
     reason=f"benchmarks measure the caches of transformers as they are since 5.17, and not those of {TRANSFORMERS}",
 )
+generate_makes_the_cache = pytest.mark.skipif(
+    LEAVES_THE_CACHE_TO_MODELS,
+    reason=f"generate() of transformers {TRANSFORMERS} leaves it to the model to make a cache of no name",
+)
 static_indexers = pytest.mark.skipif(
     compat.INDEXERS_DEPEND_ON_CHUNKS,
     reason=f"static indexers of transformers {TRANSFORMERS} choose among slots without tokens, so kvlayers has none",
@@ -43,7 +51,7 @@ NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000
 """For `eos_token_id`, where no token is to end a sequence. Before 5.13 prompt look-up asked for one: none of those that
 there are."""
 
-DRAFTS_MAY_HAVE_A_LEAST_LENGTH = Version("5.0") <= TRANSFORMERS
+DRAFTS_MAY_HAVE_A_LEAST_LENGTH = Version("5.6") <= TRANSFORMERS
 """Whether assisted decoding takes `min_new_tokens`."""
 
 SAYS_WHAT_IT_CAN_CROP = Version("5.17") <= TRANSFORMERS
@@ -71,9 +79,6 @@ RECURRENT_TYPES = (*RECURRENT_FAMILIES, "lfm2_moe", "olmo_hybrid", "qwen3_5_text
 CROSS_ATTENTION_FORGETS = Version("5.12") > TRANSFORMERS
 """Whether transformers gives cross-attention the windows of self-attention, so that its own tokens are wrong (t5gemma
 with an encoder's output longer than those)."""
-
-CHUNKS_NEED_A_GIVEN_CACHE = Version("5.0") <= TRANSFORMERS < Version("5.3")
-"""Whether transformers prefills in chunks only where a cache is given to it."""
 
 
 def need_since(version: str, what: str) -> None:

@@ -32,8 +32,8 @@ recurrent_layers_of_ours = pytest.mark.skipif(
     "which came with 5.15",
 )
 benchmarks_of_transformers = pytest.mark.skipif(
-    Version("5.17") > TRANSFORMERS,
-    reason=f"benchmarks measure the caches of transformers as they are since 5.17, and not those of {TRANSFORMERS}",
+    Version("5.23") > TRANSFORMERS,
+    reason=f"benchmarks measure the caches of transformers as they are since 5.23, and not those of {TRANSFORMERS}",
 )
 generate_makes_the_cache = pytest.mark.skipif(
     LEAVES_THE_CACHE_TO_MODELS,

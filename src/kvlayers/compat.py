@@ -224,7 +224,16 @@ def layer_specs(config: object) -> list[LayerSpec]:
         ) from missing
     per_layer = options if isinstance(options, list) else [options] * len(layer_types)
     told = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
-    return [LayerSpec(layer_type, {**own, **told}) for layer_type, own in zip(layer_types, per_layer, strict=True)]
+    return [
+        LayerSpec(layer_type, {**_without_window(layer_type, own), **told})
+        for layer_type, own in zip(layer_types, per_layer, strict=True)
+    ]
+
+
+def _without_window(layer_type: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a layer without what only others of its model have, where one dict was for all."""
+    all_tokens = layer_type in ("full_attention", "linear_attention", "conv", "hybrid")
+    return {name: value for name, value in options.items() if not (all_tokens and name == "sliding_window")}
 
 
 def _described_layers(decoder: Any) -> tuple[list[str], list[dict[str, Any]]]:

@@ -162,7 +162,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 f"expected a layer that attends, but layer {layer_idx} holds nothing: make the cache from the config "
                 "of the model that uses it."
             )
-        if isinstance(layer, CacheLayer):
+        if isinstance(layer, CacheLayer | LinearAttentionLayer):
             return layer.update(key_states, value_states)
         return theirs.update(layer, key_states, value_states, cache_kwargs)
 

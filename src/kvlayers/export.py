@@ -25,7 +25,8 @@ class ExportableDecoder(nn.Module):
         batch_size: sequences side by side.
 
     Raises:
-        UnsupportedLayerError: the model has layers that keep something else than tokens, an encoder, or no head.
+        UnsupportedLayerError: the model has layers that keep something else than tokens, an encoder, or no head; or
+            torch is older than 2.7.
         OptionError: a reservation of no tokens or no sequences.
 
     Example:

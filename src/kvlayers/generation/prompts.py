@@ -35,7 +35,7 @@ def prefill_once(
     rows = input_ids.shape[0]
     once = {name: _each_once(value, rows, repeats) for name, value in model_kwargs.items()}
     output = prefill(input_ids[::repeats], once)
-    if compat.LOOPS_COUNT_CACHE_POSITION:
+    if compat.LOOPS_COUNT_CACHE_POSITION and "cache_position" in once:
         # A prefill leaves it to the loop, which counts on from there.
         model_kwargs["cache_position"] = once["cache_position"]
     cache.expand(repeats)  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 
@@ -53,9 +54,21 @@ class Result:
             "minutes": (time.monotonic() - self.started) / 60,
             "date": datetime.date.today().isoformat(),
             "machine": machine(),
+            "commit": commit(),
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def commit() -> str:
+    """The commit that the tests are of, with what git says of changes to it; empty where this is no checkout."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return described.stdout.strip()
 
 
 def machine() -> str:

@@ -17,7 +17,7 @@ runs it and `nox -s matrix_record` writes this page: see [CONTRIBUTING.md](../CO
 
 {table}
 
-Machine: {machines}.
+Commit {commit}. Machine: {machines}.
 """
 
 
@@ -39,10 +39,18 @@ def main() -> None:
             f"{Path(__file__).name}: expected a finished run of the whole suite on every version, but saw none on "
             f"{missing}: run `nox -s matrix` first, with nothing after `--`."
         )
+    if failed := [version for version, result in found.items() if result is not None and result["failed"]]:
+        sys.exit(f"{Path(__file__).name}: expected no failures, but saw some on {', '.join(failed)}: mend them first.")
+    commits = list(dict.fromkeys(result["commit"] for result in finished))
+    if len(commits) > 1:
+        sys.exit(
+            f"{Path(__file__).name}: expected runs of one commit, but saw {', '.join(commits)}: run `nox -s matrix` "
+            "again."
+        )
     columns = (*COLUMNS, "date")
     table = markdown([row(version, result, columns) for version, result in found.items()], columns)
     machines = "; ".join(dict.fromkeys(result["machine"] for result in finished))
-    arguments.record.write_text(PAGE.format(table=table, machines=machines))
+    arguments.record.write_text(PAGE.format(table=table, machines=machines, commit=commits[0]))
     print(arguments.record)
 
 

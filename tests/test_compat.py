@@ -55,12 +55,30 @@ def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
         assert len(holding) == 4 - shared
 
 
-@pytest.mark.skipif(compat.HAS_LINEAR_LAYERS, reason="from transformers 5.5 on, caches hold recurrent states")
-@pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_a_model_that_makes_its_own_cache_is_refused(family: str) -> None:
-    """By its config alone it would be taken for one of attention, and decode with other logits."""
-    with pytest.raises(kvlayers.ConfigError, match="make a cache of their own"):
-        kvlayers.DynamicCache(config=CONFIGS[family]())
+CONFIGS_OF_OWN_CACHES = {
+    "mamba": "MambaConfig",
+    "jamba": "JambaConfig",
+    "olmo_hybrid": "OlmoHybridConfig",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "minimax": "MiniMaxConfig",
+    "reformer": "ReformerConfig",
+    "xlstm": "xLSTMConfig",
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS_OF_OWN_CACHES)
+def test_a_model_that_makes_its_own_cache_is_refused(model_type: str) -> None:
+    """By its config alone it would be taken for one of attention, and decode with other logits or not at all."""
+    versions.need_model_class(CONFIGS_OF_OWN_CACHES[model_type])
+    config = getattr(transformers, CONFIGS_OF_OWN_CACHES[model_type])()
+    since = compat.TAKES_CACHES_SINCE[model_type]
+    assert config.get_text_config(decoder=True).model_type == model_type
+    if since is not None and since <= versions.TRANSFORMERS:
+        assert len(compat.layer_specs(config)) == config.num_hidden_layers
+        return
+    way_out = r"leave it to generate\(\)" + ("" if since is None else f", or use transformers {since} or newer") + r"\."
+    with pytest.raises(kvlayers.ConfigError, match=f"make a cache of their own: {way_out}"):
+        kvlayers.DynamicCache(config=config)
 
 
 @pytest.mark.skipif(not compat.INDEXERS_DEPEND_ON_CHUNKS, reason="from transformers 5.17 on, static indexers are right")

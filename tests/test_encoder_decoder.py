@@ -242,10 +242,15 @@ def test_another_input_is_refused_until_the_first_one_is_forgotten(family: str, 
     others = [other] if family == "whisper" else [other, inputs(family, batch=1), inputs(family, tokens=9)]
     for kind in KINDS:
         pair = pair_of(family, kind, kind)
-        generate(family, given, past_key_values=pair)
+        decoded = generate(family, given, past_key_values=pair)
+        # Whisper returns no start tokens.
+        longer = torch.cat([decoded, decoded[:, :2]], dim=1)
         held = pair.get_seq_length()
         for another in others:
+            rows = next(iter(another.values())).shape[0]
             with pytest.raises(kvlayers.StateMismatchError, match=r"reset\(\) the"):
+                generate(family, another, past_key_values=pair, decoder_input_ids=longer[:rows])
+            with pytest.raises(kvlayers.StateMismatchError, match="reset the cache"):
                 generate(family, another, past_key_values=pair)
         assert pair.get_seq_length() == held
         pair.reset()
@@ -907,3 +912,32 @@ def test_a_decoder_without_cross_attention_is_given_no_pair() -> None:
         expected = model.generate(ids, max_new_tokens=3, do_sample=False)
         seen = model.generate(ids, past_key_values=pair.self_attention_cache, max_new_tokens=3, do_sample=False)
         assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_generate_goes_on_from_a_past_without_a_mask_of_the_decoder(family: str, installed: None) -> None:
+    model, encoder_ids = tiny_model(family), prompt(2, 9)
+    mask = torch.ones_like(encoder_ids)
+    mask[0, :3] = 0
+    decoder_ids = prompt(2, 7, seed=5)
+    decoder_ids[:, 0] = model.config.decoder_start_token_id
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(encoder_ids, decoder_input_ids=decoder_ids, **how)
+    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    with torch.no_grad():
+        model(input_ids=encoder_ids, attention_mask=mask, decoder_input_ids=decoder_ids[:, :6], past_key_values=cache)
+    for past in (cache.fork(), cache.to_legacy_cache()):
+        seen = model.generate(encoder_ids, decoder_input_ids=decoder_ids, past_key_values=past, **how)
+        assert torch.equal(seen, expected)
+    for wrong in ({"decoder_input_ids": decoder_ids[:, :6]}, {}):
+        with pytest.raises(kvlayers.StateMismatchError, match="the whole sequence.* seen 6 tokens"):
+            model.generate(encoder_ids, past_key_values=cache, **wrong, **how)
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_a_draft_that_is_rejected_at_once_is_begun_again(index: int, installed: None) -> None:
+    """Until transformers 5.15 its cache is then cropped to a length of zero."""
+    model, draft = tiny_model("t5"), tiny_model("t5", seed=1)
+    ids = prompt(8, 14)[index : index + 1]
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 14, "do_sample": False}
+    assert torch.equal(model.generate(ids, assistant_model=draft, **how), model.generate(ids, **how))

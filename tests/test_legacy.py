@@ -24,14 +24,28 @@ def test_tuples_come_out_of_generate_and_go_back_in(family: str, installed: None
     assert isinstance(pasts, tuple)
     assert {len(layer) for layer in pasts} == {4 if family in ENCODER_DECODERS else 2}
     if family in ENCODER_DECODERS:
-        # generate() gives a decoder all tokens again beside a cache: the cache of transformers is the reference.
-        theirs = transformers.EncoderDecoderCache(pasts)
-        expected = run(family, ids, decoder_input_ids=first.sequences, past_key_values=theirs)
+        expected = run(family, ids, decoder_input_ids=first.sequences)
         seen = run(family, ids, decoder_input_ids=first.sequences, past_key_values=pasts)
     else:
         longer = torch.cat([first.sequences, prompt(2, 3, seed=4)], dim=1)
         expected, seen = run(family, longer), run(family, longer, past_key_values=pasts)
     assert torch.equal(seen, expected)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [None, "static"])
+def test_a_config_may_ask_for_tuples(name: str | None, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("llama"), prompt(1)
+    expected = run("llama", ids, cache_implementation=name, return_dict_in_generate=True, return_legacy_cache=True)
+    asking = transformers.GenerationConfig(
+        max_new_tokens=6, return_dict_in_generate=True, return_legacy_cache=True, cache_implementation=name
+    )
+    monkeypatch.setattr(model, "generation_config", asking)
+    for output in (model.generate(ids, generation_config=asking), model.generate(ids)):
+        assert isinstance(output.past_key_values, tuple)
+        for layer, states in zip(output.past_key_values, expected.past_key_values, strict=True):
+            assert all(map(torch.equal, layer, states))
+    assert asking.return_legacy_cache is True
 
 
 def test_without_being_asked_generate_returns_a_cache(installed: None) -> None:
@@ -122,6 +136,19 @@ def test_old_names_answer() -> None:
     assert static.get_usable_length(2) == 6
     assert static.get_usable_length(4) == 4
     assert static.max_batch_size == 2
+
+
+@pytest.mark.fast
+def test_crop_takes_its_number_by_its_old_name() -> None:
+    cache, _ = filled(tokens=7)
+    for number, left in ((5, 5), (-2, 3)):
+        with pytest.warns(DeprecationWarning, match=rf"crop\(max_length=...\).*write crop\({number}\)"):
+            cache.crop(max_length=number)
+        assert cache.get_seq_length() == left
+    for numbers in ({}, {"tokens_to_remove": -1, "max_length": 2}):
+        with pytest.raises(kvlayers.OptionError, match="expected crop to be given one number"):
+            cache.crop(**numbers)
+    assert cache.get_seq_length() == 3
 
 
 @pytest.mark.fast

@@ -1,6 +1,7 @@
 """Old names of caches, and of their methods, where old code looks for them."""
 
 import importlib
+import subprocess
 import sys
 import types
 import warnings
@@ -13,7 +14,9 @@ import transformers
 
 import kvlayers
 from kvlayers import compat
+from kvlayers.generation import old_names, tuples
 from kvlayers.generation.old_names import CLASSES, HOMES
+from kvlayers.legacy import LegacySurface
 from models import prompt, tiny_model
 
 OLD_CLASSES = (
@@ -47,6 +50,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4:Depreca
 def surface() -> dict[Any, dict[str, Any]]:
     """All that old names may be put into: modules and classes."""
     owners = [sys.modules[name] for name in HOMES] + [
+        kvlayers.Cache,
+        LegacySurface,
         transformers.Cache,
         transformers.DynamicCache,
         transformers.EncoderDecoderCache,
@@ -148,6 +153,111 @@ def test_install_offers_names_until_uninstall() -> None:
     assert surface() == before
 
 
+class _InterruptError(BaseException):
+    """As of Ctrl-C, which no handler of errors sees."""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("where", [importlib, old_names, tuples])
+def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise _InterruptError
+
+    name = {importlib: "import_module", old_names: "_old_attributes", tuples: "accept"}[where]
+    # kvlayers imports them when it is asked for them.
+    install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
+    before = surface()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, interrupt)
+        with pytest.raises(_InterruptError):
+            install(legacy_names=True)
+        uninstall()
+        with pytest.raises(_InterruptError), installed(legacy_names=True):
+            pass
+    assert not kvlayers.is_installed()
+    assert surface() == before
+    with kvlayers.installed(legacy_names=True):
+        assert transformers.SinkCache is kvlayers.SinkCache
+    assert surface() == before
+
+
+@pytest.mark.fast
+def test_names_are_found_where_transformers_was_imported_before_a_model() -> None:
+    """What a model imports may execute transformers once more, as another module."""
+    script = """
+import transformers, kvlayers
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
+kvlayers.install(legacy_names=True)
+assert transformers.SinkCache is kvlayers.SinkCache
+kvlayers.uninstall()
+assert not hasattr(transformers, "HybridCache") or transformers.HybridCache is not kvlayers.HybridCache
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
+def test_an_old_loop_reads_no_maximum_as_none(kind: Any, legacy_names: None) -> None:
+    """As `prepare_inputs_for_generation` of transformers 4 had it."""
+    model, out, mask = tiny_model("llama"), prompt(2, 12), torch.ones(2, 12, dtype=torch.long)
+    expected = model.generate(out, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    cache = kind()
+    assert cache.get_max_length() is None
+    with torch.no_grad():
+        model(out[:, :11], past_key_values=cache)
+        for _ in range(6):
+            length, new = cache.get_seq_length(), out[:, cache.seen_tokens :]
+            most = cache.get_max_length()
+            if most is not None and length + new.shape[1] > most:
+                mask = mask[:, -most:]
+            positions = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
+            logits = model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            out = torch.cat([out, logits[:, -1:].argmax(-1)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.fast
+def test_a_maximum_is_a_number_under_old_names_too(legacy_names: None) -> None:
+    config = tiny_model("llama").config
+    for cache in (transformers.StaticCache(config=config, max_cache_len=16), kvlayers.StaticCache(config, 16)):
+        assert cache.get_max_length() == 16
+    sink = kvlayers.SinkCache(window_length=8, num_sink_tokens=2, config=config)
+    assert (sink.get_max_length(), sink.get_usable_length(1)) == (8, 0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
+def test_lists_of_states_are_assigned_to_the_layers(kind: Any, legacy_names: None) -> None:
+    model, ids, swapped = tiny_model("llama"), prompt(2, 12), torch.tensor([1, 0])
+    with torch.no_grad():
+        expected = model(ids[swapped]).logits[:, 8:]
+        cache = kind()
+        model(ids[:, :8], past_key_values=cache)
+        cache.key_cache = [keys[swapped] for keys in cache.key_cache]
+        cache.value_cache = [values[swapped] for values in cache.value_cache]
+        torch.testing.assert_close(model(ids[swapped, 8:], past_key_values=cache).logits, expected)
+    for wrong in (cache.key_cache[:1], None):
+        with pytest.raises(kvlayers.LegacyFormatError, match="a list of the keys of 2 layers"):
+            cache.key_cache = wrong
+
+
+@pytest.mark.fast
+def test_a_block_that_was_ended_early_does_not_end_a_later_one() -> None:
+    before = surface()
+    first, second = (kvlayers.installed(legacy_names=True) for _ in range(2))
+    first.__enter__()
+    kvlayers.uninstall()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert kvlayers.is_installed()
+    assert transformers.SinkCache is kvlayers.SinkCache
+    second.__exit__(None, None, None)
+    assert not kvlayers.is_installed()
+    assert surface() == before
+
+
 @pytest.mark.fast
 def test_uninstall_inside_of_a_block_takes_the_names_back() -> None:
     before = surface()
@@ -193,7 +303,7 @@ def test_caches_of_transformers_have_their_old_methods_again(legacy_names: None)
     for index, pair in enumerate(pairs):
         cache.update(*pair, index)
     assert (cache.seen_tokens, cache.get_usable_length(3), cache.get_usable_length(3, 1)) == (7, 7, 7)
-    assert cache.get_max_length() == cache.get_max_cache_shape() == -1
+    assert (cache.get_max_length(), cache.get_max_cache_shape()) == (None, -1)
     for index, (keys, values) in enumerate(cache):
         for seen in ((keys, values), cache[index], (cache.key_cache[index], cache.value_cache[index])):
             assert all(map(torch.equal, seen, pairs[index]))
@@ -212,9 +322,11 @@ def test_crop_of_caches_of_transformers_takes_a_length_again(legacy_names: None)
     cache = transformers.DynamicCache()
     for index in range(2):
         cache.update(torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8), index)
-    for argument, expected in ((9, 7), (7, 7), (5, 5), (-2, 3), (1, 1)):
+    for argument, expected in ((9, 7), (7, 7), (5, 5), (-2, 3)):
         cache.crop(argument)
         assert [cache.get_seq_length(index) for index in range(2)] == [expected] * 2
+    cache.crop(max_length=1)
+    assert [cache.get_seq_length(index) for index in range(2)] == [1, 1]
 
 
 @pytest.mark.fast
@@ -317,3 +429,15 @@ def test_nothing_warns_while_torch_traces() -> None:
         warnings.filterwarnings("error", ".*is from transformers 4", DeprecationWarning)
         seen = torch.compile(lambda states: states + cache.seen_tokens, backend="eager", fullgraph=True)(torch.zeros(1))
     assert seen == 3
+
+
+@pytest.mark.fast
+def test_states_of_a_window_that_has_dropped_tokens_are_refused(legacy_names: None) -> None:
+    if compat.CONVERTS_TO_TUPLES:
+        pytest.skip(f"transformers {transformers.__version__} has from_legacy_cache of its own")
+    model = tiny_model("mistral")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1, 24), past_key_values=cache)
+    with pytest.raises(kvlayers.LegacyFormatError, match="dropped"):
+        transformers.DynamicCache.from_legacy_cache(tuple(cache))

@@ -537,7 +537,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": DERIVED, "qk_rope_head_dim": 8},
         "'deepseek_v3' has multi-head latent attention",
     ),
-    "a layout that nobody has looked at": ("minimax", {}, "'minimax' .*: pass rotary=kvlayers.Rotary"),
+    "a layout that nobody has looked at": ("moshi", {}, "'moshi' .*: pass rotary=kvlayers.Rotary"),
 }
 
 

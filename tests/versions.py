@@ -15,7 +15,7 @@ from kvlayers import compat
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
 
-LEAVES_THE_CACHE_TO_MODELS = Version("5.0") <= TRANSFORMERS < Version("5.3")
+LEAVES_THE_CACHE_TO_MODELS = Version("5.0") <= TRANSFORMERS < Version("5.1")
 """Whether `generate()` leaves it to the model to make a cache of no name, so that it cannot prefill in chunks."""
 
 

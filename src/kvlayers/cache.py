@@ -286,8 +286,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             "another, where the model has one, or make the cache from the config of the model that uses it."
         )
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens that a layer, or the whole cache, can hold; -1 where there is no such number."""
+    def most_tokens(self, layer_idx: int | None = None) -> int:
+        """As `get_max_length`, whose answer is another one under `legacy_names`."""
         if layer_idx is not None:
             if layer_idx >= len(self.layers):
                 return -1

@@ -31,6 +31,9 @@ def check_supported(package: str, version: str) -> Version:
     return release
 
 
+AS_FIRST_IMPORTED = transformers
+"""The module that code has which imported it early: what models import may execute it once more, as another module."""
+
 TRANSFORMERS = check_supported("transformers", transformers.__version__)
 TORCH = check_supported("torch", torch.__version__)
 
@@ -48,7 +51,7 @@ UPDATES_BY_CACHE_POSITION = Version("5.4") > TRANSFORMERS
 """Until then static layers were told in `cache_kwargs` which slots to write."""
 
 LOOPS_COUNT_CACHE_POSITION = Version("5.4") > TRANSFORMERS
-"""Until then loops of `generate()` counted `cache_position` on from token to token, which they began with."""
+"""Until then loops of `generate()` were given the `cache_position` of the prompt, and counted it on token by token."""
 
 CHUNKS_BEGIN_AT_ZERO = Version("5.21") > TRANSFORMERS
 """Until then a prefill in chunks read the whole sequence, whatever the given cache had seen of it."""
@@ -82,7 +85,11 @@ LAYER_CLASSES_TAKE_CONFIG = Version("5.8") <= TRANSFORMERS < Version("5.14")
 """In these versions classes of layers are listed by layer type, and are made from the config of the model."""
 
 RECORDS_BEFORE_DRAFTS = Version("5.14") <= TRANSFORMERS
-"""From here on assisted decoding lets a cache record its past; before, it used one that forgets nothing."""
+"""From here on assisted decoding lets a cache record its past, that of a draft model from 5.15 on; before, it used one
+that forgets nothing."""
+
+CROPS_DRAFTS_TO_LENGTHS = Version("5.15") > TRANSFORMERS
+"""Until then assisted decoding cropped the cache of a draft model to a length, which may be zero."""
 
 PREFILLS_APART = Version("5.0") <= TRANSFORMERS
 """From here on `generate()` has a method for the first forward pass, `_prefill`."""
@@ -107,6 +114,12 @@ and `batch_size`. Before, they are the only ones, and transformers calls them.""
 CROPS_BY_COUNT_ALONE = Version("5.15") <= TRANSFORMERS
 """From here on a positive argument of `crop` warns, and from 5.20 on is refused; before, it is a length."""
 
+CONVERTS_TO_TUPLES = Version("5.0") > TRANSFORMERS
+"""Until then `generate()` returned tuples where a config said `return_legacy_cache`."""
+
+PASTS_NEED_DECODER_MASKS = Version("5.4") <= TRANSFORMERS
+"""From here on `generate()` takes all ids of a decoder for new ones where no mask says how long the whole is."""
+
 ITERATES_AS_PAIRS = Version("5.0") > TRANSFORMERS
 """Until then caches are iterated as keys and values; then with the window of each layer besides."""
 
@@ -114,7 +127,7 @@ _HOLLOW = {"SinkCache": Version("5.0") > TRANSFORMERS, "SlidingWindowCache": Ver
 HOLLOW_CACHE_NAMES = tuple(name for name, is_hollow in _HOLLOW.items() if is_hollow)
 """Old names of caches that transformers has, and that are no such cache: a class that only raises, or `StaticCache`."""
 
-NAME_FOR_DRAFTS = "dynamic_full" if Version("5.14") > TRANSFORMERS else None
+NAME_FOR_DRAFTS = "dynamic_full" if Version("5.15") > TRANSFORMERS else None
 """The name that assisted decoding asks a draft model's cache by; until then, that of one that forgets nothing."""
 
 HAS_GGUF_CONFIG = Version("5.17") <= TRANSFORMERS
@@ -144,7 +157,7 @@ TELLS_EXPORTING = Version("2.7") <= TORCH
 
 
 def is_exporting() -> bool:
-    """Whether code is traced to be exported, as far as torch says so: before 2.7, where that is not strict."""
+    """Whether code is traced to be exported. Before torch 2.7 a strict export cannot be told from compiling: false."""
     if TELLS_EXPORTING:
         return torch.compiler.is_exporting()
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
@@ -173,13 +186,21 @@ class LayerSpec:
     options: dict[str, Any]
 
 
-MAKE_THEIR_OWN_CACHES = (
-    ()
-    if HAS_LINEAR_LAYERS
-    else ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
-          "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "zamba", "zamba2")
-)  # fmt: skip
-"""Model types whose recurrent states no cache of ours can hold, as their models make one of their own for them."""
+TAKES_CACHES_SINCE: dict[str, Version | None] = {
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
+         "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"),
+        Version("5.5"),
+    ),
+    "olmo_hybrid": Version("5.15"),
+    **dict.fromkeys(("minimax", "reformer", "xlstm"), None),
+}  # fmt: skip
+"""Model types that once made, or make to this day (`None`), a cache of a class of their own for what no other holds."""
+
+MAKE_THEIR_OWN_CACHES = tuple(
+    model_type for model_type, since in TAKES_CACHES_SINCE.items() if since is None or since > TRANSFORMERS
+)
+"""Those of them that do so in this version, so that no cache of ours can be theirs."""
 
 
 def decoder_config(config: object) -> PretrainedConfig:
@@ -209,10 +230,11 @@ def layer_specs(config: object) -> list[LayerSpec]:
     """
     decoder = decoder_config(config)
     if decoder.model_type in MAKE_THEIR_OWN_CACHES:
+        since = TAKES_CACHES_SINCE[decoder.model_type]
+        newer = "" if since is None else f", or use transformers {since} or newer"
         raise ConfigError(
             f"expected a model whose cache holds all of its states, but on transformers {TRANSFORMERS} models of type "
-            f"'{decoder.model_type}' make a cache of their own: leave it to generate(), or use transformers 5.5 or "
-            "newer."
+            f"'{decoder.model_type}' make a cache of their own: leave it to generate(){newer}."
         )
     try:
         layer_types, options = _LAYER_TYPES_OF(decoder)

@@ -3,14 +3,14 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor
 
 from . import compat
 from .attention.handle import as_dense
 from .deprecation import warn_of_old_use
-from .errors import LayerIndexError, LegacyFormatError
+from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .windowed_states import WindowedStates, with_window
 
 if TYPE_CHECKING:
@@ -180,6 +180,21 @@ class StateList(Sequence[Tensor | None]):
         """Put `states` in place of what layer `index` holds: as many tokens, `[batch, kv_heads, held, head_dim]`."""
         setattr(self._at(index), self._side, states)
 
+    def assign(self, states: object) -> None:
+        """Put a list of states, one of each layer, in place of what the layers hold.
+
+        Raises:
+            LegacyFormatError: it is no list, or one of another length; nothing is changed.
+        """
+        if not isinstance(states, Sequence) or len(states) != len(self):
+            seen = f"{len(states)} of them" if isinstance(states, Sequence) else f"a {type(states).__name__}"
+            raise LegacyFormatError(
+                f"expected a list of the {self._side} of {len(self)} layers, but saw {seen}: pass those of every "
+                "layer, or take new states in by update()."
+            )
+        for index, of_layer in enumerate(states):
+            self[index] = of_layer
+
     def _at(self, index: int) -> Any:
         if not -len(self._layers) <= index < len(self._layers):
             raise LayerIndexError(
@@ -213,8 +228,15 @@ class LegacySurface(ABC):
         """Tokens that a layer has seen."""
 
     @abstractmethod
+    def most_tokens(self, layer_idx: int | None = None) -> int:
+        """As `get_max_length`, whose answer is another one under `legacy_names`."""
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens that a layer, or the whole cache, can hold; -1 where there is no such number."""
+        """The most tokens that a layer, or the whole cache, can hold; -1 where there is no such number.
+
+        Under `install(legacy_names=True)` it is `None` instead of -1, as code for transformers 4 expects.
+        """
+        return self.most_tokens(layer_idx)
 
     @property
     @abstractmethod
@@ -236,10 +258,18 @@ class LegacySurface(ABC):
         """The keys of each layer, as a list."""
         return StateList(self.operable(), "keys")
 
+    @key_cache.setter
+    def key_cache(self, states: object) -> None:
+        self.key_cache.assign(states)
+
     @property
     def value_cache(self) -> StateList:
         """The values of each layer, as a list."""
         return StateList(self.operable(), "values")
+
+    @value_cache.setter
+    def value_cache(self, states: object) -> None:
+        self.value_cache.assign(states)
 
     @property
     def seen_tokens(self) -> int:
@@ -259,20 +289,20 @@ class LegacySurface(ABC):
         """The name of `get_max_length()` for static caches before transformers 5.13."""
         if compat.RENAMED_MAXIMA:
             warn_of_old_use("cache.max_cache_len", "use cache.get_max_length()")
-        return self.get_max_length()
+        return self.most_tokens()
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The name of `get_max_length` before transformers 5.13."""
         if compat.RENAMED_MAXIMA:
             warn_of_old_use("cache.get_max_cache_shape()", "use cache.get_max_length()")
-        return self.get_max_length(layer_idx)
+        return self.most_tokens(layer_idx)
 
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
         """Tokens of the past that remain when `new_seq_length` more come: fewer than held once a maximum is met."""
         warn_of_old_use(
             "cache.get_usable_length()", "use cache.get_seq_length(), and cache.get_max_length() for limits"
         )
-        most, seen = self.get_max_length(layer_idx), self.get_seq_length(layer_idx)
+        most, seen = self.most_tokens(layer_idx), self.get_seq_length(layer_idx)
         return most - new_seq_length if most >= 0 and seen + new_seq_length > most else seen
 
     def to_legacy_cache(self) -> LegacyStates:
@@ -282,3 +312,20 @@ class LegacySurface(ABC):
             LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
         """
         return to_pairs(self.operable())
+
+
+def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:
+    """What `crop` was called with, by the name of today or the one before.
+
+    Raises:
+        OptionError: both or neither is given.
+    """
+    if (tokens_to_remove is None) == (max_length is None):
+        raise OptionError(
+            f"expected crop to be given one number, but saw tokens_to_remove={tokens_to_remove!r} and "
+            f"max_length={max_length!r}: pass crop(length), or crop(-count)."
+        )
+    if max_length is None:
+        return cast("int", tokens_to_remove)
+    warn_of_old_use("crop(max_length=...)", f"write crop({max_length})")
+    return max_length

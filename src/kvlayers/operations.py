@@ -14,6 +14,7 @@ from .layers import LayerOperations, LayerState, TransformersLayer
 from .layers.base import crop_target, whole_number
 from .layers.batch import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from .layers.dispatch import share_readings
+from .legacy import crop_argument
 from .memory_held import Storages, storages_of
 
 
@@ -62,18 +63,24 @@ class LayerwiseOperations(ABC):
         for layer in self.layers:
             yield _operable(layer)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly: a positive number is the length to keep, zero or a negative one removes newest tokens.
 
         Zero removes no token, but lets go of what was recorded for a rollback.
 
+        Args:
+            tokens_to_remove: the number.
+            max_length: the same number, by the name that it had until transformers 5.15.
+
         Raises:
+            OptionError: both or neither is given.
             RollbackError: fewer tokens are held, tokens that would be needed again are gone, or a recurrent state can
                 only be put back to an earlier length (see `truncate`); nothing is changed.
         """
+        number = crop_argument(tokens_to_remove, max_length)
         length = self._token_count()
-        target = crop_target(tokens_to_remove, length)
-        if tokens_to_remove > 0:
+        target = crop_target(number, length)
+        if number > 0:
             self._remove(self._removals(target))
         else:
             self._remove([(layer, length - target) for layer in self.operable()])

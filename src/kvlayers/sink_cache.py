@@ -134,9 +134,9 @@ class SinkCache(Cache):
         self._padding = None
 
     @override
-    def get_max_length(self, layer_idx: int | None = None) -> int:
+    def most_tokens(self, layer_idx: int | None = None) -> int:
         """Tokens that a query attends to; in a layer whose window the model slides itself, those of that window."""
-        return self.window_length if layer_idx is None else super().get_max_length(layer_idx)
+        return self.window_length if layer_idx is None else super().most_tokens(layer_idx)
 
     @property
     def is_compileable(self) -> bool:

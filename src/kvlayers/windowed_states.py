@@ -28,6 +28,15 @@ class WindowedStates(tuple[Any, ...]):
         return tuple, (tuple(self),)
 
 
+def check_is_whole(states: tuple[Any, ...], index: int) -> None:
+    """Raise `LegacyFormatError` where the states of layer `index` are those of a window that has dropped tokens."""
+    if isinstance(states, WindowedStates) and states.seen > states[0].shape[2]:
+        raise LegacyFormatError(
+            f"expected the states of every token, but layer {index} has dropped {states.seen - states[0].shape[2]} of "
+            f"{states.seen}: pass the cache itself."
+        )
+
+
 def with_dropped(states: tuple[Any, ...], slides: bool) -> tuple[Tensor, Tensor]:
     """Keys and values, with zeros in the place of tokens that a window has dropped: positions are those of the layer.
 

@@ -4,6 +4,7 @@ A rejected draft is taken back to a checkpoint, and the tokens between there and
 with the next draft where they are few, else on their own, which leaves a checkpoint.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from ..errors import RollbackError
 from ..layers import LayerOperations
 from ..layers.base import crop_target
 from ..layers.dispatch import recurrent_part
+from ..legacy import crop_argument
 from .passing import at_once, cut, pass_tokens
 
 MOST_WITH_A_DRAFT = 32
@@ -35,9 +37,9 @@ class RollingCache(Cache):
     def __init__(self, cache: Cache) -> None:
         self.__dict__ = cache.__dict__
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """As `truncate`, for a length as `Cache.crop` has it."""
-        self.truncate(crop_target(tokens_to_remove, self._token_count()))
+        self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))
 
 
 def rolling(cache: Any) -> Any:
@@ -45,6 +47,27 @@ def rolling(cache: Any) -> Any:
     if isinstance(cache, Cache) and any(recurrent_part(layer) is not None for layer in cache.layers):
         return RollingCache(cache)
     return cache
+
+
+def drafting(cache: Any) -> Any:
+    """What transformers' loop over drafts gets in the place of a draft model's cache."""
+    if not compat.CROPS_DRAFTS_TO_LENGTHS:
+        return rolling(cache)
+    if not isinstance(cache, Cache):
+        return cache
+    draft = object.__new__(_draft_class(type(cache)))
+    draft.__dict__ = cache.__dict__
+    return draft
+
+
+@functools.cache
+def _draft_class(kind: type[Cache]) -> type[Cache]:
+    """A class of caches of some kind that `crop` puts back to a length, which may be zero, or to one before it."""
+
+    def crop(self: Cache, length: int) -> None:
+        self.truncate(length)
+
+    return type(f"Draft{kind.__name__}", (kind,), {"crop": crop})
 
 
 @contextmanager

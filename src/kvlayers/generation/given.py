@@ -1,5 +1,6 @@
 """A cache that the user gives to `generate()`: what it is told of the call, and what must be true of it."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,6 +116,38 @@ def check_is_new(held: int, given: int) -> None:
             "all of it as input_ids, or new tokens alone with an attention_mask for all (a cache with a window needs "
             "no cropped input), or reset the cache."
         )
+
+
+def decoder_mask(model: Any, past: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A mask that says that a decoder's ids are the whole sequence, where a cache has seen some of it.
+
+    Args:
+        model: the model that generates.
+        past: the cache that it was given, if any.
+        kwargs: arguments of `generate()`.
+
+    Returns:
+        The mask, `[batch, tokens]`, by its name, or nothing where there is a mask, or none is needed.
+
+    Raises:
+        StateMismatchError: there is no mask, and no more tokens than the cache has seen.
+    """
+    if not isinstance(past, EncoderDecoderCache) or kwargs.get("decoder_attention_mask") is not None:
+        return {}
+    held = past.get_seq_length() if past.self_attention_cache.layers else 0
+    takes_mask = "decoder_attention_mask" in inspect.signature(model.forward).parameters
+    if not held or not takes_mask:
+        return {}
+    ids = kwargs.get("decoder_input_ids")
+    # Without any, it begins with one.
+    tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 1
+    if ids is None or tokens <= held:
+        raise StateMismatchError(
+            f"expected decoder_input_ids of the whole sequence, of which the cache has seen {held} tokens already, but "
+            f"saw {tokens}: pass all of it, or new tokens alone with a decoder_attention_mask for all, or reset the "
+            "cache."
+        )
+    return {"decoder_attention_mask": torch.ones_like(ids)} if compat.PASTS_NEED_DECODER_MASKS else {}
 
 
 def check_rotation(model: torch.nn.Module) -> None:

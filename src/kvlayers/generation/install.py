@@ -18,7 +18,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +37,8 @@ from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
 from . import assisted, given, in_use, old_names, passing, prefixes, prompts, registry, reservations, tuples
 from .calls import sequences_of_each_prompt
+from .presence import Presence
+from .replacement import Replacement
 
 CONTINUOUS_BATCHING = "paged"
 """A name that is no cache: generate() turns to another way of batching."""
@@ -45,12 +46,7 @@ CONTINUOUS_BATCHING = "paged"
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """Ways of generating whose steps transformers compiles; with a prefill in chunks, it compiles those in every way."""
 
-_lock = threading.RLock()
-_wrappers: dict[str, Callable[..., Any]] = {}
-_originals: dict[str, Callable[..., Any]] = {}
 _added_names: tuple[str, ...] = ()
-_explicit = False
-_blocks = 0
 
 
 def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy_names: bool = False) -> None:
@@ -67,31 +63,25 @@ def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy
         OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one, or `legacy_names` is
             neither true nor false.
     """
-    global _explicit
     counted = in_use.counting(prefix_store, namespace)
     old_names.check_wanted(legacy_names)
-    with _lock:
-        _explicit = True
-        if legacy_names:
-            old_names.offer()
-        if counted is not None:
-            in_use.use_for_all(counted)
-        _wake()
+    if legacy_names:
+        old_names.PRESENCE.begin()
+    if counted is not None:
+        in_use.use_for_all(counted)
+    _presence.begin()
 
 
 def uninstall() -> None:
     """Put everything back as it was before `install`, also inside of an `installed()` block."""
-    global _explicit, _blocks
-    with _lock:
-        _explicit, _blocks = False, 0
-        in_use.use_for_all(None)
-        old_names.withdraw()
-        _sleep()
+    in_use.use_for_all(None)
+    old_names.PRESENCE.end()
+    _presence.end()
 
 
 def is_installed() -> bool:
     """Whether `generate()` makes its caches with kvlayers."""
-    return _explicit or _blocks > 0
+    return bool(_presence)
 
 
 @contextmanager
@@ -102,45 +92,32 @@ def installed(
 
     A `prefix_store` is for calls in the block's own thread, as those of others may be for other namespaces.
     """
-    global _blocks
     counted = in_use.counting(prefix_store, namespace)
     old_names.check_wanted(legacy_names)
-    with _lock:
-        _blocks += 1
-        _wake()
-    try:
-        with (
-            contextlib.nullcontext() if counted is None else in_use.using(counted),
-            old_names.offered() if legacy_names else contextlib.nullcontext(),
-        ):
-            yield
-    finally:
-        with _lock:
-            _blocks = max(_blocks - 1, 0)
-            if not is_installed():
-                _sleep()
+    with (
+        _presence.block(),
+        contextlib.nullcontext() if counted is None else in_use.using(counted),
+        old_names.PRESENCE.block() if legacy_names else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def _wake() -> None:
-    for name, wrap in _WRAPS.items():
-        current = getattr(GenerationMixin, name)
-        # Where another library has wrapped ours, ours is still underneath, and awake again.
-        if _wrappers.get(name) not in tuples.chain(current):
-            _originals[name], _wrappers[name] = current, wrap(current)
-            setattr(GenerationMixin, name, _wrappers[name])
+    for replacement in _replacements:
+        replacement.put()
     tuples.accept()
     _offer_names()
 
 
 def _sleep() -> None:
-    for name, wrapper in list(_wrappers.items()):
-        # Where another library has wrapped ours, ours stays underneath, and passes everything through.
-        if getattr(GenerationMixin, name) is wrapper:
-            setattr(GenerationMixin, name, _originals.pop(name))
-            del _wrappers[name]
+    for replacement in _replacements:
+        replacement.take_back()
     tuples.refuse()
     _offer_names()
     reservations.free_reservations()
+
+
+_presence = Presence(_wake, _sleep)
 
 
 def _offer_names() -> None:
@@ -180,6 +157,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         in_config = vars(config or self.generation_config).get("return_legacy_cache", False)
         as_tuples = kwargs.pop("return_legacy_cache", in_config)
+        if in_config and compat.CONVERTS_TO_TUPLES:
+            # An argument is more than a config. The cache itself is needed here.
+            kwargs["return_legacy_cache"] = False
         if as_tuples and type(self).generate is not GenerationMixin.generate:
             raise LegacyFormatError(
                 f"expected a model whose generate() is that of transformers, but {type(self).__name__} has one of its "
@@ -192,6 +172,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             past = kwargs[cache_name] = tuples.cache_for_generate(self.config, past)
         if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
             given.check_is_whole(past, kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)))
+        # A draft model's cache is given again and again, within one call.
+        if not (config is not None and config.is_assistant):
+            kwargs.update(given.decoder_mask(self, past, kwargs))
         recorded = past is not None and _is_recording(past)
         static = _static_part(past)
         compiled = static is not None and static.compiled
@@ -293,7 +276,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             given.check_rotation(self)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-            cache = assisted.rolling(cache)
+            cache = assisted.drafting(cache)
         if drafting:
             # transformers refuses to verify drafts with a cache of a static name, since its own cannot be rolled back.
             generation_config.cache_implementation = None
@@ -402,11 +385,14 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     return prefill
 
 
-_WRAPS = {
-    "generate": _wrap_generate,
-    "_prepare_generation_config": _wrap_prepare_config,
-    "_prepare_cache_for_generation": _wrap_prepare_cache,
-    "_validate_generation_mode": _wrap_validate_mode,
-    "_assisted_decoding": _wrap_assisted_decoding,
-    **({"_prefill": _wrap_prefill} if compat.PREFILLS_APART else {}),
-}
+_replacements = [
+    Replacement(GenerationMixin, name, wrap)
+    for name, wrap in {
+        "generate": _wrap_generate,
+        "_prepare_generation_config": _wrap_prepare_config,
+        "_prepare_cache_for_generation": _wrap_prepare_cache,
+        "_validate_generation_mode": _wrap_validate_mode,
+        "_assisted_decoding": _wrap_assisted_decoding,
+        **({"_prefill": _wrap_prefill} if compat.PREFILLS_APART else {}),
+    }.items()
+]

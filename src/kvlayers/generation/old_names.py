@@ -4,24 +4,23 @@ Only what is missing is put there, and what has a name and no use; all of it is 
 """
 
 import importlib
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import transformers
 from torch import Tensor
 
-from .. import compat, legacy
+from .. import compat, legacy, windowed_states
 from ..deprecation import warn_of_old_use
 from ..errors import OptionError
+from ..legacy import LegacySurface
 from ..mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import HQQQuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from ..sink_cache import SinkCache
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache
+from .presence import Presence
 from .tuples import tuples_of, view_of
 
 CLASSES: dict[str, type] = {
@@ -64,11 +63,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 """Modules from which old code imports them, and which of them."""
 
-_lock = threading.RLock()
 _homes: list["_Home"] = []
 _methods: list["_Attribute"] = []
-_explicit = False
-_blocks = 0
 
 
 def check_wanted(legacy_names: object) -> None:
@@ -77,47 +73,15 @@ def check_wanted(legacy_names: object) -> None:
         raise OptionError(f"expected legacy_names to be True or False, but saw {legacy_names!r}.")
 
 
-def offer() -> None:
-    """Put the old names in place, until `withdraw`."""
-    global _explicit
-    with _lock:
-        _explicit = True
-        _put()
-
-
-def withdraw() -> None:
-    """Take the old names back, also inside of an `offered()` block."""
-    global _explicit, _blocks
-    with _lock:
-        _explicit, _blocks = False, 0
-        _take_back()
-
-
-@contextmanager
-def offered() -> Iterator[None]:
-    """`offer()` for the length of a `with` block. Blocks nest and overlap: the last one to end withdraws."""
-    global _blocks
-    with _lock:
-        _blocks += 1
-        _put()
-    try:
-        yield
-    finally:
-        with _lock:
-            _blocks = max(_blocks - 1, 0)
-            if not _explicit and not _blocks:
-                _take_back()
-
-
 def _put() -> None:
     if _homes:
         return
-    for module in HOMES:
-        importlib.import_module(module)
-    _homes.extend(_Home(sys.modules[module], names) for module, names in HOMES.items())
-    if transformers is not sys.modules["transformers"]:
-        # What models import executes transformers once more, as another module of that name; some have the first one.
-        _homes.append(_Home(transformers, HOMES["transformers"]))
+    # Before anything is changed: it takes long, and may be interrupted.
+    modules = {module: importlib.import_module(module) for module in HOMES}
+    for module, names in HOMES.items():
+        _homes.append(_Home(modules[module], names))
+    if compat.AS_FIRST_IMPORTED is not modules["transformers"]:
+        _homes.append(_Home(compat.AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
             _methods.append(_Attribute(owner, name, value))
@@ -130,6 +94,10 @@ def _take_back() -> None:
         method.take_back()
     _homes.clear()
     _methods.clear()
+
+
+PRESENCE = Presence(_put, _take_back)
+"""Whether the old names are in place."""
 
 
 class _Home:
@@ -189,29 +157,47 @@ class _Attribute:
 
 
 class _OldValue:
-    """A value to read. Not a property: caches of model repositories assign attributes of these names.
+    """A value to read. What somebody assigns instead is what is read: caches of model repositories have their own.
 
     Args:
-        read: makes it of a cache.
+        name: of the value.
     """
 
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        self._read = read
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, cache: Any, owner: type | None = None) -> Any:
-        return self if cache is None else self._read(cache)
+        if cache is None:
+            return self
+        own = vars(cache)
+        return own[self._name] if self._name in own else getattr(view_of(cache), self._name)
+
+    def __set__(self, cache: Any, value: Any) -> None:
+        vars(cache)[self._name] = value
+
+    def __delete__(self, cache: Any) -> None:
+        if self._name not in vars(cache):
+            raise AttributeError(f"'{type(cache).__name__}' has no {self._name} of its own", name=self._name, obj=cache)
+        del vars(cache)[self._name]
+
+
+class _OldStates(_OldValue):
+    """The states of all layers as a list. One that is assigned goes into the layers, where there are any."""
+
+    def __set__(self, cache: Any, value: Any) -> None:
+        if vars(cache).get("layers"):
+            setattr(view_of(cache), self._name, value)
+        else:
+            super().__set__(cache, value)
 
 
 def _old_attributes() -> dict[type, dict[str, Any]]:
     """What the caches of the installed version of transformers lack."""
     cache: dict[str, Any] = {
         "__getitem__": lambda self, layer_idx: view_of(self)[layer_idx],
-        "key_cache": _OldValue(lambda self: view_of(self).key_cache),
-        "value_cache": _OldValue(lambda self: view_of(self).value_cache),
-        "seen_tokens": _OldValue(lambda self: view_of(self).seen_tokens),
-        "max_batch_size": _OldValue(lambda self: view_of(self).max_batch_size),
-        "max_cache_len": _OldValue(lambda self: view_of(self).max_cache_len),
-        "get_max_length": lambda self, layer_idx=None: view_of(self).get_max_length(layer_idx),
+        "key_cache": _OldStates("key_cache"),
+        "value_cache": _OldStates("value_cache"),
+        **{name: _OldValue(name) for name in ("seen_tokens", "max_batch_size", "max_cache_len")},
         "get_max_cache_shape": lambda self, layer_idx=None: view_of(self).get_max_cache_shape(layer_idx),
         "get_usable_length": lambda self, new_seq_length, layer_idx=0: view_of(self).get_usable_length(
             new_seq_length, layer_idx
@@ -234,6 +220,9 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
     }
     if compat.CROPS_BY_COUNT_ALONE:
         missing[transformers.Cache]["crop"] = _cropping_to_a_length(transformers.Cache.crop)
+    # Old code takes the -1 of today for a maximum.
+    missing[transformers.Cache]["get_max_length"] = _max_length_or_none
+    missing[LegacySurface] = {"get_max_length": _max_length_or_none}
     if not compat.ITERATES_AS_PAIRS:
         for owner in (transformers.DynamicCache, transformers.EncoderDecoderCache):
             missing[owner]["__iter__"] = lambda self: iter(view_of(self))
@@ -245,13 +234,19 @@ def _has(owner: type, name: str) -> bool:
 
 
 def _cropping_to_a_length(original: Callable[..., None]) -> Callable[..., None]:
-    def crop(self: Any, tokens_to_remove: int) -> None:
-        if tokens_to_remove <= 0:
-            original(self, tokens_to_remove)
-        elif tokens_to_remove < self.get_seq_length():
-            original(self, tokens_to_remove - self.get_seq_length())
+    def crop(self: Any, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
+        number = legacy.crop_argument(tokens_to_remove, max_length)
+        if number <= 0:
+            original(self, number)
+        elif number < self.get_seq_length():
+            original(self, number - self.get_seq_length())
 
     return crop
+
+
+def _max_length_or_none(self: Any, layer_idx: int | None = None) -> int | None:
+    most = view_of(self).most_tokens(layer_idx)
+    return None if most < 0 else most
 
 
 def _dynamic_from_tuples(cls: Callable[[], Any], past_key_values: object = None) -> Any:
@@ -270,5 +265,6 @@ def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: objec
 
 
 def _fill(cache: Any, pairs: "legacy.LegacyStates | list[tuple[Tensor, ...]]") -> None:
-    for index, (keys, values) in enumerate(pairs):
-        cache.update(keys, values, index)
+    for index, pair in enumerate(pairs):
+        windowed_states.check_is_whole(pair, index)
+        cache.update(*pair, index)

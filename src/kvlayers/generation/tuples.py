@@ -1,7 +1,7 @@
 """Nested tuples in the place of a cache, into and out of the forward pass of a model, as transformers 4 had them.
 
 `PreTrainedModel.__call__` is what is replaced: it is the one method that every forward pass of every model goes
-through, and it costs nothing where no tuples are passed.
+through, and it costs next to nothing where no tuples are passed.
 """
 
 import functools
@@ -23,6 +23,7 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError, StateMismatchError
 from ..layers import DynamicLayer, SlidingLayer
 from ..legacy import LegacyStates
+from .replacement import Replacement
 
 ARGUMENT = "past_key_values"
 
@@ -30,40 +31,20 @@ TuplesCache = DynamicCache | EncoderDecoderCache
 """What is made of tuples."""
 
 _accepting = False
-_wrapper: Callable[..., Any] | None = None
-_replaced: Callable[..., Any] | None = None
 
 
 def accept() -> None:
     """From now on, models take tuples, and return tuples where they were given some."""
-    global _accepting, _wrapper, _replaced
+    global _accepting
     _accepting = True
-    current = PreTrainedModel.__call__
-    # Where another library has wrapped ours, ours is still underneath, and awake again.
-    if _wrapper is None or _wrapper not in chain(current):
-        _replaced, _wrapper = vars(PreTrainedModel).get("__call__"), _taking_tuples(current)
-        PreTrainedModel.__call__ = _wrapper
+    _replacement.put()
 
 
 def refuse() -> None:
     """Take `accept` back."""
-    global _accepting, _wrapper, _replaced
+    global _accepting
     _accepting = False
-    if _wrapper is None or vars(PreTrainedModel).get("__call__") is not _wrapper:
-        return
-    if _replaced is None:
-        del PreTrainedModel.__call__
-    else:
-        PreTrainedModel.__call__ = _replaced
-    _wrapper = _replaced = None
-
-
-def chain(method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """A method and those that it wraps, as far as it says so."""
-    found = [method]
-    while "__wrapped__" in found[-1].__dict__:
-        found.append(found[-1].__dict__["__wrapped__"])
-    return found
+    _replacement.take_back()
 
 
 def _taking_tuples(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +59,9 @@ def _taking_tuples(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return call
+
+
+_replacement = Replacement(PreTrainedModel, "__call__", _taking_tuples)
 
 
 def _call_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,11 +185,7 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
 def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
     checked = legacy.check_tuples(states, width=(2, 4))
     for index, layer in enumerate(checked):
-        if isinstance(layer, windowed_states.WindowedStates) and layer.seen > layer[0].shape[2]:
-            raise LegacyFormatError(
-                f"expected the states of every token, but layer {index} has dropped {layer.seen - layer[0].shape[2]} "
-                f"of {layer.seen}: pass the cache itself."
-            )
+        windowed_states.check_is_whole(layer, index)
     if checked and config.is_encoder_decoder:
         _check_count(checked, compat.decoder_config(config).num_hidden_layers)
     elif not _has_cross_attention(config, checked):

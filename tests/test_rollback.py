@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers import Checkpoints, RollbackError, compat
+from kvlayers import Checkpoints, RollbackError, model_types
 from models import CONFIGS, fresh_model, prompt
 from test_families import FAMILIES, model_and_inputs
 from versions import RECURRENT_FAMILIES
@@ -33,8 +33,8 @@ class Decoder:
     def __init__(self, family: str) -> None:
         self.model = fresh_model(family) if family in CONFIGS else model_and_inputs(family)[0]
         self.config = self.model.config
-        self._name = compat.cache_argument(self.model)
-        self.one_by_one = compat.tokens_at_once(self.config) is not None
+        self._name = model_types.cache_argument(self.model)
+        self.one_by_one = model_types.tokens_at_once(self.config) is not None
 
     @torch.no_grad()
     def pass_at_once(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
     decoder.pass_on(cache, ids[:, :PROMPT])
     decoder.decode(cache, prompt(2, 7, seed=5))
     assert cache.truncate(12) == 2
-    name = compat.cache_argument(decoder.model)
+    name = model_types.cache_argument(decoder.model)
     with kvlayers.installed():
         seen = decoder.model.generate(ids, attention_mask=torch.ones_like(ids), **{name: cache}, **how)
     assert torch.equal(seen, expected)
@@ -228,7 +228,7 @@ def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(decoder.model.forward, backend=backend)
-    name = compat.cache_argument(decoder.model)
+    name = model_types.cache_argument(decoder.model)
     for one in (cache, other):
         decoder.pass_on(one, ids[:, :PROMPT])
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: 
     mask = torch.ones_like(ids)
     mask[0, 9:12] = 0
     cache = kvlayers.DynamicCache(config=model.config)
-    name = compat.cache_argument(model)
+    name = model_types.cache_argument(model)
     with kvlayers.installed():
         model.generate(ids[:, :8], **{name: cache}, max_new_tokens=1, do_sample=False)
         seen = cache.get_seq_length()

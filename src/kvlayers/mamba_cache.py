@@ -6,7 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from . import compat
+from . import compat, model_types
 from .dynamic_cache import DynamicCache
 from .errors import ConfigError, LayerIndexError
 from .layers import Checkpoints
@@ -129,7 +129,7 @@ class HybridMambaAttentionDynamicCache(_RecurrentStates):
 
 
 def _check(config: object, batch_size: object, name: str, dtype: object, device: object) -> None:
-    compat.decoder_config(config)
+    model_types.decoder_config(config)
     if batch_size is not None:
         check_reserved(batch_size, name, "sequences")
     check_accepted(dtype, device)

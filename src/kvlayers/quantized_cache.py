@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from typing_extensions import override
 
-from . import compat
+from . import model_types
 from .cache import Cache
 from .errors import OptionError
 from .layers import Checkpoints, QuantizedLayer
@@ -177,7 +177,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         if config is None:
             super().__init__(None, functools.partial(QuantizedLayer, self.quantization, length_hint), *placement)
             return
-        head_dims = compat.head_dims(config)
+        head_dims = model_types.head_dims(config)
         if head_dims is not None:
             self.quantization.quantizers(*head_dims)
         layers = quantized_layers(config, self.quantization, quantize_sliding, length_hint, checkpoints)

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from .compat import (
-    LayerSpec,
-    decoder_config,
-    layer_specs,
-)
+from .compat import LayerSpec, layer_specs
 from .errors import ConfigError
+from .model_types import decoder_config
 from .rope_words import rope_config_of_windows, rope_parameters
 from .rotary import Layout, Rotary
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from typing_extensions import override
 
-from . import compat
+from . import compat, model_types
 from .cache import Cache
 from .errors import ConfigError, OptionError
 from .layers import Checkpoints, StaticLayer, StaticSlidingLayer
@@ -88,7 +88,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         self.compiled = self._masks_are_of_buckets(config, compiled)
 
     def _masks_are_of_buckets(self, config: object, compiled: bool | None) -> bool:
-        of_all = compat.counts_on_the_whole_reservation(config)
+        of_all = model_types.counts_on_the_whole_reservation(config)
         if compiled is None:
             return torch.accelerator.is_available() and not of_all
         if not isinstance(compiled, bool):

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from .. import compat
+from .. import compat, model_types
 from ..generation.registry import make_cache
 from ..layers.dispatch import WINDOWED
 
@@ -188,7 +188,7 @@ def continue_text(
         # Else generate() compiles around some caches and not around others.
         disable_compile=True,
         streamer=streamer,
-        **{compat.cache_argument(model): cache},
+        **{model_types.cache_argument(model): cache},
     )
     generated: list[int] = output[0, ids.shape[1] :].tolist()
     return generated

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import decoder_config
 from ..errors import ConfigError, OptionError
+from ..model_types import decoder_config
 
 
 def real_text_ids(tokenizer: Any, tokens: int) -> list[int]:

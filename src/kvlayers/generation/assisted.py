@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from .. import compat
+from .. import compat, model_types
 from ..cache import Cache
 from ..errors import RollbackError
 from ..layers import LayerOperations
@@ -91,14 +91,14 @@ def check_rollback(model: Any, cache: Any) -> None:
     if not model._is_stateful:
         return
     name = type(model).__name__
-    if compat.cache_argument(model) != "past_key_values":
+    if model_types.cache_argument(model) != "past_key_values":
         raise RollbackError(
             f"expected a model that takes past_key_values, but {name} takes cache_params, which transformers' loop "
             "over drafts does not pass: leave out the assistance."
         )
     layers = cache.layers if isinstance(cache, Cache) else []
     ours = all(isinstance(layer, LayerOperations) or not _holds_states(layer) for layer in layers)
-    elsewhere = model.config.model_type in compat.KEEPS_STATES_IN_MODULES
+    elsewhere = model.config.model_type in model_types.KEEPS_STATES_IN_MODULES
     if elsewhere or not ours or not any(recurrent_part(layer) is not None for layer in layers):
         raise RollbackError(
             f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be taken back, but saw "

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from .. import compat
+from .. import model_types
 from .calls import by_name, generates_as_transformers, whole_config
 from .install import installed
 from .keeping import KeepingLoop, OncePerToken
@@ -33,7 +33,7 @@ class Call:
 
     def __init__(self, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self._model = model
-        self._cache_name = compat.cache_argument(model)
+        self._cache_name = model_types.cache_argument(model)
         self._unnamed, self._arguments = by_name(model, args, arguments)
         self._config = whole_config(model, arguments)[0] if generates_as_transformers(model, arguments) else None
         self._started = time.monotonic()
@@ -138,11 +138,11 @@ def _processes() -> int:
 def _why_no_other_cache(model: Any, config: Any, arguments: Mapping[str, Any]) -> str | None:
     if _value_of("use_cache", config, arguments) is False:
         return "use_cache=False leaves no cache that could be smaller"
-    past = arguments.get(compat.cache_argument(model))
+    past = arguments.get(model_types.cache_argument(model))
     if past is None:
         return None
     elsewhere = "the prompt is not given as a whole: its beginning is known to the cache that was passed alone"
-    if not isinstance(past, transformers.Cache) or compat.cache_argument(model) != "past_key_values":
+    if not isinstance(past, transformers.Cache) or model_types.cache_argument(model) != "past_key_values":
         return elsewhere
     held = past.get_seq_length()
     if model.config.is_encoder_decoder:

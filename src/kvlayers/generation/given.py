@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from .. import compat
+from .. import compat, model_types
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, StateMismatchError
@@ -67,7 +67,7 @@ def prepare(
         if not own.get_seq_length():
             own.prepare(model.config, attention_mask)
     # Models that take their cache under another name (mamba) are given new tokens alone.
-    counts_whole = compat.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
+    counts_whole = model_types.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
     if whole_length is not None and counts_whole and own.layers:
         check_is_new(own.get_seq_length(), whole_length)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from .. import compat
+from .. import compat, model_types
 from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
@@ -165,7 +165,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"expected a model whose generate() is that of transformers, but {type(self).__name__} has one of its "
                 "own, which takes the cache apart before it returns it: leave return_legacy_cache out."
             )
-        cache_name = compat.cache_argument(self)
+        cache_name = model_types.cache_argument(self)
         past = kwargs.get(cache_name)
         if isinstance(past, tuple | list):
             tuples.warn_of_tuples(cache_name)
@@ -228,7 +228,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        cache_name = compat.cache_argument(self)
+        cache_name = model_types.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
         if prefixes.is_own(past):
@@ -255,7 +255,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return
         drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
-        encoder = None if compat.replaces_cross_attention_cache(self) else model_kwargs.get("encoder_outputs")
+        encoder = None if model_types.replaces_cross_attention_cache(self) else model_kwargs.get("encoder_outputs")
         # A draft model's config has the options of the main model's cache, though not the name that they belong to.
         asked = generation_config.cache_implementation
         of_another = generation_config.is_assistant and asked in (None, compat.NAME_FOR_DRAFTS)
@@ -324,7 +324,7 @@ def _will_be_compiled(
 ) -> bool:
     """Whether generate() is going to compile the forward pass around a cache of reserved memory."""
     static = _static_part(cache)
-    if static is None or compat.counts_on_the_whole_reservation(model.config):
+    if static is None or model_types.counts_on_the_whole_reservation(model.config):
         return False
     if mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
         return False

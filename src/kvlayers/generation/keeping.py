@@ -14,7 +14,7 @@ from transformers.generation.utils import (
     GenerationMixin,
 )
 
-from .. import compat
+from .. import compat, model_types
 
 
 class OncePerToken(BaseStreamer):  # type: ignore[misc]
@@ -161,4 +161,4 @@ class KeepingLoop:
         if not config.return_dict_in_generate:
             return sequences
         output = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-        return output(sequences=sequences, past_key_values=model_kwargs.get(compat.cache_argument(model)))
+        return output(sequences=sequences, past_key_values=model_kwargs.get(model_types.cache_argument(model)))

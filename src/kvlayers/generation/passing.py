@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from .. import compat, model_types
 from ..cache import Cache
 from ..errors import StateMismatchError
 from ..layers.dispatch import recurrent_part
@@ -81,7 +81,7 @@ def prefill_in_steps(model: Any, input_ids: Tensor, generation_config: Any, mode
     zero; and all tokens of a sequence, to a model whose cache is no `past_key_values`, of which transformers does not
     ask how many it has seen.
     """
-    name = compat.cache_argument(model)
+    name = model_types.cache_argument(model)
     cache = model_kwargs.get(name)
     mask = model_kwargs.get("attention_mask")
     odd = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from .. import compat
+from .. import compat, model_types
 from ..cache import Cache
 from ..errors import ConfigError, KVLayersError
 from ..layers.dispatch import attention_part, keeps_every_token, recurrent_part
@@ -103,7 +103,7 @@ class PrefixedCall:
 
     def __init__(self, prefixes: Prefixes, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         self._model, self._store = model, prefixes.store
-        self._cache_name = compat.cache_argument(model)
+        self._cache_name = model_types.cache_argument(model)
         self.unnamed, self._arguments = by_name(model, args, dict(arguments))
         check_model(model, self._arguments)
         self._config, model_kwargs = whole_config(model, self._arguments)
@@ -219,12 +219,12 @@ class PrefixedCall:
         options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
         asked = {name for name, value in options.items() if value != defaults.get(name)}
         shown = any(self._arguments.get(name) for name in READS_IDS)
-        by_mask = model._supports_attention_backend and model.config.model_type not in compat.SCALES_BY_SLOT
+        by_mask = model._supports_attention_backend and model.config.model_type not in model_types.SCALES_BY_SLOT
         return self._takes_positions and by_mask and not shown and asked <= BLIND_TO_ORDER
 
     def _knows_of_padding(self, example: Cache) -> bool:
         """Whether a token's states are the same with padding before it and without."""
-        relative = self._model.config.model_type in compat.HAS_RELATIVE_POSITIONS
+        relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
         return self._takes_positions or relative or not any(layer.attends for layer in example.operable())
 
     def _lookup(self, ids: Tensor) -> Hit:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import compat
+from .. import compat, model_types
 from ..cache import Cache
 from ..static_cache import StaticCache
 from .calls import sequences_of_each_prompt
@@ -52,7 +52,7 @@ def _can_be_repeated_later(
         return False
     if model_kwargs.get("inputs_embeds") is not None:
         return False
-    if model.config is not compat.decoder_config(model.config) or model.config.is_encoder_decoder:
+    if model.config is not model_types.decoder_config(model.config) or model.config.is_encoder_decoder:
         # What else models with images or an encoder return for a prompt, nobody here knows how to repeat.
         return False
     returns_more = generation_config.output_attentions or generation_config.output_hidden_states

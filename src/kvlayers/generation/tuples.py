@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 from typing_extensions import Self
 
-from .. import compat, legacy, windowed_states
+from .. import legacy, model_types, windowed_states
 from ..cache import Cache
 from ..deprecation import warn_of_old_use
 from ..dynamic_cache import DynamicCache
@@ -187,7 +187,7 @@ def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
     for index, layer in enumerate(checked):
         windowed_states.check_is_whole(layer, index)
     if checked and config.is_encoder_decoder:
-        _check_count(checked, compat.decoder_config(config).num_hidden_layers)
+        _check_count(checked, model_types.decoder_config(config).num_hidden_layers)
     elif not _has_cross_attention(config, checked):
         legacy.check_tuples(checked, width=(2,))
     return checked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
-from .. import compat
+from .. import model_types
 from ..persistence.description import canonical
 from ..rotary_config import depends_on_length
 from .calls import generates_as_transformers
@@ -38,21 +38,21 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         raise UnusableError(f"{name} decodes in a way of its own, or one that was given (custom_generate)")
     if model.config.is_encoder_decoder:
         raise UnusableError(f"the states of {name} depend on an encoder's input")
-    if compat.decoder_config(model.config) is not model.config or type(model.config).sub_configs:
+    if model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs:
         raise UnusableError(f"the states of {name} may depend on more than tokens")
-    if compat.cache_argument(model) not in inspect.signature(model.forward).parameters:
+    if model_types.cache_argument(model) not in inspect.signature(model.forward).parameters:
         raise UnusableError(f"{name} takes no cache")
     _check_modules(model)
     if not model._supports_default_dynamic_cache():
         raise UnusableError(f"{name} makes a cache of its own")
-    if model.config.model_type in compat.KEEPS_STATES_IN_MODULES:
+    if model.config.model_type in model_types.KEEPS_STATES_IN_MODULES:
         raise UnusableError(f"{name} keeps states outside of its cache")
     if depends_on_length(model.config):
         raise UnusableError(f"{name} rotates keys by how long their prompt is (its rope_type)")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         # Which layer's states belong where, neither a file nor a config says.
         raise UnusableError(f"the weights of {name} are on several devices")
-    if arguments.get(compat.cache_argument(model)) is not None:
+    if arguments.get(model_types.cache_argument(model)) is not None:
         raise UnusableError("it is given a cache")
 
 

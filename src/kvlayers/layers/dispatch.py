@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .. import compat
+from .. import compat, model_types
 from ..compat import LayerSpec
 from ..errors import ConfigError, UnsupportedLayerError
 from ..offload.prefetcher import Prefetcher
@@ -97,7 +97,7 @@ def _layers(
     config: object, kinds: Mapping[str, Factory], checkpoints: CheckpointOptions, max_cache_len: int | None = None
 ) -> list[Any]:
     """A layer for each layer of a model: by `kinds` where it attends, and with a recurrent state where it has one."""
-    policy, tokens_at_once = Checkpoints.of(checkpoints), compat.tokens_at_once(config)
+    policy, tokens_at_once = Checkpoints.of(checkpoints), model_types.tokens_at_once(config)
 
     def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
         return LinearAttentionLayer(spec.options.get("number_of_states", 1), policy, tokens_at_once)

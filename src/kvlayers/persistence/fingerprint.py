@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from ..compat import decoder_config
 from ..errors import ModelMismatchError, OptionError
+from ..model_types import decoder_config
 from ..rope_words import config_fields
 from .description import Description, ModelRecord
 

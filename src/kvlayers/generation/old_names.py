@@ -223,6 +223,9 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
     # Old code takes the -1 of today for a maximum.
     missing[transformers.Cache]["get_max_length"] = _max_length_or_none
     missing[LegacySurface] = {"get_max_length": _max_length_or_none}
+    if compat.RENAMED_MAXIMA:
+        # It asks for the other one.
+        missing[transformers.Cache]["get_max_cache_shape"] = cache["get_max_cache_shape"]
     if not compat.ITERATES_AS_PAIRS:
         for owner in (transformers.DynamicCache, transformers.EncoderDecoderCache):
             missing[owner]["__iter__"] = lambda self: iter(view_of(self))

@@ -64,14 +64,16 @@ if TYPE_CHECKING:
     from .generation.install import install, installed, is_installed, uninstall
     from .generation.ladder import DEFAULT_LADDER, Rung
     from .generation.resilient import SteppedDownWarning, resilient_generate
+    from .planning import Plan, PlannedCache, plan
 
 _LATE = {
-    "generate": "generating",
-    **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "install"),
-    **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "ladder"),
-    **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "resilient"),
+    "generate": "generation.generating",
+    **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "generation.install"),
+    **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "generation.ladder"),
+    **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "generation.resilient"),
+    **dict.fromkeys(("Plan", "PlannedCache", "plan"), "planning"),
 }
-"""What is imported when it is first asked for, and from which module of `generation`."""
+"""What is imported when it is first asked for, and from which module."""
 
 __all__ = [
     "DEFAULT_LADDER",
@@ -115,6 +117,8 @@ __all__ = [
     "OffloadedLayer",
     "OffloadedStaticCache",
     "OptionError",
+    "Plan",
+    "PlannedCache",
     "PrefixError",
     "PrefixStatistics",
     "PrefixStore",
@@ -154,6 +158,7 @@ __all__ = [
     "is_installed",
     "load_cache",
     "make_cache",
+    "plan",
     "quantizer_names",
     "register",
     "register_quantizer",
@@ -169,5 +174,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # generate() takes longer to import than all of kvlayers, and a decode loop of one's own does without it.
     if name in _LATE:
-        return getattr(importlib.import_module(f".generation.{_LATE[name]}", __name__), name)
+        return getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
     raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")

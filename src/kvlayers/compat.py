@@ -71,6 +71,13 @@ MODELS_PASS_COLUMNS = Version("5.15") <= TRANSFORMERS
 """From here on models pass a layer the columns of new tokens, and how many its convolution keeps. Layers of kvlayers
 with recurrent states are of this kind, and serve no model of before."""
 
+CACHES_LATENTS = Version("5.15") <= TRANSFORMERS
+"""From here on multi-head latent attention caches the latent and the rotated part of a key; before, what all heads make
+of the two."""
+
+INDEXERS_CACHE_LATENTS = Version("5.18") <= TRANSFORMERS
+"""The same of models whose latent attention has an indexer (deepseek_v32)."""
+
 LAYERS_SAY_WHAT_THEY_CAN_CROP = Version("5.17") <= TRANSFORMERS
 """From here on layers of transformers' own know whether they can be rolled back; before, no recurrent one can."""
 
@@ -176,6 +183,13 @@ DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if Version("5.23") <= TRA
 """What stands for a layer that holds nothing, in versions that have one for each layer of a model."""
 
 
+_HAS_INDEXERS = Version("5.11") <= TRANSFORMERS
+INDEXED_LAYER: tuple[Any, ...] = (upstream.DynamicIndexedLayer,) if _HAS_INDEXERS else ()
+"""A layer of full attention that caches the keys of an indexer besides, in versions that have one."""
+STATIC_INDEXED_LAYER: tuple[Any, ...] = (upstream.StaticIndexedLayer,) if _HAS_INDEXERS else ()
+"""The same with a reservation."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What a model config says of one layer: the type in transformers' own terms, and what its cache must know."""
@@ -235,6 +249,15 @@ def _without_window(layer_type: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a layer without what only others of its model have, where one dict was for all."""
     all_tokens = layer_type in ("full_attention", "linear_attention", "conv", "hybrid")
     return {name: value for name, value in options.items() if not (all_tokens and name == "sliding_window")}
+
+
+def layer_configs(config: object) -> list[PretrainedConfig]:
+    """The config of each layer of the decoder, in which fields are one number where layers differ in them."""
+    decoder = decoder_config(config)
+    # Since 5.14 a config may say of some layers what is otherwise for them.
+    if STATES_BY_INDEX:
+        return list(decoder.per_layer_config)
+    return [decoder] * decoder.num_hidden_layers
 
 
 def _described_layers(decoder: Any) -> tuple[list[str], list[dict[str, Any]]]:

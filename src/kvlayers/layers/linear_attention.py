@@ -79,6 +79,11 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         self._past = LinearPast(Checkpoints.of(checkpoints), self._states, self._count)
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        """When checkpoints are taken, and how many are kept."""
+        return self._past.checkpoints
+
+    @property
     def conv_states(self) -> dict[int, Tensor | None]:
         """By state index, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
         return self._states.conv

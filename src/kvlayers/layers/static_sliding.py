@@ -13,6 +13,11 @@ from .sliding import SlidingLayer, check_window, window_room
 from .static import check_reservation
 
 
+def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
+    """Tokens that are reserved for a window: no more than are expected, unless more may come."""
+    return window_room(sliding_window) if grow or max_cache_len >= sliding_window else max_cache_len
+
+
 class StaticSlidingLayer(SlidingLayer):
     """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
 
@@ -47,7 +52,7 @@ class StaticSlidingLayer(SlidingLayer):
         check_reservation(max_cache_len, max_batch_size, buckets, grow)
         check_window(sliding_window)
         fits_window = grow or max_cache_len >= sliding_window
-        room = window_room(sliding_window) if fits_window else max_cache_len
+        room = reserved_room(max_cache_len, sliding_window, grow)
         whole_from = sliding_window - 1 if fits_window else None
         super().__init__(sliding_window, store=FixedStore(room, max_batch_size, buckets, whole_from, grow))
         self.room = room

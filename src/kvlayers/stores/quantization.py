@@ -116,3 +116,8 @@ def block_tokens(quantizers: dict[Side, Quantizer]) -> int:
     """Tokens that are packed together: a whole number of groups on both sides."""
     whole = math.lcm(*(quantizer.format.group_tokens for quantizer in quantizers.values()))
     return whole * math.ceil(MINIMUM_BLOCK_TOKENS / whole)
+
+
+def blocks_beyond(tokens: int, room: int, block_tokens: int) -> int:
+    """Blocks that leave no more than `room` of `tokens` tokens."""
+    return max(math.ceil((tokens - room) / block_tokens), 0)

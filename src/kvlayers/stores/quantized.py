@@ -1,6 +1,5 @@
 """Tokens in packed codes, but for the oldest and the newest few."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from .base import Fact, Mover, StatePair, TokenStore
 from .buffer import StateForm, form_of
 from .dense import DenseStore
 from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
-from .quantization import Quantization, block_tokens
+from .quantization import Quantization, block_tokens, blocks_beyond
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""
@@ -143,7 +142,7 @@ class QuantizedStore(TokenStore):
         given = self.quantization
         hint = None
         if self.length_hint is not None:
-            hint = _blocks_beyond(self.length_hint, given.sink_tokens + given.residual_length + size, size)
+            hint = blocks_beyond(self.length_hint, given.sink_tokens + given.residual_length + size, size)
         self._forms = forms
         self._blocks = PackedBlocks(quantizers, forms, size, hint)
         self._sinks = DenseStore(length_hint=given.sink_tokens)
@@ -172,7 +171,7 @@ class QuantizedStore(TokenStore):
     def _blocks_to_pack(self, new: int) -> int:
         """Blocks that must be packed so that the residual has room for `new` tokens."""
         size = 1 if self._blocks is None else self._blocks.block_tokens
-        return _blocks_beyond(self._recent.length + new, self._room, size)
+        return blocks_beyond(self._recent.length + new, self._room, size)
 
     @override
     def extend(
@@ -457,11 +456,6 @@ def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm
     """The forms as they are held: where autocast has made keys and values of two dtypes, in that which holds both."""
     dtype = torch.promote_types(key_form[3], value_form[3])
     return (*key_form[:3], dtype, key_form[4]), (*value_form[:3], dtype, value_form[4])
-
-
-def _blocks_beyond(tokens: int, room: int, block_tokens: int) -> int:
-    """Blocks that leave no more than `room` of `tokens` tokens."""
-    return max(math.ceil((tokens - room) / block_tokens), 0)
 
 
 def _put(store: DenseStore, states: StatePair) -> None:

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.fast
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
 
+COUNTS_BY_VERSION = ("deepseek_v32",)
+"""Families with layers of transformers' own, whose counters are among their states in some versions."""
+
 
 def filled(model: Any, name: str, inputs: dict[str, torch.Tensor]) -> Any:
     """A cache made by its name, that has read a prompt."""
@@ -78,7 +81,8 @@ def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     assert {*(cache.name for cache in plan.caches), *plan.left_out} == set(kvlayers.cache_names())
     assert "dynamic" not in plan.left_out
     for cache in plan.caches:
-        assert filled(model, cache.name, inputs).nbytes == cache.nbytes, cache.name
+        expected = pytest.approx(cache.nbytes, rel=0.01) if family in COUNTS_BY_VERSION else cache.nbytes
+        assert filled(model, cache.name, inputs).nbytes == expected, cache.name
     # What is left out cannot be made either.
     for name in plan.left_out:
         with pytest.raises(kvlayers.KVLayersError):

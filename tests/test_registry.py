@@ -21,6 +21,7 @@ from models import prompt, tiny_model
 pytestmark = pytest.mark.fast
 
 CLASSES = {
+    "auto": kvlayers.DynamicCache,
     "dynamic": kvlayers.DynamicCache,
     "dynamic_full": kvlayers.Cache,
     "static": kvlayers.StaticCache,

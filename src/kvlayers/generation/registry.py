@@ -50,6 +50,9 @@ class CacheRequest:
     attention_mask: torch.Tensor | None = None
 
 
+AUTO = "auto"
+"""The name of the cache that a plan recommends."""
+
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
 
@@ -316,3 +319,11 @@ def _int4(request: CacheRequest) -> QuantizedCache:
 @register("int2")
 def _int2(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request, nbits=2)
+
+
+@register(AUTO)
+def _auto(request: CacheRequest) -> transformers.Cache:
+    # Late, as planning makes caches by their names.
+    from ..planning.automatic import chosen_cache
+
+    return chosen_cache(request)

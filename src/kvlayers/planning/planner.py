@@ -1,7 +1,8 @@
 """What each kind of cache costs for a model and a context, and which to use within a budget."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PretrainedConfig
 
 from .. import compat
 from ..errors import CapacityError, KVLayersError, OptionError
-from ..generation.registry import CacheRequest, cache_names
+from ..generation.registry import AUTO, CacheRequest, cache_names
 from ..layers.base import whole_number
 from .cache_bytes import CacheBytes
 from .layer_shapes import layer_shapes
@@ -66,37 +67,105 @@ def plan(
         int4     13.81 MiB   0 B   9.00 KiB   4.5  rounded
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """
-    context_length = _count(context_length, "context_length", "tokens")
-    batch_size = _count(batch_size, "batch_size", "sequences")
-    memory = None if memory is None else _count(memory, "memory", "bytes")
-    decoder = compat.decoder_config(config)
-    dtype = _dtype_of(decoder, dtype)
-    request = CacheRequest(
-        config, batch_size=batch_size, dtype=dtype, encoder_length=_encoder_length(config, encoder_length)
+    wanted = _Wanted(
+        config,
+        _count(context_length, "context_length", "tokens"),
+        _count(batch_size, "batch_size", "sequences"),
+        _dtype_of(compat.decoder_config(config), dtype),
+        None if memory is None else _count(memory, "memory", "bytes"),
+        _encoder_length(config, encoder_length),
     )
-    asked = _names(names)
-    shapes = layer_shapes(config, batch_size, dtype)
-    caches: list[PlannedCache] = []
-    left_out: dict[str, str] = {}
-    for name in asked:
-        try:
-            kind = planned_kind(name, request, shapes)
-            caches.append(_planned(kind, kind.bytes_for(context_length), context_length, memory))
-        except KVLayersError as error:
-            if names is not None:
-                raise
-            left_out[name] = str(error)
-    best = best_of(caches)
-    if best is None:
-        raise nothing_fits(caches, left_out, context_length, memory)
-    reasoned = tuple(
-        dataclasses.replace(
-            cache, reason=why_recommended(cache, memory) if cache is best else why_not(cache, best, memory)
+    caches, refused = wanted.caches(cache_names() if names is None else _checked(names))
+    if names is not None and refused:
+        raise next(iter(refused.values()))
+    return wanted.plan(caches, refused)
+
+
+def plan_for(request: CacheRequest, memory: int, names: Sequence[str]) -> Plan:
+    """A plan for a cache that is about to be made, of those of `names` that there can be for the model.
+
+    Args:
+        request: what the cache is for; its `length_hint` is the context.
+        memory: bytes of the device that the cache may take.
+        names: names of caches.
+
+    Raises:
+        OptionError: the request does not say for how many tokens.
+        ConfigError: layers whose states are not known.
+        CapacityError: no cache is within the budget.
+    """
+    if request.length_hint is None:
+        raise OptionError(
+            f"expected a length_hint, to choose a cache for so many tokens, but saw none: pass one to '{AUTO}', or the "
+            "name of a cache."
         )
-        for cache in caches
+    encoder_length = request.encoder_length
+    if encoder_length is None and request.config.is_encoder_decoder:
+        encoder_length = request.length_hint
+    wanted = _Wanted(
+        request.config,
+        request.length_hint,
+        request.batch_size or 1,
+        _dtype_of(compat.decoder_config(request.config), request.dtype),
+        memory,
+        encoder_length,
     )
-    recommended = reasoned[caches.index(best)]
-    return Plan(context_length, batch_size, dtype, memory, reasoned, recommended, MappingProxyType(left_out))
+    return wanted.plan(*wanted.caches(names))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What caches are planned for: the arguments of `plan`, checked."""
+
+    config: PretrainedConfig
+    context_length: int
+    batch_size: int
+    dtype: torch.dtype
+    memory: int | None
+    encoder_length: int | None
+
+    def caches(self, names: Sequence[str]) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
+        """Those that there can be, without reasons, and why there cannot be the others."""
+        shapes = layer_shapes(self.config, self.batch_size, self.dtype)
+        request = CacheRequest(
+            self.config, batch_size=self.batch_size, dtype=self.dtype, encoder_length=self.encoder_length
+        )
+        caches: list[PlannedCache] = []
+        refused: dict[str, KVLayersError] = {}
+        for name in names:
+            # What chooses among caches is none.
+            if name == AUTO:
+                continue
+            try:
+                kind = planned_kind(name, request, shapes)
+                caches.append(_planned(kind, kind.bytes_for(self.context_length), self.context_length, self.memory))
+            except KVLayersError as error:
+                refused[name] = error
+        return caches, refused
+
+    def plan(self, caches: Sequence[PlannedCache], refused: Mapping[str, KVLayersError]) -> Plan:
+        """What they come to, once one of them is recommended."""
+        left_out = {name: str(error) for name, error in refused.items()}
+        best = best_of(caches)
+        if best is None:
+            raise nothing_fits(caches, left_out, self.context_length, self.memory)
+        reasoned = tuple(
+            dataclasses.replace(
+                cache,
+                reason=why_recommended(cache, self.memory) if cache is best else why_not(cache, best, self.memory),
+            )
+            for cache in caches
+        )
+        recommended = reasoned[caches.index(best)]
+        return Plan(
+            self.context_length,
+            self.batch_size,
+            self.dtype,
+            self.memory,
+            reasoned,
+            recommended,
+            MappingProxyType(left_out),
+        )
 
 
 def _planned(kind: PlannedKind, costs: CacheBytes, context_length: int, memory: int | None) -> PlannedCache:
@@ -143,15 +212,13 @@ def _count(number: object, name: str, what: str) -> int:
     return count
 
 
-def _names(names: Sequence[str] | None) -> list[str]:
-    if names is None:
-        return cache_names()
+def _checked(names: Sequence[str]) -> Sequence[str]:
     if isinstance(names, str) or not names:
         raise OptionError(
             f"expected a list of names with at least one name of a cache, but saw {names!r}: pass a list, or leave "
             "names out."
         )
-    return list(names)
+    return names
 
 
 def _dtype_of(decoder: PretrainedConfig, dtype: object) -> torch.dtype:

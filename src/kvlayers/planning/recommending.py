@@ -7,6 +7,9 @@ from .amounts import readable_bytes
 from .planned_cache import PlannedCache
 from .planned_kind import EVICTING
 
+COARSE_BITS = 4
+"""Below so many bits of a state, answers are often others: rather from the host."""
+
 SIMPLEST = "dynamic"
 """The name that wins where another one costs and keeps the same: it needs no options, and no token is refused."""
 
@@ -14,17 +17,30 @@ SIMPLEST = "dynamic"
 def best_of(caches: Sequence[PlannedCache]) -> PlannedCache | None:
     """The best of those that fit, `None` where none does.
 
-    On the device before on the host, from where every token brings the states; then exact before rounded, more bits
-    before fewer, and fewer bytes before more. What evicts does not hold the context, and is the best only of its like.
+    At least `COARSE_BITS` before fewer; then on the device before on the host, from where every token brings the
+    states; then exact before rounded, more bits before fewer, and fewer bytes before more. What evicts does not hold
+    the context, and is the best only of its like.
     """
     keeping = [cache for cache in caches if cache.fidelity != EVICTING]
     fitting = [cache for cache in keeping or caches if cache.fits]
     return min(fitting, key=_rank, default=None)
 
 
-def _rank(cache: PlannedCache) -> tuple[bool, bool, float, int, bool, str]:
+def _is_coarse(cache: PlannedCache) -> bool:
+    return cache.bits < COARSE_BITS
+
+
+def _rank(cache: PlannedCache) -> tuple[bool, bool, bool, float, int, bool, str]:
     on_host, is_simplest = cache.host_bytes > 0, cache.name == SIMPLEST
-    return on_host, not cache.is_exact, -cache.bits, cache.device_bytes, not is_simplest, cache.name
+    return (
+        _is_coarse(cache),
+        on_host,
+        not cache.is_exact,
+        -cache.bits,
+        cache.device_bytes,
+        not is_simplest,
+        cache.name,
+    )
 
 
 def why_recommended(cache: PlannedCache, memory: int | None) -> str:
@@ -34,7 +50,10 @@ def why_recommended(cache: PlannedCache, memory: int | None) -> str:
         return "it is all that was asked for, but forgets tokens that the model would attend to."
     if cache.host_bytes:
         kept = "is exact" if cache.is_exact else f"has the most bits, {cache.bits:.3g},"
-        return f"no cache on the device fits, and it {kept} of those on the host, which every token waits for."
+        return (
+            f"no cache on the device{within} has {COARSE_BITS} bits or more, and it {kept} of those on the host, which "
+            "every token waits for."
+        )
     if cache.is_exact:
         return f"it is exact, and the smallest such cache on the device{within}."
     return f"no exact cache on the device fits, and it has the most bits, {cache.bits:.3g}, of any{within}."
@@ -46,6 +65,8 @@ def why_not(cache: PlannedCache, best: PlannedCache, memory: int | None) -> str:
         return f"it needs {readable_bytes(cache.device_bytes - memory)} more than there is."
     if cache.fidelity == EVICTING:
         return "it forgets tokens that the model would attend to."
+    if _is_coarse(cache) and not _is_coarse(best):
+        return f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more."
     if cache.host_bytes and not best.host_bytes:
         return f"it brings states from the host for every token, and '{best.name}' does not."
     if cache.is_exact != best.is_exact:

@@ -1,0 +1,32 @@
+"""Memory that a device has left."""
+
+import torch
+
+from ..errors import OptionError
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors on a device can still take: what nobody has, and what torch has and does not use.
+
+    Raises:
+        OptionError: torch does not tell it of such a device.
+    """
+    if device.type == "cpu":
+        # Late, as nothing else needs it.
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + kept
+    if device.type == "xpu":
+        free, _ = torch.xpu.mem_get_info(device)
+        kept = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+        return int(free) + kept
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    raise OptionError(
+        f"expected a device whose free memory torch tells (cpu, cuda, xpu, mps), but saw {device}: pass memory, in "
+        "bytes, or the name of a cache."
+    )

@@ -1,5 +1,6 @@
 """The demo, on a model of a few thousand weights, and the way it finds the model that it is for."""
 
+import json
 import subprocess
 import sys
 import types
@@ -80,6 +81,19 @@ def test_the_demo_prints_a_row_for_every_cache(llama: Path) -> None:
     for *_, speed, held in rows:
         assert float(speed) > 0
         assert float(held.split()[0]) > 0
+
+
+def test_the_table_as_json_is_all_of_stdout(llama: Path) -> None:
+    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 1, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (said["tokens"], said["model"]) == (6, llama.name)
+    assert [(row["library"], row["cache"]) for row in said["caches"]][:2] == [
+        ("transformers", "dynamic"),
+        ("kvlayers", "dynamic"),
+    ]
+    assert all(row["same_tokens"] and row["nbytes"] > 0 for row in said["caches"])
+    assert "Tokens/s" in result.stderr
 
 
 def test_the_demo_shows_the_prompt_and_what_the_model_makes_of_it(llama: Path) -> None:
@@ -176,13 +190,13 @@ def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
 
 def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
     result = _demo("", "--model", llama, "--context", 0)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected a prompt or --context" in result.stderr
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused(llama: Path) -> None:
     result = _demo("the sea", "--model", llama, "--context", 250)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected at most 256 tokens" in result.stderr
 
 
@@ -213,7 +227,7 @@ def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["./none", "/no/such/model", "~/no-such-model", "a/b/c"])
 def test_a_model_directory_that_is_missing_is_one_sentence(nowhere: Path, name: str) -> None:
     result = _demo("--model", name)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected --model to name a model directory, but there is none at" in result.stderr
     assert "Traceback" not in result.output
     assert result.stderr.count("\n") == 1
@@ -222,14 +236,14 @@ def test_a_model_directory_that_is_missing_is_one_sentence(nowhere: Path, name: 
 def test_a_variable_that_names_no_directory_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(demo_model.VARIABLE, "owner/name")
     result = _demo()
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected KVLAYERS_DEMO_MODEL to name a model directory" in result.stderr
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     result = _demo("--model", "kvlayers/no-such-model")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "kvlayers/no-such-model cannot be loaded" in result.stderr
     assert "Traceback" not in result.output
     assert result.stderr.count("\n") == 1
@@ -237,14 +251,14 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(nowhere: Path, monkeypatch
 
 def test_a_directory_without_a_model_is_one_sentence(nowhere: Path) -> None:
     result = _demo("--model", nowhere)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected a causal language model" in result.stderr
     assert "Traceback" not in result.output
 
 
 def test_a_device_that_is_not_there_is_one_sentence(llama: Path) -> None:
     result = _demo("--model", llama, "--device", "cuda:77")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected a device of this machine, but saw 'cuda:77'" in result.stderr
 
 
@@ -291,7 +305,7 @@ def test_the_command_without_its_packages_says_what_to_install(
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as exit_info:
         main()
-    assert exit_info.value.code == 1
+    assert exit_info.value.code == 2
     assert capsys.readouterr().err == 'kvlayers: its commands need typer: pip install "kvlayers[cli]"\n'
 
 

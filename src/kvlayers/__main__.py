@@ -13,7 +13,7 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(f'kvlayers: its commands need {" and ".join(missing)}: pip install "kvlayers[cli]"', file=sys.stderr)
-        raise SystemExit(1)
+        raise SystemExit(2)
     make_app()()
 
 
@@ -21,6 +21,8 @@ def make_app() -> "typer.Typer":
     """The command line with all its commands."""
     import typer
 
+    from .cli.inspect import inspect
+    from .cli.plan import plan
     from .demo.app import demo
     from .version import __version__
 
@@ -39,7 +41,8 @@ def make_app() -> "typer.Typer":
     ) -> None:
         """A drop-in key-value cache library for Hugging Face transformers."""
 
-    app.command()(demo)
+    for command in (plan, inspect, demo):
+        app.command()(command)
     return app
 
 

@@ -1,44 +1,24 @@
 """The command `kvlayers demo`."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
+from ..cli.dtypes import Dtype
+from ..cli.failing import NOT_WELL, one_line_errors
+from ..cli.output import print_json
+from ..cli.quietly import few_words
 from ..dynamic_cache import DynamicCache
-from ..errors import KVLayersError
 from . import report, text
 from .model import HUB_NAME, LoadedModel, find_device, find_model, load_model
-from .runs import OURS, compare, contenders, continue_text
+from .runs import OURS, Row, compare, contenders, continue_text
 
 PROMPT = "Once upon a time, a programmer"
 CONTEXT_OF_PROMPT = 2048
-
-
-class Dtype(str, Enum):
-    """What the weights and the states are kept in."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-    def on(self, device: torch.device) -> torch.dtype:
-        """The dtype; `auto` is bfloat16, but float32 on a CPU that has no instructions for less."""
-        if self is Dtype.auto:
-            slow = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-            return torch.float32 if slow else torch.bfloat16
-        dtype: torch.dtype = getattr(torch, self.value)
-        return dtype
 
 
 def demo(
@@ -63,44 +43,37 @@ def demo(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as torch chooses.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON; all else goes to stderr.")] = False,
 ) -> None:
     """A language model continues a text through kvlayers, then through every cache, to compare.
 
-    Exits with 1 where a cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside.
+    Exits with 1 where a cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside, and with 2
+    where there is no such model, or device.
     """
-    console = Console()
+    # With JSON on stdout, what is for people goes elsewhere.
+    console = Console(stderr=as_json)
     if context is None:
         context = CONTEXT_OF_PROMPT if prompt is None else 0
     prompt = PROMPT if prompt is None else prompt
     if threads is not None:
         torch.set_num_threads(threads)
-    try:
-        with _few_words():
-            loaded = _load(console, model, dtype, device)
-            ids = text.input_ids(loaded.tokenizer, prompt, context)
-            text.check_length(loaded.model.config, ids.shape[1] + tokens)
-            _stream(console, loaded, ids, prompt, context, tokens)
-            all_equal = _compare(console, loaded, ids, tokens, trials)
-    except KVLayersError as error:
-        Console(stderr=True).print(
-            f"kvlayers demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+    with one_line_errors("demo"), few_words():
+        loaded = _load(console, model, dtype, device)
+        ids = text.input_ids(loaded.tokenizer, prompt, context)
+        text.check_length(loaded.model.config, ids.shape[1] + tokens)
+        _stream(console, loaded, ids, prompt, context, tokens)
+        rows = _compare(console, loaded, ids, tokens, trials)
+    if as_json:
+        print_json(
+            {
+                "model": loaded.name,
+                "prompt_tokens": ids.shape[1],
+                "tokens": tokens,
+                "caches": [report.plain_row(row) for row in rows],
+            }
         )
-        raise typer.Exit(1) from None
-    if not all_equal:
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _few_words() -> Iterator[None]:
-    """Keep transformers' advice, and the hub's account of its attempts, out of what the demo shows."""
-    before = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before[0])
-        hub_logging.set_verbosity(before[1])
+    if not all(row.same_tokens or row.is_tie for row in rows if row.library == OURS):
+        raise typer.Exit(NOT_WELL)
 
 
 def _load(console: Console, model: str | None, dtype: Dtype, device: str | None) -> LoadedModel:
@@ -130,7 +103,7 @@ def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, con
     console.print()
 
 
-def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, trials: int) -> bool:
+def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, trials: int) -> list[Row]:
     # The last token is never fed back, as generate() knows when it sizes a cache.
     rivals = contenders(loaded.model, ids.shape[1] + tokens - 1)
     with report.runs_bar(console, trials * len(rivals)) as on_run:
@@ -146,4 +119,4 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
             "order takes the other one. --dtype float32 tells them apart.",
             highlight=False,
         )
-    return all(row.same_tokens or row.is_tie for row in rows if row.library == OURS)
+    return rows

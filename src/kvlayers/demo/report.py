@@ -85,6 +85,20 @@ def table(rows: Sequence[Row]) -> Table:
     return drawn
 
 
+def plain_row(row: Row) -> dict[str, Any]:
+    """A row in words of JSON."""
+    return {
+        "library": row.library,
+        "cache": row.cache,
+        "is_reference": row.is_reference,
+        "same_tokens": row.same_tokens,
+        "is_tie": row.is_tie,
+        "first_difference": row.first_difference,
+        "tokens_per_second": row.tokens_per_second,
+        "nbytes": row.nbytes,
+    }
+
+
 def _verdict(row: Row) -> str:
     if row.is_tie:
         return f"a tie at token {(row.first_difference or 0) + 1}"

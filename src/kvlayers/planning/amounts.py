@@ -4,16 +4,17 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def readable_bytes(count: float) -> str:
-    """Bytes in the largest unit of which there is one.
+    """Bytes in the largest unit of which there is one, in three digits or four.
 
     Example:
-        >>> readable_bytes(3 * 2**29), readable_bytes(10)
-        ('1.50 GiB', '10 B')
+        >>> readable_bytes(3 * 2**29), readable_bytes(1000 * 2**20), readable_bytes(10)
+        ('1.50 GiB', '1000 MiB', '10 B')
     """
     unit = 0
     while count >= 1024 and unit + 1 < len(_UNITS):
         count, unit = count / 1024, unit + 1
-    return f"{count:.0f} B" if unit == 0 else f"{count:.2f} {_UNITS[unit]}"
+    decimals = 0 if unit == 0 or count >= 100 else 1 if count >= 10 else 2
+    return f"{count:.{decimals}f} {_UNITS[unit]}"
 
 
 def plain_table(rows: list[tuple[str, ...]]) -> str:

@@ -63,8 +63,8 @@ def plan(
         >>> planned  # doctest: +NORMALIZE_WHITESPACE
         1000 tokens, batch 1, torch.bfloat16
         cache       device  host    a token  bits   states
-        dynamic  31.25 MiB   0 B  32.00 KiB    16    exact
-        int4     13.81 MiB   0 B   9.00 KiB   4.5  rounded
+        dynamic  31.2 MiB   0 B  32.0 KiB    16    exact
+        int4     13.8 MiB   0 B  9.00 KiB   4.5  rounded
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """
     wanted = _Wanted(
@@ -152,7 +152,9 @@ class _Wanted:
         reasoned = tuple(
             dataclasses.replace(
                 cache,
-                reason=why_recommended(cache, self.memory) if cache is best else why_not(cache, best, self.memory),
+                reason=why_recommended(cache, caches, self.memory)
+                if cache is best
+                else why_not(cache, best, self.memory),
             )
             for cache in caches
         )

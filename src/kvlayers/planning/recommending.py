@@ -43,8 +43,10 @@ def _rank(cache: PlannedCache) -> tuple[bool, bool, bool, float, int, bool, str]
     )
 
 
-def why_recommended(cache: PlannedCache, memory: int | None) -> str:
-    """The reason for the best one."""
+def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory: int | None) -> str:
+    """The reason for the best one of some."""
+    if len(caches) == 1:
+        return "it is the only one that was asked for."
     within = "" if memory is None else f" that fits into {readable_bytes(memory)}"
     if cache.fidelity == EVICTING:
         return "it is all that was asked for, but forgets tokens that the model would attend to."

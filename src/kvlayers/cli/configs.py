@@ -1,0 +1,27 @@
+"""The config of a model that is named on the command line."""
+
+from pathlib import Path
+
+import transformers
+from transformers import PretrainedConfig
+
+from ..errors import ConfigError
+
+
+def config_of(name: str) -> PretrainedConfig:
+    """The config in a directory, in a JSON file, or of a model on the hub; its weights are not loaded.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"expected a directory with a config.json, but saw none in {path}: name that of a model.")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+        raise ConfigError(
+            f"expected a model's directory, its config.json, or its name on the hub, but {name} is none that can be "
+            f"read ({said}): check the name, or download the config and name the file."
+        ) from error

@@ -1,0 +1,32 @@
+"""What commands print: for machines as JSON, for people through rich."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def plain(value: Any) -> Any:
+    """A value in words of JSON: fields that are not for readers (`repr=False`) are left out.
+
+    Example:
+        >>> plain({"dtype": torch.bfloat16, "tokens": (1, 2)})
+        {'dtype': 'bfloat16', 'tokens': [1, 2]}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = (field for field in dataclasses.fields(value) if field.repr)
+        return {field.name: plain(getattr(value, field.name)) for field in shown}
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value
+
+
+def print_json(value: Any) -> None:
+    """A value as JSON on stdout, as it is: a console would wrap it."""
+    print(json.dumps(plain(value), indent=2))

@@ -11,7 +11,7 @@ import transformers as tf
 import kvlayers
 import test_families
 import versions
-from kvlayers import compat
+from kvlayers import compat, model_types
 from kvlayers.generation import registry
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
@@ -36,7 +36,7 @@ def filled(model: Any, name: str, inputs: dict[str, torch.Tensor]) -> Any:
     )
     cache = registry.cache_for(name, request)
     with torch.no_grad():
-        model(**inputs, **{compat.cache_argument(model): cache}, use_cache=True)
+        model(**inputs, **{model_types.cache_argument(model): cache}, use_cache=True)
     return cache
 
 

@@ -39,6 +39,9 @@ TORCH = check_supported("torch", torch.__version__)
 # Only now, as a version that is not supported may lack what these are imported for.
 import transformers.cache_utils as upstream  # noqa: E402
 
+# Transformers 5 spells it PreTrainedConfig, and has this name as well.
+from transformers import PretrainedConfig  # noqa: E402
+
 from .model_types import decoder_config  # noqa: E402
 
 MASKS_BY_CACHE_POSITION = Version("5.4") > TRANSFORMERS

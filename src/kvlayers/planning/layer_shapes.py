@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .. import compat
+from .. import compat, model_types
 from ..compat import LayerSpec
 from ..errors import ConfigError
 from ..layers.dispatch import HYBRID, RECURRENT, WINDOWED
@@ -81,9 +81,9 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
     Raises:
         ConfigError: `config` is no model config, lacks a field, or has layers of a type that is not known here.
     """
-    model_type, specs = compat.decoder_config(config).model_type, compat.layer_specs(config)
+    model_type, specs = model_types.decoder_config(config).model_type, compat.layer_specs(config)
     # Until a recent version a config did not say which layers those are.
-    hides_states = model_type in compat.KEEPS_STATES_IN_MODULES and all(
+    hides_states = model_type in model_types.KEEPS_STATES_IN_MODULES and all(
         spec.layer_type not in RECURRENT for spec in specs
     )
     if model_type in SAY_TOO_LITTLE or hides_states:

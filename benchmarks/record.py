@@ -1,0 +1,41 @@
+"""Keep of results what plots and tables are made of, small enough for the repository.
+
+    python benchmarks/record.py benchmarks/results/decode-....json benchmarks/recorded/decode-2026-11-21.json
+
+Medians, ranges, versions and hardware stay; the time of each single step goes.
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+
+def without_single_times(found: Any) -> Any:
+    """Results without the trials that their medians are of: lists of lists of seconds."""
+    if isinstance(found, list):
+        return [without_single_times(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    kept = {name: without_single_times(each) for name, each in found.items() if not _is_trials(each)}
+    return {name: each for name, each in kept.items() if each != {} or found[name] == {}}
+
+
+def _is_trials(found: Any) -> bool:
+    return isinstance(found, list) and bool(found) and isinstance(found[0], list)
+
+
+def main() -> None:
+    """Read one file of results, and write the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=pathlib.Path, help="what a benchmark wrote")
+    parser.add_argument("recorded", type=pathlib.Path, help="where to")
+    arguments = parser.parse_args()
+    kept = without_single_times(json.loads(arguments.results.read_text()))
+    arguments.recorded.parent.mkdir(parents=True, exist_ok=True)
+    arguments.recorded.write_text(json.dumps(kept, indent=1) + "\n")
+    print(arguments.recorded)
+
+
+if __name__ == "__main__":
+    main()

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .generation.ladder import DEFAULT_LADDER, Rung
     from .generation.resilient import SteppedDownWarning, resilient_generate
     from .planning import Plan, PlannedCache, plan
+    from .summary import CacheSummary, LayerSummary
 
 _LATE = {
     "generate": "generation.generating",
@@ -72,6 +73,7 @@ _LATE = {
     **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "generation.ladder"),
     **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "generation.resilient"),
     **dict.fromkeys(("Plan", "PlannedCache", "plan"), "planning"),
+    **dict.fromkeys(("CacheSummary", "LayerSummary"), "summary"),
 }
 """What is imported when it is first asked for, and from which module."""
 
@@ -85,6 +87,7 @@ __all__ = [
     "CacheLayer",
     "CachePathError",
     "CacheRequest",
+    "CacheSummary",
     "CacheState",
     "CapacityError",
     "Checkpoints",
@@ -108,6 +111,7 @@ __all__ = [
     "KVLayersError",
     "LayerIndexError",
     "LayerState",
+    "LayerSummary",
     "LeastRecentlyUsed",
     "LegacyFormatError",
     "LinearAttentionLayer",

@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +21,9 @@ from .offload import Offloading, Prefetcher, TrafficMeter
 from .operations import LayerwiseOperations
 from .options import checks_options
 from .recurrent import RecurrentSurface
+
+if TYPE_CHECKING:
+    from .summary import CacheSummary
 
 
 class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.Cache):  # type: ignore[misc]
@@ -127,6 +130,26 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         from .persistence import save_cache
 
         save_cache(self, path, token_ids=token_ids, config=config)
+
+    def summary(self) -> "CacheSummary":
+        """What the cache holds: kinds of layers, tokens, bits, and bytes by where they are. Printed it is a table.
+
+        Example:
+            >>> import kvlayers, torch
+            >>> cache = kvlayers.DynamicCache()
+            >>> _ = cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+            >>> cache.summary()  # doctest: +NORMALIZE_WHITESPACE
+            DynamicCache: 3 tokens, batch 1, 384 B
+            layers  kind          tokens  device
+            0       DynamicLayer       3   384 B
+        """
+        # Late, as few ask for it.
+        from .summary import summary_of
+
+        return summary_of(type(self).__name__, self._token_count(), self.batch_size, self.nbytes, self._layers_by_use())
+
+    def _layers_by_use(self) -> dict[str, list[Any]]:
+        return {"": list(self.operable())}
 
     # Taking in states
 

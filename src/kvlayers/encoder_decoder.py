@@ -107,6 +107,12 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self._read: list[tuple[float, ...]] | None = None
 
+    def _layers_by_use(self) -> dict[str, list[Any]]:
+        return {
+            "self": list(self.self_attention_cache.operable()),
+            "cross": list(self.cross_attention_cache.operable()),
+        }
+
     def check_encoded(self, encoded: Tensor) -> None:
         """Raise where the next states would be of an encoder's output that cross-attention has not read.
 

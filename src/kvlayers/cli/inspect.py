@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..amounts import readable_bytes
 from ..persistence import CacheFile, inspect_cache
-from ..planning.amounts import readable_bytes
 from .failing import one_line_errors
 from .output import plain, print_json
 

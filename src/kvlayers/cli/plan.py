@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..amounts import readable_bytes
 from ..planning import Plan, PlannedCache
 from ..planning import plan as plan_caches
-from ..planning.amounts import readable_bytes
 from .configs import config_of
 from .dtypes import Dtype
 from .failing import one_line_errors

@@ -6,9 +6,9 @@ import logging
 import torch
 import transformers
 
+from ..amounts import readable_bytes
 from ..errors import ConfigError, OptionError
 from ..generation.registry import AUTO, CacheRequest, cache_for
-from .amounts import readable_bytes
 from .free_memory import free_memory
 from .planned_cache import Plan
 from .planner import plan_for

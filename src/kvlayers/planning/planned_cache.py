@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..amounts import plain_table, readable_bytes
 from ..errors import RegistryError
-from .amounts import plain_table, readable_bytes
 from .planned_kind import EXACT
 
 

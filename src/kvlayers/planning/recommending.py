@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from ..amounts import readable_bytes
 from ..errors import CapacityError, ConfigError, KVLayersError
-from .amounts import readable_bytes
 from .planned_cache import PlannedCache
 from .planned_kind import EVICTING
 

@@ -1,0 +1,107 @@
+"""What a cache says of itself, beside what it really holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+import versions
+from models import COMMON, WINDOW, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+LLAMA = tf.LlamaConfig(**COMMON)
+
+
+def filled(cache: Any, tokens: int = 40, layers: int = 2) -> Any:
+    for index in range(layers):
+        cache.update(torch.randn(3, 2, tokens, 8), torch.randn(3, 2, tokens, 8), index)
+    return cache
+
+
+def test_layers_that_are_alike_are_one_row() -> None:
+    cache = filled(kvlayers.DynamicCache(config=LLAMA))
+    summary = cache.summary()
+    assert (summary.kind, summary.tokens, summary.batch_size, summary.nbytes) == ("DynamicCache", 40, 3, cache.nbytes)
+    [layers] = summary.layers
+    assert (layers.layers, layers.kind, layers.tokens, layers.bits) == (range(2), "DynamicLayer", 40, None)
+    assert layers.bytes == {"device": cache.layers[0].nbytes, "host": 0, "disk": 0}
+    assert summary.bytes == {"device": cache.nbytes, "host": 0, "disk": 0}
+    assert repr(summary).splitlines()[0] == f"DynamicCache: 40 tokens, batch 3, {cache.nbytes // 1024} KiB"
+    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "30.0", "KiB"]
+
+
+def test_bits_are_those_of_keys_and_values() -> None:
+    cache = filled(kvlayers.QuantizedCache(config=LLAMA, key_nbits=8, value_nbits=4), tokens=400)
+    assert cache.summary().layers[0].bits == (8, 4)
+    assert " 8/4 " in repr(cache.summary())
+    assert filled(kvlayers.QuantizedCache(config=LLAMA, nbits=2)).summary().layers[0].bits == (2, 2)
+
+
+def test_windows_and_whole_layers_are_told_apart() -> None:
+    model = tiny_model("gemma3")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1, WINDOW + 5), past_key_values=cache)
+    found = [(layer.kind, len(layer.layers)) for layer in cache.summary().layers]
+    assert sum(count for _, count in found) == len(cache.layers)
+    assert {kind for kind, _ in found} == {"SlidingLayer", "DynamicLayer"}
+    assert [layer.layers[0] for layer in cache.summary().layers][:2] == [0, len(cache.summary().layers[0].layers)]
+
+
+def test_states_are_counted_where_they_are_at_home(tmp_path: Path) -> None:
+    disk = {"offloading": True, "offload_device": "disk", "offload_directory": tmp_path}
+    on_disk = filled(kvlayers.DynamicCache(config=LLAMA, **disk))
+    assert on_disk.summary().bytes == {"device": 0, "host": 0, "disk": on_disk.nbytes}
+    assert on_disk.summary().layers[0].kind == "DynamicLayer"
+    # On a machine that computes on the host, that is the device.
+    assert filled(kvlayers.OffloadedCache(config=LLAMA)).summary().bytes["host"] == 0
+
+
+@versions.recurrent_layers_of_ours
+def test_recurrent_layers_and_hybrid_ones_have_a_kind() -> None:
+    model = tiny_model("jamba")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(2, 5), past_key_values=cache)
+    assert {layer.kind for layer in cache.summary().layers} == {"LinearAttentionLayer", "DynamicLayer"}
+    assert cache.summary().bytes["device"] == sum(layer.nbytes for layer in cache.layers)
+
+
+def test_a_pair_has_both_parts() -> None:
+    model = tiny_model("bart")
+    pair = kvlayers.EncoderDecoderCache(kvlayers.QuantizedCache(config=model.config), kvlayers.DynamicCache())
+    with torch.no_grad():
+        model(input_ids=prompt(1, 9), decoder_input_ids=prompt(1, 4), past_key_values=pair)
+    summary = pair.summary()
+    assert [layer.kind for layer in summary.layers] == ["self QuantizedLayer", "cross DynamicLayer"]
+    assert [layer.tokens for layer in summary.layers] == [4, 9]
+    assert summary.nbytes == pair.nbytes == sum(summary.bytes.values())
+
+
+def test_layers_of_transformers_have_their_names() -> None:
+    cache = filled(kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer(), kvlayers.DynamicLayer()]))
+    assert {layer.kind for layer in cache.summary().layers} == {"DynamicLayer"}
+    assert cache.summary().bytes["device"] == cache.nbytes
+
+
+def test_an_empty_cache_has_a_summary() -> None:
+    assert repr(kvlayers.DynamicCache().summary()).startswith("DynamicCache: 0 tokens, 0 B")
+    assert kvlayers.DynamicCache(config=LLAMA).summary().layers[0].tokens == 0
+
+
+def test_it_is_a_table_for_rich_and_for_notebooks() -> None:
+    rich_console = pytest.importorskip("rich.console", reason="the extra 'cli' is not installed")
+    summary = filled(kvlayers.QuantizedCache(config=LLAMA), tokens=400).summary()
+    console = rich_console.Console(width=100)
+    with console.capture() as shown:
+        console.print(summary)
+    assert summary.title in shown.get()
+    assert "QuantizedLayer" in shown.get()
+    page = summary._repr_html_()
+    assert page.count("<tr>") == 2
+    assert f"<caption>{summary.title}</caption>" in page
+    assert "<td>QuantizedLayer</td><td>400</td><td>4</td>" in page

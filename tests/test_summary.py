@@ -31,7 +31,7 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert layers.bytes == {"device": cache.layers[0].nbytes, "host": 0, "disk": 0}
     assert summary.bytes == {"device": cache.nbytes, "host": 0, "disk": 0}
     assert repr(summary).splitlines()[0] == f"DynamicCache: 40 tokens, batch 3, {cache.nbytes // 1024} KiB"
-    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "30.0", "KiB"]
+    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "126", "KiB"]
 
 
 def test_bits_are_those_of_keys_and_values() -> None:

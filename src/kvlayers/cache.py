@@ -136,7 +136,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
         Example:
             >>> import kvlayers, torch
-            >>> cache = kvlayers.DynamicCache()
+            >>> cache = kvlayers.DynamicCache(length_hint=3)
             >>> _ = cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
             >>> cache.summary()  # doctest: +NORMALIZE_WHITESPACE
             DynamicCache: 3 tokens, batch 1, 384 B

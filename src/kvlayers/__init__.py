@@ -60,6 +60,7 @@ from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStor
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .explanation import Explanation
     from .generation.generating import generate
     from .generation.install import install, installed, is_installed, uninstall
     from .generation.ladder import DEFAULT_LADDER, Rung
@@ -73,6 +74,7 @@ _LATE = {
     **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "generation.ladder"),
     **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "generation.resilient"),
     **dict.fromkeys(("Plan", "PlannedCache", "plan"), "planning"),
+    "Explanation": "explanation",
     **dict.fromkeys(("CacheSummary", "LayerSummary"), "summary"),
 }
 """What is imported when it is first asked for, and from which module."""
@@ -98,6 +100,7 @@ __all__ = [
     "DynamicLayer",
     "EncoderDecoderCache",
     "EvictionPolicy",
+    "Explanation",
     "ExportableDecoder",
     "FixedStore",
     "HQQQuantizedCache",

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from .options import checks_options
 from .recurrent import RecurrentSurface
 
 if TYPE_CHECKING:
+    from .explanation import Explanation
     from .summary import CacheSummary
 
 
@@ -44,6 +46,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     """
 
     layers: list[Any]
+    prefix_notes: tuple[str, ...] = ()
+    """What a store of prefixes had of the prompts of the call that made the cache; see `explain`."""
+    _traces: Mapping[int, int] = MappingProxyType({})
+    """By layer, how often code that updates it was traced."""
 
     @checks_options
     def __init__(
@@ -148,6 +154,29 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
         return summary_of(type(self).__name__, self._token_count(), self.batch_size, self.nbytes, self._layers_by_use())
 
+    def explain(self) -> "Explanation":
+        """Why the last calls were not faster: what of a prompt was not there, which way attention went, what compiled.
+
+        Example:
+            >>> import kvlayers
+            >>> kvlayers.DynamicCache().explain()
+            prefix: no store was asked
+            attention: states are held in full precision, as torch reads them
+            compiled: no code that updates this cache
+        """
+        # Late, as few ask for it.
+        from .explanation import explanation_of
+
+        layers = [layer for layers in self._layers_by_use().values() for layer in layers]
+        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0))
+
+    # Called while torch traces, and not by the code that it makes.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _note_trace(self, layer_idx: int) -> int:
+        count = self._traces.get(layer_idx, 0) + 1
+        self._traces = {**self._traces, layer_idx: count}
+        return count
+
     def _layers_by_use(self) -> dict[str, list[Any]]:
         return {"": list(self.operable())}
 
@@ -179,6 +208,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         """
         if not 0 <= layer_idx < len(self.layers):
             return self._update_new_layer(key_states, value_states, layer_idx)
+        if torch.compiler.is_compiling():
+            self._note_trace(layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, compat.DUMMY_LAYER):
             raise UnsupportedLayerError(

@@ -76,12 +76,17 @@ class _Call(ctypes.Structure):
     ]
 
 
-def supports(query: Tensor, history: History) -> bool:
-    """Whether the kernel is for such queries, and there is a compiler for it."""
-    if query.device.type != "cpu" or query.dtype not in DTYPES:
-        return False
-    runs = len(history.before) + len(history.after)
-    return runs <= MOST_DENSE_RUNS and library() is not None
+def obstacle(rows: Tensor, history: History) -> str | None:
+    """Why the kernel is not for such queries, or weights, `[batch, heads, queries, any]`; `None` where it is."""
+    if rows.device.type != "cpu":
+        return f"there is none for {rows.device.type}"
+    if rows.dtype not in DTYPES:
+        return f"it has no {rows.dtype}"
+    if rows.shape[1] // history.kv_heads * rows.shape[2] > MOST_ROWS:
+        return f"there are more than {MOST_ROWS} queries for a kv head, as in a prompt"
+    if len(history.before) + len(history.after) > MOST_DENSE_RUNS:
+        return f"there are more than {MOST_DENSE_RUNS} runs of tokens in full precision"
+    return None if library() is not None else "it could not be compiled (the log says why)"
 
 
 def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:

@@ -12,12 +12,18 @@ MOST_ROWS = 4 * triton_decode.MAXIMUM_ROWS
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
 
 
-def supports(query: Tensor, history: History) -> bool:
-    """Whether the kernel is for such queries and such a history."""
+def obstacle(query: Tensor, history: History) -> str | None:
+    """Why the kernel is not for such queries `[batch, heads, queries, key_head_dim]`; `None` where it is."""
     run = history.packed
-    if run is None or query.device.type != "cuda":
-        return False
-    return query.dtype == run.keys.parameters.dtype and triton_decode.supports(
+    if query.device.type != "cuda":
+        return f"there is none for {query.device.type}"
+    if run is None:
+        return "nothing is packed yet"
+    if query.shape[1] // history.kv_heads * query.shape[2] > MOST_ROWS:
+        return f"there are more than {MOST_ROWS} queries for a kv head, as in a prompt"
+    if query.dtype != run.keys.parameters.dtype:
+        return f"queries are {query.dtype}, and scales {run.keys.parameters.dtype}"
+    supported = triton_decode.supports(
         run.keys.format,
         run.values.format,
         key_head_dim=run.keys.head_dim,
@@ -26,6 +32,7 @@ def supports(query: Tensor, history: History) -> bool:
         dtype=query.dtype,
         device=query.device,
     )
+    return None if supported else "Triton, or the kernel, is not for such codes on this device"
 
 
 def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:

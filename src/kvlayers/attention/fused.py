@@ -9,11 +9,18 @@ from ..autocast import without_autocast
 from . import blocks, cpu, cuda
 from .history import History
 from .shared import SharedHistory
+from .ways import Ways
 
 AnyHistory = History | SharedHistory
 
+CPU = "a compiled kernel on packed states"
+CUDA = "a Triton kernel on packed states"
+BLOCKS = "plain torch, block by block"
+SHARED = "plain torch, what sequences share once for all of them"
+"""Ways on states as they are held."""
 
-def attend(query: Tensor, history: AnyHistory, mask: Tensor | None, scale: float | None) -> Tensor:
+
+def attend(query: Tensor, history: AnyHistory, mask: Tensor | None, scale: float | None, ways: Ways) -> Tensor:
     """Softmax attention of queries over a history.
 
     Args:
@@ -21,6 +28,7 @@ def attend(query: Tensor, history: AnyHistory, mask: Tensor | None, scale: float
         history: what they attend to.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
         scale: factor of the scores, `1 / sqrt(key_head_dim)` where not given.
+        ways: is told which way it goes.
 
     Returns:
         `[batch, heads, queries, value_head_dim]` in the dtype of the query.
@@ -29,36 +37,40 @@ def attend(query: Tensor, history: AnyHistory, mask: Tensor | None, scale: float
     if mask is not None:
         mask = mask.expand(batch, heads, queries, history.tokens)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    rows = heads // history.kv_heads * queries
     with without_autocast(query.device):
         if isinstance(history, SharedHistory):
+            ways.note(SHARED)
             return history.attend(query, mask, scale)
-        if rows <= cpu.MOST_ROWS and cpu.supports(query, history):
-            return cpu.attend(query, history, mask, scale)
-        if rows <= cuda.MOST_ROWS and cuda.supports(query, history):
-            return cuda.attend(query, history, mask, scale)
-        return blocks.attend(query, history, mask, scale)
+        if query.device.type == "cuda":
+            obstacle = cuda.obstacle(query, history)
+            ways.note(CUDA if obstacle is None else f"{BLOCKS}, as {obstacle}")
+            return (blocks.attend if obstacle else cuda.attend)(query, history, mask, scale)
+        return (cpu.attend if _has_kernel(query, history, ways) else blocks.attend)(query, history, mask, scale)
 
 
-def scores(query: Tensor, history: AnyHistory) -> Tensor:
+def scores(query: Tensor, history: AnyHistory, ways: Ways) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
         if isinstance(history, SharedHistory):
+            ways.note(SHARED)
             return history.scores(query)
-        return cpu.scores(query, history) if _few(query, history) else blocks.scores(query, history)
+        return (cpu.scores if _has_kernel(query, history, ways) else blocks.scores)(query, history)
 
 
-def combine(weights: Tensor, history: AnyHistory) -> Tensor:
+def combine(weights: Tensor, history: AnyHistory, ways: Ways) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
         if isinstance(history, SharedHistory):
+            ways.note(SHARED)
             return history.combine(weights)
-        return cpu.combine(weights, history) if _few(weights, history) else blocks.combine(weights, history)
+        return (cpu.combine if _has_kernel(weights, history, ways) else blocks.combine)(weights, history)
 
 
-def _few(rows: Tensor, history: History) -> bool:
-    few = rows.shape[1] // history.kv_heads * rows.shape[2] <= cpu.MOST_ROWS
-    return few and cpu.supports(rows, history)
+def _has_kernel(rows: Tensor, history: History, ways: Ways) -> bool:
+    """Whether the CPU's kernel is for rows `[batch, heads, queries, any]`, which is noted."""
+    obstacle = cpu.obstacle(rows, history)
+    ways.note(CPU if obstacle is None else f"{BLOCKS}, as {obstacle}")
+    return obstacle is None
 
 
 def wants_gradients(*tensors: Tensor) -> bool:

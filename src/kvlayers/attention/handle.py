@@ -21,6 +21,7 @@ from ..errors import ReadOnlyStatesError, StaleStatesError
 from ..quantizers.base import Side
 from .history import History
 from .shared import SharedHistory
+from .ways import Ways
 
 
 class Edition:
@@ -47,6 +48,7 @@ class Attended:
         edition: of the store.
         number: of the edition when the history was true.
         length: tokens that the store held when it returned the history.
+        ways: counts which way attention on it goes.
     """
 
     history: History | SharedHistory
@@ -55,6 +57,7 @@ class Attended:
     edition: Edition
     number: int
     length: int
+    ways: Ways
 
     def read(self) -> History | SharedHistory:
         """The history.
@@ -89,15 +92,15 @@ class View:
 AS_HELD = View()
 
 
-Computation = TypeVar("Computation", bound=Callable[..., Tensor | None])
+Computation = TypeVar("Computation", bound=Callable[..., Tensor | str])
 
-_on_what_is_held: dict[Any, Callable[..., Tensor | None]] = {}
+_on_what_is_held: dict[Any, Callable[..., Tensor | str]] = {}
 
 
 def computes(*functions: Any) -> Callable[[Computation], Computation]:
     """Decorator for what stands in for functions of torch where one of their arguments is a handle.
 
-    It is called as they are, and returns `None` where states in full precision are needed after all.
+    It is called as they are. Where states in full precision are needed after all, it returns why.
     """
 
     def keep(computation: Computation) -> Computation:
@@ -158,8 +161,8 @@ class PackedStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_THE_HANDLE:
                 return func(*args, **kwargs)
-            computed = _on_what_is_held[func](*args, **kwargs) if func in _on_what_is_held else None
-            return _on_dense_states(func, args, kwargs) if computed is None else computed
+            computed = _on_what_is_held[func](*args, **kwargs) if func in _on_what_is_held else NOT_READ_AS_HELD
+            return _on_dense_states(func, args, kwargs, computed) if isinstance(computed, str) else computed
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -169,7 +172,7 @@ class PackedStates(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _on_dense_states(func, args, kwargs or {})
+        return _on_dense_states(func, args, kwargs or {}, NOT_READ_AS_HELD)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -188,7 +191,10 @@ def as_dense(states: Tensor) -> Tensor:
     return states.dense() if isinstance(states, PackedStates) else states
 
 
-def _on_dense_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+NOT_READ_AS_HELD = "it is none of the functions that read states as they are held"
+
+
+def _on_dense_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
     name = getattr(func, "__name__", "").removesuffix(".default")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
     written = (args[:1] if in_place else (), kwargs.get("out"))
@@ -197,6 +203,10 @@ def _on_dense_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
             f"expected the states of a quantized cache to be read, but {name} would write to them, and be lost: "
             "clone() them first."
         )
+    for handle in tree_leaves((args, kwargs)):
+        if isinstance(handle, PackedStates):
+            handle.attended.ways.note(f"{name} in full precision, as {reason}")
+            break
     args, kwargs = tree_map_only(PackedStates, PackedStates.dense, (args, kwargs))
     return func(*args, **kwargs)
 

@@ -280,6 +280,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         if drafting:
             # transformers refuses to verify drafts with a cache of a static name, since its own cannot be rolled back.
             generation_config.cache_implementation = None
+        prefixes.note_bypass(cache)
         model_kwargs[cache_name] = cache
 
     return prepare_cache_for_generation

@@ -59,7 +59,16 @@ CHECKPOINTS = {"most": 16}
 
 _own_cache: ContextVar[Cache | None] = ContextVar("the cache that the current call goes on from", default=None)
 
+_not_used_as: ContextVar[str | None] = ContextVar("why the current call does not go by its store", default=None)
+
 Generate = Callable[..., Any]
+
+
+def note_bypass(cache: object) -> None:
+    """Let a cache that `generate()` has made know why its call does not go by the store that there is."""
+    reason = _not_used_as.get()
+    if reason is not None and isinstance(cache, Cache):
+        cache.prefix_notes = (f"the call could not go by the store: {reason}",)
 
 
 def generate(prefixes: Prefixes, plain: Generate, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
@@ -74,7 +83,11 @@ def generate(prefixes: Prefixes, plain: Generate, model: Any, args: tuple[Any, .
             cache, given = call.prepared()
         except UnusableError as reason:
             prefixes.unusable(str(reason))
-            return plain(*args, **arguments)
+            bypass = _not_used_as.set(str(reason))
+            try:
+                return plain(*args, **arguments)
+            finally:
+                _not_used_as.reset(bypass)
         token = _own_cache.set(cache)
         try:
             output = plain(*call.unnamed, **given)
@@ -125,6 +138,7 @@ class PrefixedCall:
         except ConfigError as error:
             raise UnusableError(f"its weights cannot be told apart: {error}") from error
         kind = f"{identity} {self._name} {options_as_text(self._options)}"
+        self._found: list[str] = []
         self._whose = {"config": model.config, "namespace": prefixes.namespace, "model": kind}
 
     def prepared(self) -> tuple[Cache, dict[str, Any]]:
@@ -154,6 +168,7 @@ class PrefixedCall:
                 cache, changes = self._of_common_tokens(common, hits)
             else:
                 cache = self._of_each_prompt(common, hits)
+        cache.prefix_notes = tuple(self._found)
         given = {**self._arguments, **changes, self._cache_name: cache}
         return cache, given
 
@@ -228,7 +243,10 @@ class PrefixedCall:
         return self._takes_positions or relative or not any(layer.attends for layer in example.operable())
 
     def _lookup(self, ids: Tensor) -> Hit:
-        return self._store.lookup(ids, **self._whose)
+        hit = self._store.lookup(ids, **self._whose)
+        why_not_more = f": {hit.reason}" if hit.reason else ""
+        self._found.append(f"{hit.covered} of {ids.shape[-1]} tokens were there{why_not_more}")
+        return hit
 
     def _insert(self, ids: Tensor, cache: Cache) -> None:
         # What was computed is the caller's, whatever becomes of the store: a full disk, or no memory to copy to.

@@ -10,6 +10,7 @@ from typing_extensions import Self, override
 from ..attention.handle import Attended, Edition, PackedStates, as_dense
 from ..attention.history import DenseRun, History, PackedRun
 from ..attention.on_handles import handles
+from ..attention.ways import Ways
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
@@ -54,6 +55,7 @@ class QuantizedStore(TokenStore):
         self._edition = Edition()
         self._old_runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
         self._held: Attended | None = None
+        self.ways = Ways()
         self._recent_may_move = False
         """Whether the residual has room at its front, to which the next tokens may move it."""
 
@@ -264,7 +266,9 @@ class QuantizedStore(TokenStore):
         _, _, _, dtype, device = self._forms[0]
         if history.packed is None or torch.compiler.is_compiling():
             return history.dense("keys", dtype), history.dense("values", dtype)
-        return self._handles(Attended(history, dtype, device, self._edition, self._edition.number, self.length))
+        return self._handles(
+            Attended(history, dtype, device, self._edition, self._edition.number, self.length, self.ways)
+        )
 
     def _handles(self, attended: Attended) -> StatePair:
         (_, kv_heads, key_head_dim, _, _), (_, _, value_head_dim, _, _) = self._forms  # type: ignore[misc]

@@ -11,6 +11,7 @@ from ..attention.handle import Attended, Edition, as_dense
 from ..attention.history import DenseRun, History
 from ..attention.on_handles import handles
 from ..attention.shared import SharedHistory
+from ..attention.ways import Ways
 from ..errors import StateMismatchError
 from .admission import checked_forms, mismatch
 from .base import Mover, StatePair, TokenStore
@@ -46,6 +47,7 @@ class SharedStore(TokenStore):
         self._edition = Edition()
         self._prefix_history: History | None = None
         self._held: Attended | None = None
+        self.ways = Ways()
 
     @property
     def _shared_tokens(self) -> int:
@@ -117,7 +119,9 @@ class SharedStore(TokenStore):
         # Keys and values that are asked for one after the other must be handles of one history.
         if self._held is None or self._held.length != self.length:
             form = self._sides()[0][1]
-            self._held = Attended(self._history(), form[3], form[4], self._edition, self._edition.number, self.length)
+            self._held = Attended(
+                self._history(), form[3], form[4], self._edition, self._edition.number, self.length, self.ways
+            )
         (_, key_form), (_, value_form) = self._sides()
         return handles(self._held, key_form[1], (key_form[2], value_form[2]))
 

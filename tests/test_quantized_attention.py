@@ -29,6 +29,7 @@ from kvlayers import compiled
 from kvlayers.attention import blocks, cpu, fused
 from kvlayers.attention.handle import PackedStates
 from kvlayers.attention.history import DenseRun, History, PackedRun
+from kvlayers.attention.ways import Ways
 from kvlayers.quantizers.base import CodeFormat, QuantizedGroups, Side
 from kvlayers.stores.packed_side import PackedSide, pack_side
 from models import prompt, tiny_model
@@ -741,10 +742,10 @@ def test_what_the_kernels_are_not_for_is_computed_on_dense_states() -> None:
         expected = scaled_dot_product_attention(one, repeat_kv(dense_keys, 2), repeat_kv(dense_values, 2))
         with pytest.MonkeyPatch.context() as patch:
             # A kernel that took these would write beyond its result.
-            patch.setattr(cpu, "supports", lambda query, history: False)
+            patch.setattr(cpu, "obstacle", lambda rows, history: "this is a test")
             close(scaled_dot_product_attention(one, repeat_kv(keys, 2), repeat_kv(values, 2)), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "supports", lambda query, history: False)
+        patch.setattr(cpu, "obstacle", lambda rows, history: "this is a test")
         one = torch.randn(1, KV_HEADS, 3, KEY_DIM)
         close(one @ keys.transpose(2, 3), one @ dense_keys.transpose(2, 3))
 
@@ -1085,11 +1086,11 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -
     case = Case()
     query = case.query(2, 2)
     used = case.key_dim**-0.5 if scale is None else scale
-    check(fused.attend(query, case.history, None, scale), *case.attended(query, None, used))
+    check(fused.attend(query, case.history, None, scale, Ways()), *case.attended(query, None, used))
 
 
 def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:
     case = Case(kv_heads=1)
     query = case.query(2, cpu.MOST_ROWS // 2 + 1)
     mask = torch.rand(1, 1, query.shape[2], case.tokens) > 0.5
-    check(fused.attend(query, case.history, mask, 0.2), *case.attended(query, mask, 0.2))
+    check(fused.attend(query, case.history, mask, 0.2, Ways()), *case.attended(query, mask, 0.2))

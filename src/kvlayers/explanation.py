@@ -17,8 +17,8 @@ class Explanation:
         prefixes: for each prompt of the call of `generate()` that made the cache, what a store of prefixes had of it,
             and why not more; or why the call could not go by the store. Empty where there was none.
         attention: how often attention on states that are packed, or shared by sequences, went which way, and why not a
-            faster one: once for each layer and forward pass, or for each of the two products that it is written as. Empty
-            where all states are held in full precision.
+            faster one: once for each layer and forward pass, or for each of the two products that it is written as.
+            Empty where all states are held in full precision.
         traces: how often torch.compile, or torch.export, has traced code that updates the cache: 1 is the first
             compilation, and each further one another shape, or another mode, such as `no_grad`.
     """

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -16,8 +15,6 @@ WHOLE, NARROWED = (ROOT / ".nox" / "results" / name for name in ("whole", "narro
 
 VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0")
 """The oldest and the newest version of transformers that kvlayers runs on, and versions between that changed much."""
-
-OLDEST_TORCH = "2.6.0"
 
 CORE = (
     *("bad_input", "compat", "families", "generate", "legacy", "legacy_names", "legacy_tuples", "old_documents"),
@@ -56,13 +53,6 @@ def oldest(session: nox.Session) -> None:
     run_tests(session, "-m", "fast", *(f"tests/test_{name}.py" for name in CORE), *session.posargs)
 
 
-@nox.session(reuse_venv=True, default=False)
-def oldest_torch(session: nox.Session) -> None:
-    """The core of the suite on the oldest versions of torch and transformers; `-- ARGUMENTS` goes to pytest."""
-    install(session, VERSIONS[0], extras="test", torch=OLDEST_TORCH)
-    run_tests(session, *(f"tests/test_{name}.py" for name in CORE), *session.posargs)
-
-
 @nox.session(venv_backend="none", default=False)
 def matrix_table(session: nox.Session) -> None:
     """A table of the results; `matrix` ends with it."""
@@ -85,30 +75,18 @@ def make_table(session: nox.Session, *arguments: str | Path) -> None:
     session.run(sys.executable, str(SCRIPTS / "matrix_table.py"), *map(str, arguments), external=True)
 
 
-def install(session: nox.Session, transformers: str, extras: str, torch: str | None = None) -> None:
-    """Install kvlayers beside one version of transformers, unless the same was installed from the same files.
-
-    Args:
-        session: into whose environment.
-        transformers: its version.
-        extras: of kvlayers.
-        torch: its version, where it is not that of the constraints.
-    """
+def install(session: nox.Session, transformers: str, extras: str) -> None:
+    """Install kvlayers beside one version of transformers, unless the same was installed from the same files."""
     wanted = (f".[{extras}]", f"transformers=={transformers}")
-    constraints = CONSTRAINTS.read_text()
-    if torch is not None:
-        constraints = re.sub(r"(?m)^torch==.*$", f"torch=={torch}", constraints)
-    asked = f"{wanted}{constraints}{(ROOT / 'pyproject.toml').read_text()}"
-    digest = hashlib.sha256(asked.encode()).hexdigest()
+    files = (ROOT / "pyproject.toml", CONSTRAINTS)
+    digest = hashlib.sha256(repr(wanted).encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
     installed = Path(session.virtualenv.location) / "installed"
     if installed.exists() and installed.read_text() == digest:
         return
     session.log(f"installing {' and '.join(wanted)}")
     # Where Python is told to write no bytecode, each process of the tests would compile torch for itself.
     options = ("--compile-bytecode",) if session.venv_backend == "uv" else ("--disable-pip-version-check",)
-    used = Path(session.create_tmp()) / CONSTRAINTS.name
-    used.write_text(constraints)
-    session.install(*options, "-c", str(used.resolve()), "-e", *wanted)
+    session.install(*options, "-c", str(CONSTRAINTS), "-e", *wanted)
     installed.write_text(digest)
 
 

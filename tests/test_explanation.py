@@ -103,3 +103,12 @@ def test_traces_of_compiled_code_are_counted() -> None:
     assert cache.explain().traces == 2
     assert "compiled: 2 times, of which 1 again" in repr(cache.explain())
     torch.compiler.reset()
+
+
+def test_a_fork_counts_its_own_ways() -> None:
+    cache = quantized(tiny_model("llama"))
+    before, twin = ways(cache), cache.fork()
+    keys, _ = twin.update(*(torch.randn(1, 2, 1, 8) for _ in range(2)), 0)
+    keys.exp()
+    assert ways(cache) == before
+    assert sum(ways(twin).values()) == 1

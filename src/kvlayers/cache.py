@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .explanation import Explanation
     from .summary import CacheSummary
 
+OF_OURS = (CacheLayer, LinearAttentionLayer)
+"""What takes states in as layers of kvlayers do. Made once, as each layer asks at each token."""
+
 
 class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.Cache):  # type: ignore[misc]
     """A list of layers, one for each layer of the model, and no storage of its own.
@@ -216,7 +219,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 f"expected a layer that attends, but layer {layer_idx} holds nothing: make the cache from the config "
                 "of the model that uses it."
             )
-        if isinstance(layer, CacheLayer | LinearAttentionLayer):
+        if isinstance(layer, OF_OURS):
             return layer.update(key_states, value_states)
         return theirs.update(layer, key_states, value_states, cache_kwargs)
 

@@ -373,7 +373,7 @@ class QuantizedStore(TokenStore):
     def snapshot(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition = Edition()
+        twin._edition, twin.ways = Edition(), Ways()
         twin._sinks, twin._recent = self._sinks.snapshot(), self._recent.snapshot()
         twin._blocks = None if self._blocks is None else self._blocks.snapshot()
         return twin
@@ -391,7 +391,7 @@ class QuantizedStore(TokenStore):
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition = Edition()
+        twin._edition, twin.ways = Edition(), Ways()
         twin._sinks, twin._recent = self._sinks.fork(), self._recent.fork()
         twin._blocks = None if self._blocks is None else self._blocks.fork()
         return twin

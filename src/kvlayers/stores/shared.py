@@ -222,7 +222,7 @@ class SharedStore(TokenStore):
     def _twin(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition = Edition()
+        twin._edition, twin.ways = Edition(), Ways()
         return twin
 
     @override

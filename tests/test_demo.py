@@ -18,6 +18,7 @@ import versions
 from kvlayers.__main__ import main, make_app
 from kvlayers.demo import model as demo_model
 from kvlayers.demo import report, runs, text
+from kvlayers.measuring.held import held_bytes
 from models import CONFIGS
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "sea", "a", "of", "is", "to", "and", "."]
@@ -169,7 +170,7 @@ def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
     whole = torch.zeros(1, 2, 100, 8)
     cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
     cache.layers[0].keys, cache.layers[0].values = whole[:, :, :3], whole[:, :, 50:]
-    assert runs.storage_bytes(cache) == 1 * 2 * 100 * 8 * 4
+    assert held_bytes(cache) == 1 * 2 * 100 * 8 * 4
 
 
 def test_trials_alternate_the_order_of_the_caches(llama: Path) -> None:

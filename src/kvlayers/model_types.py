@@ -58,6 +58,14 @@ def head_dims(config: object) -> tuple[int, int] | None:
     return (head_dim, head_dim) if isinstance(head_dim, int) else None
 
 
+def most_positions(config: object) -> int | None:
+    """The most tokens that a model has positions for, `None` where its config does not say."""
+    decoder = decoder_config(config)
+    field = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    most = decoder.to_dict().get(field)
+    return most if isinstance(most, int) else None
+
+
 def tokens_at_once(config: object) -> int | None:
     """The most tokens that a model's recurrent layers can take in at once behind others, `None` for any number."""
     return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO else None

@@ -10,7 +10,6 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 import kvlayers
@@ -19,35 +18,17 @@ from kvlayers.__main__ import main, make_app
 from kvlayers.demo import model as demo_model
 from kvlayers.demo import report, runs, text
 from kvlayers.measuring.held import held_bytes
-from models import CONFIGS
-
-WORDS = ["<unk>", "<s>", "</s>", "the", "sea", "a", "of", "is", "to", "and", "."]
-
-
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate(WORDS + [f"w{index}" for index in range(97 - len(WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def _save_model(directory: Path, family: str) -> Path:
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
-    return directory
+from model_directories import save_model, word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save_model(tmp_path_factory.mktemp("llama"), "llama")
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+    return save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
 
 
 @pytest.fixture
@@ -183,7 +164,7 @@ def test_trials_alternate_the_order_of_the_caches(llama: Path) -> None:
 
 
 def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
-    tokenizer = _tokenizer()
+    tokenizer = word_tokenizer()
     assert len(text.real_text_ids(tokenizer, 500)) == 500
     assert len(text.input_ids(tokenizer, "the sea", 500)[0]) == 502
     assert text.input_ids(tokenizer, "the sea", 0).tolist() == [[3, 4]]

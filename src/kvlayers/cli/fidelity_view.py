@@ -46,6 +46,8 @@ def findings(results: FidelityResults) -> list[str]:
     found = [f"{each.name} failed: {each.failure}" for each in results.settings if each.failure is not None]
     if results.budget.is_given:
         found.insert(0, _verdict(results))
+    if not any(each.kl for each in results.settings if each.name != FULL):
+        found.append("Nothing was rounded, as caches keep the newest tokens as they are: read more --context.")
     return found + [f"Not for this model: {name} ({reason})" for name, reason in results.left_out.items()]
 
 

@@ -21,9 +21,13 @@ def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def save_model(directory: Path, family: str, **changes: Any) -> Path:
-    """A random model of a family, with some fields of its config changed."""
-    fresh_model(family, **changes).save_pretrained(directory)
+def save_model(directory: Path, family: str) -> Path:
+    """A random model of a family."""
+    return save_with_tokenizer(directory, fresh_model(family))
+
+
+def save_with_tokenizer(directory: Path, model: Any) -> Path:
+    model.save_pretrained(directory)
     word_tokenizer().save_pretrained(directory)
     return directory
 

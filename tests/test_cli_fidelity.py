@@ -14,7 +14,8 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
-from model_directories import random_text, save_model, word_tokenizer
+from model_directories import random_text, save_with_tokenizer, word_tokenizer
+from models import fresh_model
 from web_page import check_self_contained
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
@@ -35,7 +36,11 @@ QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", C
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "<i>llama", "llama")
+    model = fresh_model("llama")
+    with torch.no_grad():
+        # So that rounding moves distributions far enough to tell one divergence from another.
+        model.lm_head.weight.mul_(30)
+    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +105,6 @@ def slow_figures(directory: Path, **options: Any) -> dict[str, float]:
     [
         ("int2", {"nbits": 2}),
         ("k4v2", {"key_nbits": 4, "value_nbits": 2}),
-        ("int3", {"nbits": 3}),
     ],
 )
 def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: dict[str, Any]) -> None:
@@ -109,7 +113,7 @@ def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: 
     full, rounded = said["settings"]
     assert (full["name"], full["kl"], full["agreement"], rounded["name"]) == ("full", 0, 1, name)
     expected = slow_figures(llama, **options)
-    assert expected["kl"] > 1e-5
+    assert expected["kl"] > 0.005
     assert rounded["perplexity_increase"] == pytest.approx(expected.pop("perplexity_increase"), abs=1e-2)
     assert {key: rounded[key] for key in expected} == pytest.approx(expected, rel=1e-3)
     assert sum(rounded["kl_of_passages"]) / 2 == pytest.approx(expected["kl"], rel=1e-3)

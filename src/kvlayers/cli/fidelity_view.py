@@ -96,12 +96,12 @@ def _cells(results: FidelityResults, measured: Fidelity) -> list[str]:
     if measured.failure is not None:
         return [measured.name, "failed", "", "", "", "", *held, *verdict]
     if measured.name == FULL:
-        return [measured.name, "0", "0", f"{measured.perplexity:.3f}", "", "", *held, *verdict]
+        return [measured.name, "0", "0", f"{measured.perplexity:#.5g}", "", "", *held, *verdict]
     return [
         measured.name,
         f"{measured.kl:.2g}",
         f"{measured.kl_99:.2g}",
-        f"{measured.perplexity:.3f}",
+        f"{measured.perplexity:#.5g}",
         f"{measured.perplexity_increase:+.2f} %",
         f"{measured.agreement:.1%}",
         *held,

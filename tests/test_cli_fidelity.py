@@ -158,6 +158,7 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     cells = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
     assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
     assert all(len(line) <= 80 for line in result.output.splitlines())
+    assert "…" not in result.output
     assert cells["int4"][1] == f"{kl['int4']:.2g}"
 
     within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)

@@ -29,7 +29,13 @@ NOTES = (
 def show(console: Console, results: BenchResults) -> None:
     """Print a table for each length, and what came out."""
     for length, rows in results.lengths.items():
-        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(results, length), title_justify="left")
+        drawn = Table(
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+            title=_title(results, length),
+            title_justify="left",
+        )
         for index, column in enumerate(COLUMNS):
             drawn.add_column(column, justify="right" if index > 1 else "left")
         for row in rows:

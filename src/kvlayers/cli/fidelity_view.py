@@ -28,7 +28,9 @@ NOTES = (
 
 def show(console: Console, results: FidelityResults) -> None:
     """Print the table, and what came out."""
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(results), title_justify="left")
+    drawn = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=_title(results), title_justify="left"
+    )
     shown = [column for column in _columns(results) if column != ON_PAGES_ALONE]
     for column in shown:
         drawn.add_column(column, justify="left" if column == COLUMNS[0] else "right", no_wrap=True)
@@ -47,7 +49,9 @@ def findings(results: FidelityResults) -> list[str]:
     if results.budget.is_given:
         found.insert(0, _verdict(results))
     if not any(each.kl for each in results.settings if each.name != FULL):
-        found.append("Nothing was rounded: the newest tokens, and windows, stay as they are. More --context may change that.")
+        found.append(
+            "Nothing was rounded: the newest tokens, and windows, stay as they are. More --context may change that."
+        )
     return found + [f"Not for this model: {name} ({reason})" for name, reason in results.left_out.items()]
 
 

@@ -60,6 +60,7 @@ from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStor
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .calibration import BytesBudget, Calibration, DivergenceBudget, MeasuredSetting, Sensitivity, calibrate
     from .explanation import Explanation
     from .generation.generating import generate
     from .generation.install import install, installed, is_installed, uninstall
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
     from .summary import CacheSummary, LayerSummary
 
 _LATE = {
+    **dict.fromkeys(
+        ("BytesBudget", "Calibration", "DivergenceBudget", "MeasuredSetting", "Sensitivity", "calibrate"), "calibration"
+    ),
     "generate": "generation.generating",
     **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "generation.install"),
     **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "generation.ladder"),
@@ -83,6 +87,7 @@ __all__ = [
     "DEFAULT_LADDER",
     "BatchIndexError",
     "Buckets",
+    "BytesBudget",
     "Cache",
     "CacheFile",
     "CacheFileError",
@@ -91,11 +96,13 @@ __all__ = [
     "CacheRequest",
     "CacheSummary",
     "CacheState",
+    "Calibration",
     "CapacityError",
     "Checkpoints",
     "ConfigError",
     "DenseStore",
     "DiskMemory",
+    "DivergenceBudget",
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
@@ -119,6 +126,7 @@ __all__ = [
     "LegacyFormatError",
     "LinearAttentionLayer",
     "MambaCache",
+    "MeasuredSetting",
     "ModelMismatchError",
     "OffloadedCache",
     "OffloadedLayer",
@@ -141,6 +149,7 @@ __all__ = [
     "RollbackError",
     "Rotary",
     "Rung",
+    "Sensitivity",
     "SinkCache",
     "SinkLayer",
     "SlidingLayer",
@@ -157,6 +166,7 @@ __all__ = [
     "UnsupportedLayerError",
     "__version__",
     "cache_names",
+    "calibrate",
     "free_reservations",
     "generate",
     "inspect_cache",

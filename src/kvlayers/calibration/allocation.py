@@ -25,7 +25,7 @@ class Choice:
 
 
 def least_losses(parts: Sequence[Sequence[Choice]], most: Fraction) -> list[tuple[int, ...]]:
-    """For each number of bytes up to `most` at which it gets less, the choice of each part with the least sum of losses.
+    """For each number of bytes up to `most` at which less is lost, the choice of each part that loses least in sum.
 
     Exact as far as costs are whole numbers of a common unit, which they are for packed codes; else costs are rounded
     up to one, so that no answer is beyond its bytes. Dynamic programming over the parts.

@@ -1,7 +1,7 @@
 """How far what a cache makes a model predict is from what it predicts in full precision."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,27 +33,34 @@ def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
     return logits[0, -scored:].float().log_softmax(-1)
 
 
-def divergence_in_use(model: Any, passages: Sequence[Tensor], caches: Sequence[Any], scored: int, chunk: int) -> float:
-    """Mean divergence where each passage is read in chunks through a cache, as decoding does.
+class DivergenceInUse:
+    """Measures caches by what they make of passages that are read in chunks, as decoding reads them.
 
-    What a chunk reads was rounded, and so are the states that it adds: errors add up as they do in use.
+    What a chunk attends to was rounded, and so are the states that it adds: errors add up as they do in use.
 
     Args:
         model: in eval mode.
         passages: token ids `[1, tokens]`.
-        caches: an empty cache for each of them.
-        scored: newest tokens that count.
-        chunk: tokens that are read at once.
+        scored: newest tokens of a passage that count, and tokens that are read at once.
     """
-    found = []
-    for ids, cache in zip(passages, caches, strict=True):
-        exact = _read_in_chunks(model, ids, DynamicCache(config=model.config), scored, chunk)
-        found.append(mean_divergence(exact, _read_in_chunks(model, ids, cache, scored, chunk)))
-    return sum(found) / len(found)
 
+    def __init__(self, model: Any, passages: Sequence[Tensor], scored: int) -> None:
+        self._model, self._passages, self._scored = model, passages, scored
+        self._exact = [self._predictions(ids, DynamicCache(config=model.config)) for ids in passages]
 
-def _read_in_chunks(model: Any, ids: Tensor, cache: Any, scored: int, chunk: int) -> Tensor:
-    context = ids[:, :-scored]
-    for part in context.split(chunk, dim=1):
-        read(model, part, cache, 1)
-    return torch.cat([read(model, part, cache, part.shape[1]) for part in ids[:, -scored:].split(chunk, dim=1)])
+    def of(self, make_cache: Callable[[], Any]) -> float:
+        """Mean KL divergence in nats of what such a cache makes of the passages.
+
+        Args:
+            make_cache: makes an empty one, for each passage.
+        """
+        found = [
+            mean_divergence(exact, self._predictions(ids, make_cache()))
+            for ids, exact in zip(self._passages, self._exact, strict=True)
+        ]
+        return sum(found) / len(found)
+
+    def _predictions(self, ids: Tensor, cache: Any) -> Tensor:
+        for part in torch.split(ids[:, : -self._scored], self._scored, dim=1):
+            read(self._model, part, cache, 1)
+        return read(self._model, ids[:, -self._scored :], cache, self._scored)

@@ -29,13 +29,13 @@ def passages_of(model: Any, texts: Sequence[Text], tokenizer: Any | None, tokens
     """
     if isinstance(texts, str | Tensor) or not isinstance(texts, Sequence) or not texts:
         raise OptionError(
-            f"expected a list of texts, or of token ids, but saw {_shown(texts)}: pass some of what the model will read."
+            f"expected a list of texts, or of token ids, but saw {_shown(texts)}: pass what the model will read."
         )
     if tokenizer is None and any(isinstance(text, str) for text in texts):
         tokenizer = _tokenizer_of(model)
     ids = [_ids(text, tokenizer) for text in texts]
     longest = max(each.shape[0] for each in ids)
-    cut = [list(each.split(tokens)) for each in ids]
+    cut = [torch.split(each, tokens) for each in ids]
     found = []
     # In turn, so that many texts are all heard, however few passages are read.
     for index in range(max(map(len, cut))):

@@ -1,6 +1,5 @@
 """What each layer's keys, and its values, make of a model's predictions when they alone are quantized."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from ..layers.dispatch import attention_part
 from ..quantizers.base import Side
 from ..stores.packed_blocks import SIDES
 from ..stores.quantization import Quantization
+from .bits import with_bits
 from .divergence import mean_divergence, read
 
 
@@ -81,8 +81,7 @@ def measure_sensitivities(
 
 def _rounded(layer: Any, quantization: Quantization, nbits: int) -> dict[Side, Tensor]:
     """The states of a layer as a quantized one would hold them."""
-    same_bits = dataclasses.replace(quantization, nbits=nbits, key_nbits=None, value_nbits=None)
-    quantized = QuantizedLayer(same_bits)
+    quantized = QuantizedLayer(with_bits(quantization, nbits))
     quantized.update(layer.keys, layer.values)
     keys, values = quantized.keys, quantized.values
     if keys is None or values is None:

@@ -1,5 +1,6 @@
 """Bits for each layer of a model by what its predictions lose."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -9,8 +10,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .. import model_types
 from ..dynamic_cache import DynamicCache
-from ..errors import CapacityError, ConfigError, OptionError
+from ..errors import CapacityError, ConfigError, OptionError, StateMismatchError
 from ..layers import QuantizedLayer
 from ..layers.base import whole_number
 from ..layers.dispatch import attention_part
@@ -22,7 +24,7 @@ from .budgets import Budget, BytesBudget, DivergenceBudget
 from .divergence import DivergenceInUse, read
 from .passages import Text, passages_of
 from .result import Calibration, MeasuredSetting
-from .sensitivities import measure_sensitivities
+from .sensitivities import Sensitivity, measure_sensitivities
 from .settings import Part, Setting, Settings, part_costs
 
 FEWEST_BITS = 2
@@ -74,6 +76,7 @@ def calibrate(
         OptionError: an argument that is none, or texts that are too short.
         ConfigError: a model with an encoder, or without layers that are quantized.
         CapacityError: the budget cannot be met; the message says what can.
+        StateMismatchError: predictions that are not finite.
     """
     if not isinstance(budget, BytesBudget | DivergenceBudget):
         raise OptionError(
@@ -91,12 +94,14 @@ def calibrate(
             "expected a model with layers of full attention, which are quantized, but saw none: use a DynamicCache."
         )
     ids = passages_of(model, texts, tokenizer, context + scored, count)
+    _check_ids(config, ids)
     forms = _forms(model, ids[0], quantized, dtype)
     costs = part_costs(forms, kept, widths)
     _check_context(context, kept, forms[quantized[0]])
     most = _most_bytes(budget, costs)
     with logging.tqdm(total=len(ids) * len(costs) * len(widths), desc="Sensitivity of layers") as bar:
         sensitivities = measure_sensitivities(model, ids, quantized, kept, widths, scored, bar.update)
+    _check_finite(sensitivities)
     settings = Settings(sensitivities, costs, len(cache.layers), kept)
     with logging.tqdm(desc="Settings in use") as bar:
         in_use = DivergenceInUse(model, ids, scored)
@@ -182,6 +187,32 @@ def _checked_widths(widths: Sequence[int] | None, quantization: Quantization) ->
             "another backend."
         )
     return tuple(sorted(set(widths)))
+
+
+def _check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
+    """Raise `OptionError` where a model has no positions for passages, or does not know their tokens."""
+    tokens, most = passages[0].shape[1], model_types.most_positions(config)
+    if most is not None and tokens > most:
+        raise OptionError(
+            f"expected at most {most} tokens, as the model has positions for, but saw {tokens}: pass a smaller "
+            "context_length or scored_tokens."
+        )
+    vocab_size = model_types.decoder_config(config).vocab_size
+    for ids in passages:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise OptionError(
+                f"expected token ids from 0 to {vocab_size - 1}, as the model has, but saw {int(ids.min())} to "
+                f"{int(ids.max())}: pass the tokenizer of the model."
+            )
+
+
+def _check_finite(sensitivities: Sequence[Sensitivity]) -> None:
+    for part in sensitivities:
+        if not all(map(math.isfinite, part.divergence.values())):
+            raise StateMismatchError(
+                f"expected predictions that are finite, but with the {part.side} of layer {part.layer} quantized they "
+                "are not: load the model in float32, or check its weights."
+            )
 
 
 def _forms(

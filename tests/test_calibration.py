@@ -315,6 +315,19 @@ def test_a_budget_of_divergence_is_kept_with_fewer_bytes_than_uniform_bits_need(
     assert found.bytes_per_token <= calibration.uniform.bytes_per_token
 
 
+def test_sensitivities_serve_another_budget(
+    model: Any, ids: Tensor, calibration: kvlayers.Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = calibrated(model, ids, kvlayers.BytesBudget(_bytes(model, 2, 3)))
+    measuring = "kvlayers.calibration.calibrating.measure_sensitivities"
+    monkeypatch.setattr(measuring, lambda *arguments: pytest.fail("measured again"))
+    budget = kvlayers.BytesBudget(_bytes(model, 2, 3))
+    assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected
+    for others in (calibration.sensitivities[1:], (), [kvlayers.Sensitivity(0, "keys", {2: 1.0})]):
+        with pytest.raises(kvlayers.OptionError, match="of the 6 parts"):
+            calibrated(model, ids, budget, sensitivities=others)
+
+
 def test_a_calibration_in_a_file_is_the_same(calibration: kvlayers.Calibration, tmp_path: Path) -> None:
     assert calibration.save(tmp_path) == tmp_path / "kvlayers_calibration.json"
     assert kvlayers.Calibration.load(tmp_path) == calibration

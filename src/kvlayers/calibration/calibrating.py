@@ -46,6 +46,7 @@ def calibrate(
     context_length: int = 1024,
     scored_tokens: int = 64,
     dtype: torch.dtype | None = None,
+    sensitivities: Sequence[Sensitivity] | None = None,
 ) -> Calibration:
     """Choose bits for the keys and the values of each layer, so that predictions change least within a budget.
 
@@ -71,6 +72,7 @@ def calibrate(
         context_length: tokens of a passage before those that are scored.
         scored_tokens: tokens of a passage whose predictions are compared.
         dtype: of the states that bytes are counted for, as scales are held in it; that of the model where not given.
+        sensitivities: those of an earlier calibration of the model, for another budget: measured where not given.
 
     Raises:
         OptionError: an argument that is none, or texts that are too short.
@@ -99,9 +101,12 @@ def calibrate(
     costs = part_costs(forms, kept, widths)
     _check_context(context, kept, forms[quantized[0]])
     most = _most_bytes(budget, costs)
-    with logging.tqdm(total=len(ids) * len(costs) * len(widths), desc="Sensitivity of layers") as bar:
-        sensitivities = measure_sensitivities(model, ids, quantized, kept, widths, scored, bar.update)
-    _check_finite(sensitivities)
+    if sensitivities is None:
+        with logging.tqdm(total=len(ids) * len(costs) * len(widths), desc="Sensitivity of layers") as bar:
+            sensitivities = measure_sensitivities(model, ids, quantized, kept, widths, scored, bar.update)
+        _check_finite(sensitivities)
+    else:
+        _check_sensitivities(sensitivities, costs)
     settings = Settings(sensitivities, costs, len(cache.layers), kept)
     with logging.tqdm(desc="Settings in use") as bar:
         in_use = DivergenceInUse(model, ids, scored)
@@ -204,6 +209,16 @@ def _check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
                 f"expected token ids from 0 to {vocab_size - 1}, as the model has, but saw {int(ids.min())} to "
                 f"{int(ids.max())}: pass the tokenizer of the model."
             )
+
+
+def _check_sensitivities(given: Sequence[Sensitivity], costs: Mapping[Part, Mapping[int, Fraction]]) -> None:
+    """Raise `OptionError` where sensitivities are of other parts, or of other widths, than what is calibrated."""
+    of_parts = {(part.layer, part.side): set(part.divergence) for part in given}
+    if of_parts != {part: set(by_bits) for part, by_bits in costs.items()}:
+        raise OptionError(
+            f"expected sensitivities of the {len(costs)} parts of the model, for the same widths, but saw "
+            f"{len(of_parts)}, of other parts or widths: leave them out, and they are measured."
+        )
 
 
 def _check_finite(sensitivities: Sequence[Sensitivity]) -> None:

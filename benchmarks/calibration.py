@@ -89,7 +89,7 @@ def measure(model: Any, given: argparse.Namespace, found: list[Tensor]) -> dict[
     seen, unseen = divided(found, given.held_out)
     held_out = DivergenceInUse(model, unseen, given.scored)
     uniform: dict[float, dict[str, float]] = {}
-    for key_nbits, value_nbits in UNIFORM:
+    for key_nbits, value_nbits in logging.tqdm(UNIFORM, desc="Uniform settings"):
         divergence = held_out.of(
             lambda keys=key_nbits, values=value_nbits: kvlayers.QuantizedCache(
                 config=model.config, key_nbits=keys, value_nbits=values

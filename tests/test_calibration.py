@@ -16,9 +16,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 import kvlayers
+import versions
 from kvlayers.calibration.allocation import Choice, least_losses
 from kvlayers.calibration.divergence import DivergenceInUse, mean_divergence
 from kvlayers.calibration.passages import passages_of
+from kvlayers.calibration.settings import Settings
 from models import COMMON, tiny_model
 
 CONTEXT, SCORED = 320, 32
@@ -62,11 +64,11 @@ def calibration(model: Any, ids: Tensor) -> kvlayers.Calibration:
     return calibrated(model, ids, kvlayers.BytesBudget(_bytes(model, 3, 3)))
 
 
-def _bytes(model: Any, key_nbits: int, value_nbits: int) -> float:
-    """Bytes of a token with the same bits everywhere, groups of 64 or head_dim sharing two float32."""
+def _bytes(model: Any, key_nbits: int, value_nbits: int, itemsize: int = 4) -> float:
+    """Bytes of a token with the same bits everywhere; 64 keys, or the values of a head, share two numbers."""
     config = model.config
     states = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return states * ((key_nbits + value_nbits) / 8 + 2 * 2 * 4 / min(config.head_dim, 64))
+    return states * ((key_nbits + value_nbits) / 8 + 2 * itemsize * (1 / 64 + 1 / min(config.head_dim, 64)))
 
 
 # Bits of each layer
@@ -126,6 +128,26 @@ def test_a_saved_cache_goes_on_with_the_bits_of_its_layers(
     assert loaded.quantization.facts() == cache.quantization.facts()
 
 
+@versions.recurrent_layers_of_ours
+def test_a_saved_cache_with_recurrent_layers_has_the_bits_of_the_others(tmp_path: Path) -> None:
+    model = tiny_model("jamba")
+    count = model.config.num_hidden_layers
+    bits = [(2, 8, 4, 3)[index % 4] for index in range(count)]
+    cache = kvlayers.QuantizedCache(config=model.config, nbits=bits, residual_length=0, sink_tokens=0)
+    with torch.no_grad():
+        model(torch.ones(1, 100, dtype=torch.int64), past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config)
+    assert [_bits_of(layer) for layer in loaded.layers] == [_bits_of(layer) for layer in cache.layers]
+    assert any(map(_bits_of, loaded.layers))
+
+
+def _bits_of(layer: Any) -> tuple[int, int] | None:
+    if not isinstance(layer, kvlayers.QuantizedLayer):
+        return None
+    return layer.store.quantization.keys.nbits, layer.store.quantization.values.nbits
+
+
 def test_a_plan_knows_the_bits_of_layers(model: Any) -> None:
     @kvlayers.register("mixed")
     def mixed(request: kvlayers.CacheRequest) -> Any:
@@ -142,9 +164,8 @@ def test_a_plan_knows_the_bits_of_layers(model: Any) -> None:
 
 
 def test_windows_and_what_crosses_have_bits_of_their_own() -> None:
-    config = tiny_model("gemma2").config
-    count = config.num_hidden_layers
-    given = [2, 8, 4, 3][:count]
+    config = tiny_model("gemma3").config
+    given = [2, 8, 4, 3]
     cache = kvlayers.QuantizedCache(config=config, nbits=given, quantize_sliding=True)
     assert [layer.store.quantization.keys.nbits for layer in cache.layers] == given
     cross = kvlayers.QuantizedCache(nbits=[2, 8]).for_cross_attention()
@@ -199,6 +220,21 @@ def test_what_is_chosen_loses_least_of_all_that_there_is(
         assert last == pytest.approx(min(affordable))
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 400),
+    st.integers(1, 40),
+)
+def test_costs_that_are_counted_coarsely_stay_within_the_budget(drawn: list[list[int]], most: int, units: int) -> None:
+    parts = [[Choice(Fraction(cost, 7), 1 / cost) for cost in part] for part in drawn]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvlayers.calibration.allocation.MOST_UNITS", units)
+        found = least_losses(parts, Fraction(most, 7))
+    for chosen in found:
+        assert sum(part[index].cost for part, index in zip(parts, chosen, strict=True)) <= Fraction(most, 7)
+
+
 def test_costs_without_a_useful_unit_stay_within_the_budget() -> None:
     parts = [[Choice(Fraction(1, 7919), 1.0), Choice(Fraction(10_007, 3), 0.0)]] * 2
     (first, *_), last = (
@@ -207,6 +243,37 @@ def test_costs_without_a_useful_unit_stay_within_the_budget() -> None:
     )
     assert first == 0
     assert sorted(last) == [0, 1]
+
+
+def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
+    alike = [kvlayers.Sensitivity(layer, side, {2: 0.5, 4: 0.25}) for layer in (0, 2) for side in ("keys", "values")]
+    costs = {(part.layer, part.side): {2: Fraction(2), 4: Fraction(4)} for part in alike}
+    made = Settings(alike, costs, 3, kvlayers.Quantization())
+    found = {
+        (setting.bytes_per_token, *setting.of("keys"), *setting.of("values")) for setting in made.uniform_within(12)
+    }
+    assert found == {(8, 2, None, 2, 2, None, 2), (12, 2, None, 2, 4, None, 4), (12, 4, None, 4, 2, None, 2)}
+    assert [setting.bytes_per_token for setting in made.best_within(Fraction(12))] == [8, 10, 12]
+
+
+def test_bits_that_turn_out_worse_than_uniform_ones_are_not_returned(
+    model: Any, ids: Tensor, calibration: kvlayers.Calibration
+) -> None:
+    by_loss = sorted(calibration.sensitivities, key=lambda part: part.divergence[2])
+    lies = {(part.layer, part.side): other.divergence for part, other in zip(by_loss, reversed(by_loss), strict=True)}
+    told = [
+        kvlayers.Sensitivity(part.layer, part.side, lies[part.layer, part.side]) for part in calibration.sensitivities
+    ]
+    budget = kvlayers.BytesBudget(_bytes(model, 3, 3))
+    found = calibrated(model, ids, budget, sensitivities=told)
+    assert found.chosen == found.uniform
+
+
+def test_passages_come_from_all_texts_in_turn(model: Any) -> None:
+    texts = [torch.arange(10, 35), torch.arange(50, 60), torch.arange(3)]
+    found = passages_of(model, texts, None, 10, 3)
+    assert [ids[0, 0].item() for ids in found] == [10, 50, 20]
+    assert all(ids.shape == (1, 10) for ids in found)
 
 
 # What is measured
@@ -295,6 +362,9 @@ def test_bits_of_a_budget_are_within_it_and_no_worse_than_any_uniform_ones(
 ) -> None:
     budget = _bytes(model, 3, 3)
     assert calibration.bytes_per_token <= budget
+    in_half = kvlayers.BytesBudget(_bytes(model, 2, 2, itemsize=2))
+    fewest = calibrated(model, ids, in_half, sensitivities=calibration.sensitivities, dtype=torch.bfloat16)
+    assert fewest.bytes_per_token == _bytes(model, 2, 2, itemsize=2)
     measure = DivergenceInUse(model, passages_of(model, [ids], None, CONTEXT + SCORED, 2), SCORED)
     for key_nbits, value_nbits in itertools.product(WIDTHS, WIDTHS):
         if _bytes(model, key_nbits, value_nbits) <= calibration.bytes_per_token:

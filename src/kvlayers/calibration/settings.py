@@ -123,5 +123,4 @@ def _bytes_per_token(forms: tuple[StateForm, StateForm], side: Side, quantizatio
     quantizers = quantization.quantizers(forms[0][2], forms[1][2])
     size, form = block_tokens(quantizers), forms[SIDES.index(side)]
     packed = packed_forms(quantizers[side].format, side, form, size)
-    nbytes = sum(batch * kv_heads * width * dtype.itemsize for batch, kv_heads, width, dtype, _ in packed)
-    return Fraction(nbytes, size * form[0])
+    return Fraction(sum(kv_heads * width * dtype.itemsize for _, kv_heads, width, dtype, _ in packed), size)

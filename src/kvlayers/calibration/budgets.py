@@ -22,6 +22,10 @@ class BytesBudget:
     def __post_init__(self) -> None:
         _check_positive(self.bytes_per_token, "bytes_per_token")
 
+    def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:
+        """Less for what is better, of what is within the budget."""
+        return divergence, bytes_per_token
+
 
 @dataclass(frozen=True)
 class DivergenceBudget:
@@ -38,6 +42,10 @@ class DivergenceBudget:
 
     def __post_init__(self) -> None:
         _check_positive(self.divergence, "divergence")
+
+    def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:
+        """Less for what is better; what is beyond the budget is worse than anything within it."""
+        return (bytes_per_token if divergence <= self.divergence else float("inf")), divergence
 
 
 Budget = BytesBudget | DivergenceBudget

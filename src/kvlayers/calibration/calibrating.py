@@ -121,8 +121,9 @@ def calibrate(
         if isinstance(budget, DivergenceBudget):
             mixed = _cheapest_within(budget, best, mixed, measured)
         alike = sorted(settings.uniform_within(Fraction(mixed.bytes_per_token)), key=lambda setting: setting.expected)
-        uniform = min(map(measured, alike[:UNIFORM_MEASURED]), key=lambda setting: setting.divergence, default=None)
-    chosen = mixed if uniform is None or mixed.divergence <= uniform.divergence else uniform
+        tried = [measured(setting) for setting in alike[:UNIFORM_MEASURED]]
+    chosen = min([mixed, *tried], key=lambda setting: budget.rank(setting.bytes_per_token, setting.divergence))
+    uniform = min(tried, key=lambda setting: setting.divergence, default=None)
     return Calibration(chosen, uniform, tuple(sensitivities))
 
 

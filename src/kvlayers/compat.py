@@ -7,31 +7,10 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .errors import ConfigError
-
-SUPPORTED = {"transformers": SpecifierSet(">=4.57,<6"), "torch": SpecifierSet(">=2.6")}
-
-
-def check_supported(package: str, version: str) -> Version:
-    """The release that `version` belongs to, development builds included.
-
-    Raises:
-        ImportError: kvlayers does not work with it.
-    """
-    release = Version(Version(version).base_version)
-    if release not in SUPPORTED[package]:
-        raise ImportError(
-            f"expected {package} {SUPPORTED[package]}, but saw {version}: install '{package}{SUPPORTED[package]}', or "
-            "another version of kvlayers."
-        )
-    return release
-
-
-AS_FIRST_IMPORTED = transformers
-"""The module that code has which imported it early: what models import may execute it once more, as another module."""
+from .supported import check_supported
 
 TRANSFORMERS = check_supported("transformers", transformers.__version__)
 TORCH = check_supported("torch", torch.__version__)

@@ -3,14 +3,21 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quantized import REFERENCE, CacheMaker, Contender
+from .. import model_types
+from .forward import last_token_alone
+
+Key = TypeVar("Key", bound=Hashable)
+"""What a cache is known by."""
+
+CacheMaker = Callable[[Any], Any]
+"""Makes an empty cache from a model config."""
 
 
 @dataclass
@@ -18,9 +25,9 @@ class Scores:
     """What was seen of one cache, one tensor for each passage and chunk.
 
     Attributes:
-        kl: divergence of its next-token distribution from the reference's, float64 `[passages, tokens]`.
-        surprise: negative log-probability of the token that came.
-        agrees: whether its likeliest token is the reference's.
+        kl: divergence of its next-token distribution from the reference's in nats, float64 `[tokens]`, by passages.
+        surprise: negative log-probability of the token that came, float64 `[tokens]`.
+        agrees: whether its likeliest token is the reference's, bool `[tokens]`.
         seconds: that its forward passes took.
         failure: what it raised, which ends it.
     """
@@ -56,61 +63,80 @@ class Scores:
 
 def read(
     model: Any,
-    passages: list[Tensor],
-    makers: dict[Contender, CacheMaker],
+    passages: Sequence[Tensor],
+    makers: Mapping[Key, CacheMaker],
     context: int,
     chunk: int,
     tick: Callable[[], None],
-) -> dict[Contender, Scores]:
+) -> dict[Key, Scores]:
     """Read each passage through every cache, chunk by chunk side by side, and score what follows the context.
 
     A cache that raises is left out from there on, unless it is the reference, the first of `makers`.
 
     Args:
         model: in eval mode.
-        passages: token ids `[1, tokens + 1]`, the last of which is only predicted.
-        makers: the caches.
+        passages: token ids `[1, tokens + 1]` on the model's device, the last of which is only predicted.
+        makers: the caches; the others are compared with the first.
         context: tokens read before scoring begins, through the same cache in the same chunks.
         chunk: tokens of a forward pass.
         tick: called after each chunk.
+
+    Returns:
+        The scores of each cache, in the order of `makers`.
     """
-    scores = {contender: Scores() for contender in makers}
+    scores = {key: Scores() for key in makers}
+    reading = _Reading(model, scores, next(iter(makers)))
     for ids in passages:
-        caches: dict[Contender, Any] = {}
-        for contender in (contender for contender, score in scores.items() if score.failure is None):
-            scores[contender].kl.append([])
-            caches[contender] = _attempt(contender, scores, makers[contender], model.config)
+        caches: dict[Key, Any] = {}
+        for key in (key for key, score in scores.items() if score.failure is None):
+            scores[key].kl.append([])
+            caches[key] = reading.attempt(key, makers[key], model.config)
         for start in range(0, ids.shape[1] - 1, chunk):
             tokens, targets = ids[:, start : start + chunk], ids[0, start + 1 : start + chunk + 1]
             scored = start >= context
             expected = None
-            for contender, cache in caches.items():
-                if scores[contender].failure is not None:
+            for key, cache in caches.items():
+                if scores[key].failure is not None:
                     continue
                 begin = time.perf_counter()
-                seen = _attempt(contender, scores, _forward, model, cache, tokens, scored)
-                scores[contender].seconds += time.perf_counter() - begin
+                seen = reading.attempt(key, reading.forward, cache, tokens, scored)
+                scores[key].seconds += time.perf_counter() - begin
                 if seen is None or not scored:
                     continue
                 seen = seen[0].float().log_softmax(-1)
                 expected = seen if expected is None else expected
-                scores[contender].add(expected, seen, targets)
+                scores[key].add(expected, seen, targets)
             tick()
     return scores
 
 
-def _forward(model: Any, cache: Any, tokens: Tensor, scored: bool) -> Tensor:
-    with torch.no_grad():
-        kept = 0 if scored else 1
-        logits: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=kept).logits
-    return logits
+class _Reading:
+    """Forward passes that may fail.
 
+    Args:
+        model: in eval mode.
+        scores: where failures are kept.
+        reference: the key of the cache whose failures are raised.
+    """
 
-def _attempt(contender: Contender, scores: dict[Contender, Scores], action: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return action(*arguments)
-    except Exception as error:
-        if contender == REFERENCE:
-            raise
-        scores[contender].failure = f"{type(error).__name__}: {error}"
-        return None
+    def __init__(self, model: Any, scores: Mapping[Any, Scores], reference: Hashable) -> None:
+        self._model, self._scores, self._reference = model, scores, reference
+        self._argument = model_types.cache_argument(model)
+        self._last_alone = last_token_alone(model)
+
+    def forward(self, cache: Any, tokens: Tensor, scored: bool) -> Tensor:
+        """Logits `[1, tokens, vocab]` of tokens `[1, tokens]`; of the last alone where none are scored."""
+        options = {self._argument: cache, "use_cache": True, **({} if scored else self._last_alone)}
+        with torch.no_grad():
+            logits: Tensor = self._model(input_ids=tokens, **options).logits
+        return logits
+
+    def attempt(self, key: Hashable, action: Callable[..., Any], *arguments: Any) -> Any:
+        """What an action returns, `None` where it raises."""
+        try:
+            return action(*arguments)
+        except Exception as error:
+            if key == self._reference:
+                raise
+            self._scores[key].failure = f"{type(error).__name__}: {error}"
+            return None

@@ -1,13 +1,14 @@
 """How far what a cache makes a model predict is from what it predicts in full precision."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import model_types
 from ..dynamic_cache import DynamicCache
+from ..measuring.forward import newest_alone
 
 
 def mean_divergence(expected: Tensor, seen: Tensor) -> float:
@@ -27,9 +28,9 @@ def mean_divergence(expected: Tensor, seen: Tensor) -> float:
 
 def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
     """Log-probabilities `[scored, vocab]` after each of the newest `scored` of the tokens `[1, tokens]`, on `cache`."""
-    only_scored = {"logits_to_keep": scored} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    given = {model_types.cache_argument(model): cache, "use_cache": True, **newest_alone(model, scored)}
     with torch.no_grad():
-        logits: Tensor = model(ids, past_key_values=cache, use_cache=True, **only_scored).logits
+        logits: Tensor = model(input_ids=ids, **given).logits
     return logits[0, -scored:].float().log_softmax(-1)
 
 

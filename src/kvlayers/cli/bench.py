@@ -1,7 +1,7 @@
 """The command `kvlayers bench`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..demo.loading import load
 from ..demo.model import HUB_NAME, LoadedModel, find_device
-from ..measuring.contenders import THEIR_NAMES, contender
+from ..measuring.contenders import THEIR_NAMES, Contender, contender
 from ..measuring.decoding import measure, warm_up
 from ..measuring.surroundings import surroundings
 from ..measuring.texts import rows
@@ -99,7 +99,7 @@ def bench(
 
 
 def _measure(console: Console, loaded: LoadedModel, prompt: Tensor, lengths: list[int], results: BenchResults) -> None:
-    def at(length: int) -> Any:
+    def at(length: int) -> list[Contender]:
         return [contender(*key, loaded.model, length + results.steps) for key in results.states]
 
     runs = len(lengths) * results.trials * len(results.states)

@@ -1,5 +1,6 @@
 """What `kvlayers fidelity` has measured, and whether it is well."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,8 @@ class FidelityResults:
 
     @property
     def are_well(self) -> bool:
-        """Whether no setting failed, and one is within the budget, if there is one."""
-        if any(each.failure is not None for each in self.settings):
+        """Whether every setting came to figures, and one is within the budget, if there is one."""
+        if not all(math.isfinite(each.kl) for each in self.settings):
             return False
         return self.recommended is not None or not self.budget.is_given
 
@@ -75,8 +76,10 @@ class FidelityResults:
 
 
 def _plain_setting(measured: Fidelity) -> dict[str, Any]:
-    """Of a setting that failed, what there is to say: JSON has no word for what is not a number."""
-    if measured.failure is None:
-        return {name: value for name, value in vars(measured).items() if name != "failure"}
-    said = ("name", "nbytes", "bytes_per_token", "of_full", "within", "failure")
-    return {name: vars(measured)[name] for name in said}
+    """What there are figures of: JSON has no word for what is not a number."""
+    finite = {name: value for name, value in vars(measured).items() if not _is_no_number(value)}
+    return finite if measured.failure else {name: value for name, value in finite.items() if name != "failure"}
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

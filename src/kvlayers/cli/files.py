@@ -39,8 +39,8 @@ def check_writable(path: Path) -> None:
     Raises:
         FileError: it cannot.
     """
-    was_there = path.exists()
     try:
+        was_there = path.exists()
         path.open("ab").close()
         if not was_there:
             path.unlink()

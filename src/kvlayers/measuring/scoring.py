@@ -1,7 +1,5 @@
 """Reads text through several caches at once, and scores what each makes the model predict."""
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +53,7 @@ class Scores:
             "kl": float(divergence.mean()),
             "kl_99": float(divergence.quantile(0.99)),
             "kl_of_passages": [float(passage.mean()) for passage in passages],
-            "perplexity": math.exp(statistics.fmean(torch.cat(self.surprise).tolist())),
+            "perplexity": float(torch.cat(self.surprise).mean().exp()),
             "agreement": float(torch.cat(self.agrees).double().mean()),
             "seconds": self.seconds,
         }

@@ -47,7 +47,9 @@ def findings(results: FidelityResults) -> list[str]:
     if results.budget.is_given:
         found.insert(0, _verdict(results))
     if not any(each.kl for each in results.settings if each.name != FULL):
-        found.append("Nothing was rounded: the newest tokens, and windows, stay as they are. More --context may change that.")
+        found.append(
+            "Nothing was rounded: the newest tokens, and windows, stay as they are. More --context may change that."
+        )
     return found + [f"Not for this model: {name} ({reason})" for name, reason in results.left_out.items()]
 
 

@@ -11,7 +11,7 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 
-.PHONY: help demo test newest oldest fast bench docs clean
+.PHONY: help demo test newest oldest fast bench docs dist clean
 # Tests beside tests would have half of the cores each.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -41,6 +41,11 @@ bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transfor
 
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
 	$(BIN)/mkdocs build --strict
+
+dist: $(VENV)/installed ## The wheel and the sdist, in dist/, checked; the same files from the same sources
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove the environments, the model and what tools left
 	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site

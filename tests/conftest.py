@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("kvlayers")
 gc.set_threshold(20_000, 20, 50)
 
 FIRST = (
-    *("test_real_model.py", "test_distributed.py", "test_triton_decode.py"),
+    *("test_real_model.py", "test_tour.py", "test_distributed.py", "test_triton_decode.py"),
     *("test_benchmarks.py", "test_static_compile.py"),
 )
 """Files of long tests, or of tests that share what takes long, in order: what was compiled makes collections slow."""

@@ -40,7 +40,8 @@ def site() -> dict[str, Any]:
 
 
 def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
-    there = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    sources = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    there = [page.relative_to(DOCS).with_suffix(".md").as_posix() for page in sources]
     assert sorted(pages_in(site["nav"])) == sorted(there)
 
 

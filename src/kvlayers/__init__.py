@@ -4,85 +4,152 @@ Importing it changes nothing in transformers; `install()` does, and `uninstall()
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from .cache import Cache
-from .dynamic_cache import DynamicCache
-from .encoder_decoder import EncoderDecoderCache
-from .errors import (
-    BatchIndexError,
-    CacheFileError,
-    CachePathError,
-    CapacityError,
-    ConfigError,
-    KVLayersError,
-    LayerIndexError,
-    LegacyFormatError,
-    ModelMismatchError,
-    OptionError,
-    PrefixError,
-    ReadOnlyStatesError,
-    RegistryError,
-    RollbackError,
-    StaleStatesError,
-    StateMismatchError,
-    UnsupportedLayerError,
-)
-from .export import ExportableDecoder
-from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
-from .generation.reservations import free_reservations
-from .layers import (
-    CacheLayer,
-    Checkpoints,
-    DynamicLayer,
-    HybridLayer,
-    LayerState,
-    LinearAttentionLayer,
-    OffloadedLayer,
-    QuantizedLayer,
-    SinkLayer,
-    SlidingLayer,
-    StaticLayer,
-    StaticSlidingLayer,
-)
-from .mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
-from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
-from .offloaded_cache import OffloadedCache, OffloadedStaticCache
-from .operations import CacheState
-from .persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
-from .prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
-from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
-from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
-from .rotary import Rotary
-from .sink_cache import SinkCache
-from .static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
+from .supported import check_installed
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .cache import Cache
+    from .calibration import BytesBudget, Calibration, DivergenceBudget, MeasuredSetting, Sensitivity, calibrate
+    from .dynamic_cache import DynamicCache
+    from .encoder_decoder import EncoderDecoderCache
+    from .errors import (
+        BatchIndexError,
+        CacheFileError,
+        CachePathError,
+        CapacityError,
+        ConfigError,
+        KVLayersError,
+        LayerIndexError,
+        LegacyFormatError,
+        ModelMismatchError,
+        OptionError,
+        PrefixError,
+        ReadOnlyStatesError,
+        RegistryError,
+        RollbackError,
+        StaleStatesError,
+        StateMismatchError,
+        UnsupportedLayerError,
+    )
     from .explanation import Explanation
+    from .export import ExportableDecoder
     from .generation.generating import generate
     from .generation.install import install, installed, is_installed, uninstall
     from .generation.ladder import DEFAULT_LADDER, Rung
+    from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+    from .generation.reservations import free_reservations
     from .generation.resilient import SteppedDownWarning, resilient_generate
+    from .layers import (
+        CacheLayer,
+        Checkpoints,
+        DynamicLayer,
+        HybridLayer,
+        LayerState,
+        LinearAttentionLayer,
+        OffloadedLayer,
+        QuantizedLayer,
+        SinkLayer,
+        SlidingLayer,
+        StaticLayer,
+        StaticSlidingLayer,
+    )
+    from .mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
+    from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
+    from .offloaded_cache import OffloadedCache, OffloadedStaticCache
+    from .operations import CacheState
+    from .persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
     from .planning import Plan, PlannedCache, plan
+    from .prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
+    from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+    from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
+    from .rotary import Rotary
+    from .sink_cache import SinkCache
+    from .static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+    from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
     from .summary import CacheSummary, LayerSummary
 
-_LATE = {
-    "generate": "generation.generating",
-    **dict.fromkeys(("install", "installed", "is_installed", "uninstall"), "generation.install"),
-    **dict.fromkeys(("DEFAULT_LADDER", "Rung"), "generation.ladder"),
-    **dict.fromkeys(("SteppedDownWarning", "resilient_generate"), "generation.resilient"),
-    **dict.fromkeys(("Plan", "PlannedCache", "plan"), "planning"),
-    "Explanation": "explanation",
-    **dict.fromkeys(("CacheSummary", "LayerSummary"), "summary"),
+check_installed()
+
+_NAMES = {
+    "cache": ("Cache",),
+    "calibration": (
+        "BytesBudget",
+        "Calibration",
+        "DivergenceBudget",
+        "MeasuredSetting",
+        "Sensitivity",
+        "calibrate",
+    ),
+    "dynamic_cache": ("DynamicCache",),
+    "encoder_decoder": ("EncoderDecoderCache",),
+    "errors": (
+        "BatchIndexError",
+        "CacheFileError",
+        "CachePathError",
+        "CapacityError",
+        "ConfigError",
+        "KVLayersError",
+        "LayerIndexError",
+        "LegacyFormatError",
+        "ModelMismatchError",
+        "OptionError",
+        "PrefixError",
+        "ReadOnlyStatesError",
+        "RegistryError",
+        "RollbackError",
+        "StaleStatesError",
+        "StateMismatchError",
+        "UnsupportedLayerError",
+    ),
+    "explanation": ("Explanation",),
+    "export": ("ExportableDecoder",),
+    "generation.generating": ("generate",),
+    "generation.install": ("install", "installed", "is_installed", "uninstall"),
+    "generation.ladder": ("DEFAULT_LADDER", "Rung"),
+    "generation.registry": ("CacheRequest", "cache_names", "make_cache", "register", "unregister"),
+    "generation.reservations": ("free_reservations",),
+    "generation.resilient": ("SteppedDownWarning", "resilient_generate"),
+    "layers": (
+        "CacheLayer",
+        "Checkpoints",
+        "DynamicLayer",
+        "HybridLayer",
+        "LayerState",
+        "LinearAttentionLayer",
+        "OffloadedLayer",
+        "QuantizedLayer",
+        "SinkLayer",
+        "SlidingLayer",
+        "StaticLayer",
+        "StaticSlidingLayer",
+    ),
+    "mamba_cache": ("HybridMambaAttentionDynamicCache", "MambaCache"),
+    "offload": ("DiskMemory", "HomeMemory", "HostMemory", "Prefetcher", "Traffic", "TrafficMeter"),
+    "offloaded_cache": ("OffloadedCache", "OffloadedStaticCache"),
+    "operations": ("CacheState",),
+    "persistence": ("CacheFile", "inspect_cache", "load_cache", "save_cache", "weights_id"),
+    "planning": ("Plan", "PlannedCache", "plan"),
+    "prefix": ("EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"),
+    "quantized_cache": ("HQQQuantizedCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache"),
+    "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
+    "rotary": ("Rotary",),
+    "sink_cache": ("SinkCache",),
+    "static_cache": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
+    "stores": ("Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "TokenStore"),
+    "summary": ("CacheSummary", "LayerSummary"),
 }
-"""What is imported when it is first asked for, and from which module."""
+"""Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "DEFAULT_LADDER",
     "BatchIndexError",
     "Buckets",
+    "BytesBudget",
     "Cache",
     "CacheFile",
     "CacheFileError",
@@ -91,11 +158,13 @@ __all__ = [
     "CacheRequest",
     "CacheSummary",
     "CacheState",
+    "Calibration",
     "CapacityError",
     "Checkpoints",
     "ConfigError",
     "DenseStore",
     "DiskMemory",
+    "DivergenceBudget",
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
@@ -119,6 +188,7 @@ __all__ = [
     "LegacyFormatError",
     "LinearAttentionLayer",
     "MambaCache",
+    "MeasuredSetting",
     "ModelMismatchError",
     "OffloadedCache",
     "OffloadedLayer",
@@ -141,6 +211,7 @@ __all__ = [
     "RollbackError",
     "Rotary",
     "Rung",
+    "Sensitivity",
     "SinkCache",
     "SinkLayer",
     "SlidingLayer",
@@ -157,6 +228,7 @@ __all__ = [
     "UnsupportedLayerError",
     "__version__",
     "cache_names",
+    "calibrate",
     "free_reservations",
     "generate",
     "inspect_cache",
@@ -179,7 +251,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # generate() takes longer to import than all of kvlayers, and a decode loop of one's own does without it.
-    if name in _LATE:
-        return getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
-    raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    elif importlib.util.find_spec(f"{__name__}.{name}"):
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

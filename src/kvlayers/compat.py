@@ -7,31 +7,10 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .errors import ConfigError
-
-SUPPORTED = {"transformers": SpecifierSet(">=4.57,<6"), "torch": SpecifierSet(">=2.6")}
-
-
-def check_supported(package: str, version: str) -> Version:
-    """The release that `version` belongs to, development builds included.
-
-    Raises:
-        ImportError: kvlayers does not work with it.
-    """
-    release = Version(Version(version).base_version)
-    if release not in SUPPORTED[package]:
-        raise ImportError(
-            f"expected {package} {SUPPORTED[package]}, but saw {version}: install '{package}{SUPPORTED[package]}', or "
-            "another version of kvlayers."
-        )
-    return release
-
-
-AS_FIRST_IMPORTED = transformers
-"""The module that code has which imported it early: what models import may execute it once more, as another module."""
+from .supported import check_supported
 
 TRANSFORMERS = check_supported("transformers", transformers.__version__)
 TORCH = check_supported("torch", torch.__version__)
@@ -195,10 +174,17 @@ STATIC_INDEXED_LAYER: tuple[Any, ...] = (upstream.StaticIndexedLayer,) if _HAS_I
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a model config says of one layer: the type in transformers' own terms, and what its cache must know."""
+    """What a model config says of one layer: the type in transformers' own terms, and what its cache must know.
+
+    Attributes:
+        layer_type: as transformers calls it.
+        options: what its cache must know, as arguments of transformers' own layers.
+        index: which of the layers of the cache it is.
+    """
 
     layer_type: str
     options: dict[str, Any]
+    index: int
 
 
 TAKES_CACHES_SINCE: dict[str, Version | None] = {
@@ -243,8 +229,8 @@ def layer_specs(config: object) -> list[LayerSpec]:
     per_layer = options if isinstance(options, list) else [options] * len(layer_types)
     told = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
     return [
-        LayerSpec(layer_type, {**_without_window(layer_type, own), **told})
-        for layer_type, own in zip(layer_types, per_layer, strict=True)
+        LayerSpec(layer_type, {**_without_window(layer_type, own), **told}, index)
+        for index, (layer_type, own) in enumerate(zip(layer_types, per_layer, strict=True))
     ]
 
 

@@ -59,11 +59,12 @@ def head_dims(config: object) -> tuple[int, int] | None:
 
 
 def most_positions(config: object) -> int | None:
-    """The most tokens that a model has positions for, `None` where its config does not say."""
+    """The most tokens that a model has positions for, `None` where its config names no limit."""
     decoder = decoder_config(config)
+    # transformers maps names as n_positions to this one, but not in what a config says as a dict.
     field = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    most = decoder.to_dict().get(field)
-    return most if isinstance(most, int) else None
+    found = decoder.to_dict().get(field)
+    return found if isinstance(found, int) else None
 
 
 def tokens_at_once(config: object) -> int | None:

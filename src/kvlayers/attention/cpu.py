@@ -6,15 +6,18 @@ Where there is no C++ compiler, `library()` is `None` and attention goes in plai
 import ctypes
 import functools
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..compiled import compiled_library
 from ..quantizers.hadamard import rotation_size
-from ..stores.packed_side import PackedSide
 from .history import DenseRun, History, PackedRun
+
+if TYPE_CHECKING:
+    # Stores import attention.
+    from ..stores.packed_side import PackedSide
 
 SOURCE = pathlib.Path(__file__).with_name("cpu_kernel.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -173,12 +176,12 @@ def _packed(run: PackedRun) -> _Packed:
     return packed
 
 
-def _rotation(side: PackedSide) -> int:
+def _rotation(side: "PackedSide") -> int:
     """Channels that are mixed with each other, 0 where none are."""
     return rotation_size(side.head_dim) if side.format.rotated else 0
 
 
-def _set_side(entry: _Side, side: PackedSide) -> None:
+def _set_side(entry: _Side, side: "PackedSide") -> None:
     entry.codes, entry.parameters = side.codes.data_ptr(), side.parameters.data_ptr()
     entry.code_batch, entry.code_head, entry.code_block, _ = side.codes.stride()
     entry.parameter_batch, entry.parameter_head, entry.parameter_block, _ = side.parameters.stride()

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..quantizers.base import Side
 from ..quantizers.hadamard import rotate
-from ..stores.packed_side import PackedSide
+
+if TYPE_CHECKING:
+    # Stores import attention.
+    from ..stores.packed_side import PackedSide
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +48,8 @@ class PackedRun:
         ends: for each block the tokens that it holds, counted from its beginning; `None` where all are full.
     """
 
-    keys: PackedSide
-    values: PackedSide
+    keys: "PackedSide"
+    values: "PackedSide"
     first: int = 0
     ends: tuple[int, ...] | None = None
     for_kernels: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -63,7 +66,7 @@ class PackedRun:
         held = self.blocks * self.keys.block_tokens if self.ends is None else sum(self.ends)
         return held - self.first
 
-    def side(self, side: Side) -> PackedSide:
+    def side(self, side: Side) -> "PackedSide":
         """Keys or values."""
         return self.keys if side == "keys" else self.values
 
@@ -89,7 +92,7 @@ class PackedRun:
         return torch.cat([states[:, :, block * size + start : block * size + end] for block, start, end in spans], 2)
 
 
-def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
+def _blocks_of(side: "PackedSide", start: int, blocks: int) -> "PackedSide":
     return replace(
         side, codes=side.codes[:, :, start : start + blocks], parameters=side.parameters[:, :, start : start + blocks]
     )

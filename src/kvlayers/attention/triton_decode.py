@@ -16,7 +16,7 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
@@ -24,8 +24,11 @@ from torch import Tensor
 
 from ..errors import OptionError, StateMismatchError
 from ..quantizers.base import CodeFormat, Side
-from ..stores.packed_side import PackedSide
 from .unpacking import unpacking_instructions
+
+if TYPE_CHECKING:
+    # Stores import attention.
+    from ..stores.packed_side import PackedSide
 
 WIDTHS = (2, 4, 8)
 """Bits of a code that the kernel unpacks."""
@@ -158,8 +161,8 @@ def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[obj
 
 def attend_packed(
     query: Tensor,
-    keys: PackedSide,
-    values: PackedSide,
+    keys: "PackedSide",
+    values: "PackedSide",
     *,
     first: int = 0,
     ends: Tensor | None = None,
@@ -305,7 +308,7 @@ def attend_packed(
     return outs, lses
 
 
-def _check(query: Tensor, keys: PackedSide, values: PackedSide, first: int, ends: Tensor | None) -> None:
+def _check(query: Tensor, keys: "PackedSide", values: "PackedSide", first: int, ends: Tensor | None) -> None:
     if query.dim() != 4 or query.shape[3] != keys.head_dim or query.shape[0] != keys.codes.shape[0]:
         raise StateMismatchError(
             f"expected queries [{keys.codes.shape[0]}, heads, q_tokens, {keys.head_dim}], but saw "
@@ -341,14 +344,14 @@ def _check(query: Tensor, keys: PackedSide, values: PackedSide, first: int, ends
         raise StateMismatchError(f"expected ends of {keys.blocks} blocks, but saw {tuple(ends.shape)}.")
 
 
-def _kernel_scale(scale: float, keys: PackedSide) -> float:
+def _kernel_scale(scale: float, keys: "PackedSide") -> float:
     """Factor of what the kernel has as scores, which gives them in units of log2(e)."""
     # Codes of float8 are 256 times what the kernel unpacks, and it multiplies that where it applies scales to them.
     undone = 256 if keys.format.floating and keys.column_group == keys.block_tokens else 1
     return scale * undone * math.log2(math.e)
 
 
-def _assembly(packed: PackedSide, launch: Launch) -> tuple[str, ...]:
+def _assembly(packed: "PackedSide", launch: Launch) -> tuple[str, ...]:
     if not launch.assembly or _interpreted():
         return ()
     return unpacking_instructions(packed.format.bits, packed.format.floating, packed.parameters.dtype)
@@ -365,7 +368,7 @@ def _blocks_per_split(blocks: int, programs_of_a_split: int, device: torch.devic
     return -(-blocks // max(1, splits))
 
 
-def _value_plan(values: PackedSide) -> tuple[bool, int]:
+def _value_plan(values: "PackedSide") -> tuple[bool, int]:
     """Whether scales of values can be multiplied into the weights, and the parts that a row is read in for that.
 
     They can where the channels of a tile of codes all share a scale: those of the same slot of a row, or of a part.

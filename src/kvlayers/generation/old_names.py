@@ -20,6 +20,7 @@ from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import HQQQuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from ..sink_cache import SinkCache
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache
+from ..supported import AS_FIRST_IMPORTED
 from .presence import Presence
 from .tuples import tuples_of, view_of
 
@@ -80,8 +81,8 @@ def _put() -> None:
     modules = {module: importlib.import_module(module) for module in HOMES}
     for module, names in HOMES.items():
         _homes.append(_Home(modules[module], names))
-    if compat.AS_FIRST_IMPORTED is not modules["transformers"]:
-        _homes.append(_Home(compat.AS_FIRST_IMPORTED, HOMES["transformers"]))
+    if AS_FIRST_IMPORTED is not modules["transformers"]:
+        _homes.append(_Home(AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
             _methods.append(_Attribute(owner, name, value))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import model_types
 from .contenders import Contender
-from .forward import last_token_alone
+from .forward import newest_alone
 from .held import held_bytes
 from .ties import is_tie
 from .turns import quiet_clock, there_and_back
@@ -157,7 +157,7 @@ def _attempt(model: Any, sequence: Continuation, row: Row) -> None:
 def _run(model: Any, sequence: Continuation, rival: Contender) -> Trial:
     decoder = _Decoder(model, rival.make())
     with quiet_clock():
-        prefill_seconds, logits = decoder.timed(sequence.prompt, **last_token_alone(model))
+        prefill_seconds, logits = decoder.timed(sequence.prompt, **newest_alone(model))
         predicted, step_seconds = [logits.argmax(-1)], []
         for step in range(sequence.tokens.shape[1]):
             seconds, logits = decoder.timed(sequence.tokens[:, step : step + 1])
@@ -170,7 +170,7 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
     """The greedy continuation, and the logits of each prediction, `[steps + 1, batch, vocab]` on the host."""
     decoder = _Decoder(model, reference.make())
     with quiet_clock():
-        _, logits = decoder.timed(prompt, **last_token_alone(model))
+        _, logits = decoder.timed(prompt, **newest_alone(model))
         seen, tokens = [logits.cpu()], [logits.argmax(-1)]
         for _ in range(steps):
             _, logits = decoder.timed(tokens[-1][:, None])

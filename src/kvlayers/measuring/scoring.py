@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import model_types
-from .forward import last_token_alone
+from .forward import newest_alone
 
 Key = TypeVar("Key", bound=Hashable)
 """What a cache is known by."""
@@ -120,7 +120,7 @@ class _Reading:
     def __init__(self, model: Any, scores: Mapping[Any, Scores], reference: Hashable) -> None:
         self._model, self._scores, self._reference = model, scores, reference
         self._argument = model_types.cache_argument(model)
-        self._last_alone = last_token_alone(model)
+        self._last_alone = newest_alone(model)
 
     def forward(self, cache: Any, tokens: Tensor, scored: bool) -> Tensor:
         """Logits `[1, tokens, vocab]` of tokens `[1, tokens]`; of the last alone where none are scored."""

@@ -1,0 +1,63 @@
+"""A hook of mkdocs: each notebook of the docs is a page of the site, with the outputs that are stored in it.
+
+The pages are Markdown, so that mkdocs checks their links like those of any other page, and nothing is run.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+LINK_TO_A_NOTEBOOK = re.compile(r"(\]\((?!\w+:)[^)#]*)\.ipynb(?=[)#])")
+
+
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    """Put a page in the place of each notebook."""
+    from mkdocs.structure.files import File
+
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        files.remove(file)
+        page = file.src_uri.removesuffix(".ipynb") + ".md"
+        files.append(File.generated(config, page, content=page_of(json.loads(file.content_string))))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Lead links to notebooks to their pages; on a forge they lead to the notebooks."""
+    return LINK_TO_A_NOTEBOOK.sub(r"\1.md", markdown)
+
+
+def page_of(notebook: Mapping[str, Any]) -> str:
+    """The Markdown of a notebook: its prose, its code, and what that put out."""
+    return "\n\n".join(part for cell in notebook["cells"] for part in parts_of(cell)) + "\n"
+
+
+def parts_of(cell: Mapping[str, Any]) -> Iterator[str]:
+    """The Markdown of one cell."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        yield source
+        return
+    yield fenced("python", source)
+    for output in cell["outputs"]:
+        yield shown(output)
+
+
+def shown(output: Mapping[str, Any]) -> str:
+    """The Markdown of one output, of the richest kind that it has."""
+    if "text" in output:
+        return fenced("text", "".join(output["text"]))
+    data = {kind: "".join(text) for kind, text in output["data"].items()}
+    if "image/png" in data:
+        encoded = data["image/png"].replace("\n", "")
+        return f'<img alt="" src="data:image/png;base64,{encoded}">'
+    return data.get("text/html") or fenced("text", data["text/plain"])
+
+
+def fenced(language: str, text: str) -> str:
+    """A block of code."""
+    return f"```{language}\n{text.rstrip()}\n```"

@@ -119,6 +119,25 @@ def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: 
     assert sum(rounded["kl_of_passages"]) / 2 == pytest.approx(expected["kl"], rel=1e-3)
 
 
+def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: Path) -> None:
+    bits = {"key_nbits": [8, 2], "value_nbits": [2, 4]}
+    found = kvlayers.MeasuredSetting(bits, 100.0, 0.1)
+    kvlayers.Calibration(found, None, ()).save(tmp_path)
+    said, code = measured(llama, "--bits", "4", "--calibration", tmp_path)
+    assert code == 0
+    assert [each["name"] for each in said["settings"]] == ["full", "int4", "calibrated"]
+    assert said["settings"][2]["kl"] == pytest.approx(slow_figures(llama, **bits)["kl"], rel=1e-3)
+
+
+def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
+    kvlayers.Calibration(found, None, ()).save(tmp_path)
+    for path, words in ((tmp_path, "2 layers of the model, but saw 3"), (tmp_path / "none", "save() one")):
+        result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
+        assert result.exit_code == 2
+        assert words in " ".join(result.stderr.split())
+
+
 def test_bytes_are_those_of_a_real_cache_in_bfloat16(llama: Path) -> None:
     config = tf.AutoConfig.from_pretrained(llama)
     said, _ = measured(llama, "--bits", "4,k8v2,hqq:4" if reports_hqq() else "4,k8v2")

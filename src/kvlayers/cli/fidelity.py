@@ -7,6 +7,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ..calibration import Calibration
 from ..demo.loading import load
 from ..demo.model import HUB_NAME, find_device
 from ..errors import KVLayersError, OptionError
@@ -26,6 +27,7 @@ from .quantities import tokens
 from .quietly import few_words
 from .reports import command_line, destination, publish
 
+CALIBRATED = "calibrated"
 BITS = "8,fp8,k8v4,4,k4v2,3,2"
 CONTEXT, SCORED = 1024, 512
 
@@ -42,6 +44,9 @@ def fidelity(
             help="Settings, separated by commas: bits (4), those of keys and values (k4v2), a backend (fp8), or one "
             f"with bits (hqq:4). Default: {BITS}."
         ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What Calibration.save() wrote, or its directory: measured as well.")
     ] = None,
     context: Annotated[
         str | None, typer.Option(help=f"Tokens of a passage read before scoring begins. Default: {CONTEXT}.")
@@ -68,7 +73,9 @@ def fidelity(
     if threads is not None:
         torch.set_num_threads(threads)
     with one_line_errors("fidelity"), few_words():
-        asked = settings(bits or BITS)
+        named = settings(bits or BITS)
+        found = [] if calibration is None else [_calibrated(calibration)]
+        required = [*([] if bits is None else named), *found]
         path = destination(console, report, None)
         content = text_in(text)
         target = find_device(device)
@@ -77,7 +84,7 @@ def fidelity(
         chunk = min(chunk, tokens_at_once(config) or chunk)
         before, after = _lengths(config, context, scored, chunk)
         texts = passages_of(loaded.tokenizer, content, passages, before + after + 1)
-        possible, left_out = _possible(asked, config, before + after, bits is not None)
+        possible, left_out = _possible([*named, *found], config, before + after, required)
         budget = Budget(max_kl, max_perplexity_increase)
         with bar_between_runs(
             console, passages * (before + after) // chunk, "Every setting, on every passage"
@@ -129,16 +136,20 @@ def _lengths(config: Any, given_context: str | None, given_scored: str | None, c
     return context, scored
 
 
+def _calibrated(path: Path) -> Setting:
+    return Setting(CALIBRATED, Calibration.load(path.expanduser()).cache_config)
+
+
 def _possible(
-    asked: list[Setting], config: Any, tokens: int, all_of_them: bool
+    asked: list[Setting], config: Any, tokens: int, required: list[Setting]
 ) -> tuple[list[Setting], dict[str, str]]:
-    """The settings that there can be for a model, and why not the others; each must be possible if it was asked for."""
+    """The settings that there can be for a model, and why not the others, none of which may be required."""
     left_out = {}
     for each in asked:
         try:
             bytes_of(each.make, config, tokens)
         except KVLayersError as error:
-            if all_of_them:
+            if each in required:
                 raise
             left_out[each.name] = str(error)
     if len(left_out) == len(asked):

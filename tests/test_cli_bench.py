@@ -124,6 +124,7 @@ def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: P
     assert f"Caches for {HOSTILE}" in parsed.text
     assert "b" not in parsed.tags
     assert parsed.tags.count("svg") == 3
+    assert "mathdefault" not in parsed.text
     rows_of = {row[0]: row for row in parsed.cells}
     assert rows_of["kvlayers static"][1] == "same"
     assert {"CPU", "Versions", "Date", "Model", "Dtype", "Trials"} <= rows_of.keys()

@@ -234,6 +234,7 @@ def test_the_report_is_one_file_that_needs_nothing(llama: Path, tmp_path: Path) 
     assert rows["Model"] == ["Model", "<i>llama"]
     assert rows["Text"] == ["Text", "text.txt"]
     assert parsed.tags.count("svg") == 1
+    assert "mathdefault" not in parsed.text
     assert {"int8", "int2"} <= set(parsed.text.split())
 
 

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 INK = "#010203"
@@ -47,7 +47,7 @@ def lines(name: str, title: str, across: str, up: str, series: Mapping[str, Poin
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [f"{place:,.0f}" for place in places])
         axes.minorticks_off()
-        axes.set_yscale("log")
+        _by_powers_of_ten(axes, [height for points in series.values() for height in points.values() if height > 0])
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
 
     return _drawn(name, title, across, up, draw)
@@ -65,14 +65,27 @@ def labelled_points(name: str, title: str, across: str, up: str, points: Mapping
     """
 
     def draw(axes: Any) -> None:
-        for label, (place, height) in points.items():
-            if height > 0:
-                axes.plot([place], [height], marker="o", color="#2f81c7")
-                axes.annotate(label, (place, height), xytext=(6, 4), textcoords="offset points", fontsize=9)
-        axes.set_yscale("log")
+        drawn = sorted((place, height, label) for label, (place, height) in points.items() if height > 0)
+        for index, (place, height, label) in enumerate(drawn):
+            axes.plot([place], [height], marker="o", color="#2f81c7")
+            # Neighbours have theirs on different sides, as they may be close to each other.
+            aside = {"xytext": (7, 0), "ha": "left"} if index % 2 else {"xytext": (-7, 0), "ha": "right"}
+            axes.annotate(label, (place, height), textcoords="offset points", va="center", fontsize=9, **aside)
+        _by_powers_of_ten(axes, [height for _, height, _ in drawn])
         axes.margins(x=0.12, y=0.1)
 
     return _drawn(name, title, across, up, draw)
+
+
+def _by_powers_of_ten(axes: Any, heights: Sequence[float]) -> None:
+    """A scale for heights, with so many numbers that some are between the lowest and the highest."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    few_powers = bool(heights) and max(heights) < 1000 * min(heights)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_powers else (1,)))
+    axes.yaxis.set_major_formatter(lambda height, _: f"{height:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _drawn(name: str, title: str, across: str, up: str, draw: Callable[[Any], None]) -> str:

@@ -3,8 +3,8 @@
     python benchmarks/import_time.py
     python benchmarks/import_time.py --runs 21
 
-Whole processes, with and without in turns, which of the two first alternating; medians over the turns of what differs
-Whole processes, with and without in turns, each of them first every other time; medians over the turns of what differs
+Whole processes, with and without in turns, each of them first every other time. Medians over the turns of what differs
+within each, and of both, with the least and the greatest: of the clock, and of the processor, which other work on
 the machine disturbs less. The first turn is not counted: it brings the files into memory.
 """
 

@@ -1,7 +1,11 @@
 """What every test may count on: one thread, the same seeds, and transformers left as it was found."""
 
 import gc
+import os
 from collections.abc import Iterator
+
+# Before transformers is imported. No test needs the hub, and asking for what is not there takes many seconds.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 import pytest

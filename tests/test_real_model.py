@@ -99,14 +99,17 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(model: Any, text: torc
 
 
 def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
-    """Read token by token; the paper's reference recomputes, for each token, all that is held as one text."""
+    """The last ones token by token; the paper's reference recomputes, for each token, all that is held as one text."""
     window, sinks, ids = 64, 4, text_of_windows
     model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16).eval()
     cache = kvlayers.SinkCache(window, sinks, config=model.config)
-    scored = torch.arange(10 * window, 20 * window, 8)
+    scored = torch.arange(15 * window, 20 * window, 4)
     streamed = []
     with torch.inference_mode():
-        for position in range(20 * window):
+        # What was read so long ago is in no state that is held: it may be read faster.
+        for chunk in ids[:, : 15 * window].split(window // 4, dim=1):
+            model.model(chunk, past_key_values=cache)
+        for position in range(15 * window, 20 * window):
             hidden = model.model(ids[:, position : position + 1], past_key_values=cache).last_hidden_state
             if position in scored:
                 streamed.append(model.lm_head(hidden)[:, -1])

@@ -21,8 +21,6 @@ from kvlayers.errors import KVLayersError
 from kvlayers.quantizers.base import CodeFormat, QuantizedGroups, Side
 from kvlayers.stores.packed_side import PackedSide, pack_side
 
-KV_HEADS = 2
-
 
 @dataclass
 class Case:
@@ -34,6 +32,7 @@ class Case:
     value_dim: int = 64
     dtype: torch.dtype = torch.float32
     batch: int = 1
+    kv_heads: int = 1
     blocks: int = 2
     block_tokens: int = 64
     groups: int = 2
@@ -57,10 +56,10 @@ CUT = {"ends": torch.tensor([64, 0, 23], dtype=torch.int32), "first": 35}
 """Blocks of which whole groups of 16 and 32 tokens are not part of the history, at both ends."""
 
 CASES: dict[str, Case] = {
-    "2 bits": Case(**native(2), batch=2, blocks=3),
-    "4 bits": Case(**native(4), key_dim=128, value_dim=128),
-    "8 bits": Case(**native(8), value_dim=128),
-    "float8": Case(*FLOAT8, value_dim=128),
+    "2 bits": Case(**native(2), batch=2, blocks=3, kv_heads=2),
+    "4 bits": Case(**native(4), key_dim=128, value_dim=128, kv_heads=2),
+    "8 bits": Case(**native(8), value_dim=128, kv_heads=2),
+    "float8": Case(*FLOAT8, value_dim=128, kv_heads=2),
     "other widths of keys and values": Case(native(4)["keys"], native(2)["values"]),
     "bfloat16": Case(**native(4), dtype=torch.bfloat16),
     "float16": Case(**native(8), dtype=torch.float16),
@@ -70,11 +69,11 @@ CASES: dict[str, Case] = {
     "head_dim 80": Case(CodeFormat(4, 64, 1), CodeFormat(4, 1, 40), key_dim=80, value_dim=80),
     "head_dim 80 by chunks": Case(CodeFormat(2, 64, 1), CodeFormat(8, 1, 40), key_dim=80, value_dim=80),
     "head_dim 96": Case(CodeFormat(8, 64, 1), CodeFormat(4, 1, 48), key_dim=96, value_dim=96),
-    "head_dim that is padded": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 25), key_dim=100, value_dim=100),
-    "scales of each token": Case(**per_token(4)),
+    "head_dim that is padded": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 25), key_dim=100, value_dim=100, kv_heads=2),
+    "scales of each token": Case(**per_token(4), kv_heads=2),
     "scales of each token, 2 bits": Case(**per_token(2, 32)),
     "scales of each token, float8": Case(FLOAT8[1], replace(FLOAT8[1], group_channels=16)),
-    "scales of each channel": Case(CodeFormat(4, 64, 1), CodeFormat(4, 64, 1)),
+    "scales of each channel": Case(CodeFormat(4, 64, 1), CodeFormat(4, 64, 1), kv_heads=2),
     "scales of half blocks": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1)),
     "longer blocks": Case(**native(4), block_tokens=128),
     "shorter blocks": Case(CodeFormat(4, 32, 1), CodeFormat(4, 1, 64), block_tokens=32),
@@ -83,14 +82,14 @@ CASES: dict[str, Case] = {
     "head_dim 4, 2 bits": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 4), key_dim=4, value_dim=4),
     "head_dim 12": Case(CodeFormat(4, 64, 1), CodeFormat(4, 1, 4), key_dim=12, value_dim=12),
     "head_dim 12, 2 bits": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 12), key_dim=12, value_dim=12),
-    "one query head a kv head": Case(**native(4), groups=1),
-    "rows that do not fill a tile": Case(**native(4), groups=7, q_tokens=3),
+    "one query head a kv head": Case(**native(4), groups=1, kv_heads=2),
+    "rows that do not fill a tile": Case(**native(4), groups=7, q_tokens=3, kv_heads=2),
     "rows of several programs": Case(**native(4), groups=5, q_tokens=16, blocks=1),
     "one block": Case(**native(4), blocks=1),
     "no block": Case(**native(4), blocks=0),
     "tokens dropped in front": Case(**native(4), options={"first": 17}),
     "blocks that are not full": Case(**native(4), blocks=3, options={"ends": ENDS}),
-    "both": Case(**native(2), blocks=3, options={"ends": ENDS, "first": 63}),
+    "both": Case(**native(2), blocks=3, options={"ends": ENDS, "first": 63}, kv_heads=2),
     "both, 8 bits in float16": Case(**native(8), blocks=3, options=CUT, dtype=torch.float16),
     "both, float8": Case(*FLOAT8, blocks=3, options=CUT),
     "both, shorter blocks": Case(
@@ -101,21 +100,34 @@ CASES: dict[str, Case] = {
         options={"ends": torch.tensor([32, 32, 3], dtype=torch.int32), "first": 30},
     ),
     "both, scales of each token": Case(
-        CodeFormat(4, 1, 32), CodeFormat(4, 1, 8), blocks=3, options=CUT, dtype=torch.bfloat16
+        CodeFormat(4, 1, 32), CodeFormat(4, 1, 8), blocks=3, options=CUT, dtype=torch.bfloat16, kv_heads=2
     ),
-    "both, scales of each channel": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1), blocks=3, options=CUT),
+    "both, scales of each channel": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1), blocks=3, options=CUT, kv_heads=2),
     "both, scales of each channel, float8": Case(FLOAT8[0], CodeFormat(8, 16, 1, floating=True), blocks=3, options=CUT),
     "scale": Case(**native(4), options={"scale": 0.3}),
     "negative scale": Case(**native(4), options={"scale": -0.1}),
     "no scale": Case(**native(4), options={"scale": 0.0}),
-    "mask": Case(**native(4), batch=2, mask_shape=(2, 4, 2), q_tokens=2),
-    "mask of sequences": Case(**native(4), batch=2, mask_shape=(2, 1, 1), q_tokens=2, options={"first": 5}),
-    "mask and ends": Case(**native(4), batch=2, mask_shape=(2, 1, 1), blocks=3, options={"ends": ENDS, "first": 5}),
+    "mask": Case(**native(4), batch=2, mask_shape=(2, 4, 2), q_tokens=2, kv_heads=2),
+    "mask of sequences": Case(**native(4), batch=2, mask_shape=(2, 1, 1), q_tokens=2, options={"first": 5}, kv_heads=2),
+    "mask and ends": Case(
+        **native(4), batch=2, mask_shape=(2, 1, 1), blocks=3, options={"ends": ENDS, "first": 5}, kv_heads=2
+    ),
     "added mask": Case(
-        **native(2), mask_shape=(1, 4, 1), mask_dtype=torch.float32, options={"ends": ENDS, "first": 2}, blocks=3
+        **native(2),
+        mask_shape=(1, 4, 1),
+        mask_dtype=torch.float32,
+        options={"ends": ENDS, "first": 2},
+        blocks=3,
+        kv_heads=2,
     ),
     "added mask in bfloat16": Case(
-        **native(4), batch=2, mask_shape=(2, 1, 2), q_tokens=2, mask_dtype=torch.bfloat16, dtype=torch.bfloat16
+        **native(4),
+        batch=2,
+        mask_shape=(2, 1, 2),
+        q_tokens=2,
+        mask_dtype=torch.bfloat16,
+        dtype=torch.bfloat16,
+        kv_heads=2,
     ),
 }
 
@@ -131,7 +143,7 @@ def counted(blocks: int, block_tokens: int, options: dict[str, Any]) -> Tensor:
 
 def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) -> PackedSide:
     """A random side within larger buffers, whose other blocks hold nan, as do groups of tokens that were forgotten."""
-    shape = (case.batch, KV_HEADS, case.blocks * case.block_tokens, head_dim)
+    shape = (case.batch, case.kv_heads, case.blocks * case.block_tokens, head_dim)
     grid = (*shape[:2], shape[2] // code_format.group_tokens, head_dim // code_format.group_channels)
     if code_format.floating:
         codes = torch.randn(shape).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -145,8 +157,8 @@ def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) ->
     forgotten = ~held.any(1, keepdim=True)
     scale, zero = (None if part is None else part.to(case.dtype).masked_fill(forgotten, torch.nan) for part in numbers)
     packed, parameters = pack_side(QuantizedGroups(codes, scale, zero), code_format, side, case.block_tokens)
-    spare_codes = torch.full((case.batch, KV_HEADS + 1, case.blocks + 3, packed.shape[3]), 0x7F, dtype=torch.uint8)
-    spare_parameters = torch.full((case.batch, KV_HEADS + 1, case.blocks + 3, parameters.shape[3]), torch.nan).to(
+    spare_codes = torch.full((case.batch, case.kv_heads + 1, case.blocks + 3, packed.shape[3]), 0x7F, dtype=torch.uint8)
+    spare_parameters = torch.full((case.batch, case.kv_heads + 1, case.blocks + 3, parameters.shape[3]), torch.nan).to(
         case.dtype
     )
     where = (slice(None), slice(1, None), slice(2, 2 + case.blocks))
@@ -159,7 +171,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition, in float64."""
     held = counted(keys.blocks, keys.block_tokens, options)
-    groups = query.shape[1] // KV_HEADS
+    groups = query.shape[1] // keys.codes.shape[1]
     key_states, value_states = (
         side.dequantized()[:, :, held].double().repeat_interleave(groups, 1) for side in (keys, values)
     )
@@ -189,7 +201,9 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
     keys = quantized(case.keys, "keys", case.key_dim, case)
     values = quantized(case.values, "values", case.value_dim, case)
     # A view of what projections give: `[batch, q_tokens, heads, head_dim]`.
-    query = torch.randn(case.batch, case.q_tokens, KV_HEADS * case.groups, case.key_dim).transpose(1, 2).to(case.dtype)
+    query = (
+        torch.randn(case.batch, case.q_tokens, case.kv_heads * case.groups, case.key_dim).transpose(1, 2).to(case.dtype)
+    )
     mask = mask_of(case)
     out, lse = attend_packed(query, keys, values, mask=mask, **case.options, launch=launch)
     expected, expected_lse = reference(query, keys, values, mask, case.options)
@@ -223,7 +237,7 @@ def check_cases() -> dict[str, Any]:
 
 def check_merge() -> dict[str, Any]:
     """Packed and dense tokens, merged, against attention to all of them."""
-    case = Case(**native(4), groups=3)
+    case = Case(**native(4), groups=3, kv_heads=2)
     torch.manual_seed(0)
     keys, values = quantized(case.keys, "keys", 64, case), quantized(case.values, "values", 64, case)
     query, new_keys, new_values = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64)
@@ -246,12 +260,12 @@ def check_merge() -> dict[str, Any]:
 
 def check_nan() -> dict[str, Any]:
     """Whether queries get nan: of a token that is not finite, as long as it is part of the history."""
-    case = CASES["4 bits"]
-    keys, values = quantized(case.keys, "keys", 128, case), quantized(case.values, "values", 128, case)
+    case = Case(**native(4))
+    keys, values = quantized(case.keys, "keys", 64, case), quantized(case.values, "values", 64, case)
     parameters = torch.unflatten(values.parameters, -1, (2, values.block_tokens, -1))
     parameters[:, :, 0, :, 9] = torch.nan
     parameters[:, :, 1, :, 40] = torch.nan
-    query = torch.randn(1, 4, 1, 128)
+    query = torch.randn(1, 2, 1, 64)
     cuts: dict[str, tuple[int, int]] = {"neither": (10, 40), "first": (9, 40), "last": (10, 41), "both": (0, 64)}
     found = {}
     for name, (first, end) in cuts.items():

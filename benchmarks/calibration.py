@@ -12,7 +12,6 @@ The exit code is 1 where a calibrated setting takes more bytes than its budget.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -138,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
     if given.quick:
         logging.disable_progress_bar()
+    surroundings = report.surroundings()
     model, found = load(given)
     measured = measure(model, given, found)
     table = report.new_table(
@@ -154,11 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{entry['ratio']:.3f}",
         )
     console.print(table)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments_given = {name: str(value) for name, value in vars(given).items()}
-    result = {"surroundings": report.surroundings(), "model": given.model, "arguments": arguments_given, **measured}
-    given.output.write_text(json.dumps(result, indent=1))
-    console.print(f"written to {given.output}", highlight=False)
+    report.write(console, given, surroundings, {"results": {"calibration": measured}})
     within = all(entry["bytes_per_token"] <= float(budget) for budget, entry in measured["budgets"].items())
     return 0 if within else 1
 

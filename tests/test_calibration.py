@@ -393,15 +393,51 @@ def test_sensitivities_serve_another_budget(
     monkeypatch.setattr(measuring, lambda *arguments: pytest.fail("measured again"))
     budget = kvlayers.BytesBudget(_bytes(model, 2, 3))
     assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected
-    for others in (calibration.sensitivities[1:], (), [kvlayers.Sensitivity(0, "keys", {2: 1.0})]):
+    parts = calibration.sensitivities
+    for others in (parts[1:], (), [kvlayers.Sensitivity(0, "keys", {2: 1.0})], [*parts, parts[0]]):
         with pytest.raises(kvlayers.OptionError, match="of the 6 parts"):
             calibrated(model, ids, budget, sensitivities=others)
+    odd = kvlayers.Sensitivity(parts[0].layer, parts[0].side, dict.fromkeys(WIDTHS, math.nan))
+    with pytest.raises(kvlayers.StateMismatchError, match="keys of layer 0"):
+        calibrated(model, ids, budget, sensitivities=[odd, *parts[1:]])
+
+
+def test_a_budget_that_the_most_bits_keep_is_kept_where_noise_promises_more_of_fewer(
+    model: Any, ids: Tensor, calibration: kvlayers.Calibration
+) -> None:
+    noise = [
+        kvlayers.Sensitivity(part.layer, part.side, {2: 1e-9, 3: 2e-9, 4: 3e-9, 8: 4e-9})
+        for part in calibration.sensitivities
+    ]
+    eight = DivergenceInUse(model, passages_of(model, [ids], None, CONTEXT + SCORED, 2), SCORED).of(
+        lambda: kvlayers.QuantizedCache(config=model.config, nbits=8)
+    )
+    found = calibrated(model, ids, kvlayers.DivergenceBudget(2 * eight), sensitivities=noise)
+    assert found.divergence == pytest.approx(eight)
+    with pytest.raises(kvlayers.CapacityError, match="most bits everywhere"):
+        calibrated(model, ids, kvlayers.DivergenceBudget(eight / 2), sensitivities=noise)
+
+
+@versions.recurrent_layers_of_ours
+def test_models_that_take_tokens_one_by_one_are_read_one_by_one() -> None:
+    model = tiny_model("jamba").eval()
+    ids = torch.randint(0, model.config.vocab_size, (136,), generator=torch.manual_seed(1))
+    given = kvlayers.Quantization(sink_tokens=0, residual_length=0)
+    found = kvlayers.calibrate(
+        model, [ids], kvlayers.BytesBudget(1e6), quantization=given, context_length=128, scored_tokens=8,
+        passages=1, widths=[2, 4],
+    )  # fmt: skip
+    assert [nbits is None for nbits in found.cache_config["key_nbits"]] == [
+        not isinstance(layer, kvlayers.QuantizedLayer) for layer in kvlayers.QuantizedCache(config=model.config).layers
+    ]
 
 
 def test_a_calibration_in_a_file_is_the_same(calibration: kvlayers.Calibration, tmp_path: Path) -> None:
     assert calibration.save(tmp_path) == tmp_path / "kvlayers_calibration.json"
     assert kvlayers.Calibration.load(tmp_path) == calibration
-    assert kvlayers.Calibration.load(calibration.save(tmp_path / "other.json")) == calibration
+    assert kvlayers.Calibration.load(calibration.save(tmp_path / "new" / "other.json")) == calibration
+    with pytest.raises(kvlayers.OptionError, match="name another file"):
+        calibration.save(tmp_path / "kvlayers_calibration.json" / "below a file")
 
 
 def test_it_is_accepted_as_cache_config(model: Any, ids: Tensor, calibration: kvlayers.Calibration) -> None:
@@ -453,6 +489,16 @@ def test_other_backends_are_calibrated_by_their_own_bits(model: Any, ids: Tensor
         ({"context_length": 100}, kvlayers.OptionError, "context_length of 272"),
         ({"context_length": 0}, kvlayers.OptionError, "context_length"),
         ({"passages": 1.5}, kvlayers.OptionError, "passages"),
+        ({"passages": 0}, kvlayers.OptionError, "passages to be at least 1"),
+        ({"scored_tokens": 0}, kvlayers.OptionError, "scored_tokens to be at least 1"),
+        ({"dtype": "bfloat16"}, kvlayers.OptionError, "a floating torch.dtype"),
+        ({"dtype": torch.int8}, kvlayers.OptionError, "a floating torch.dtype"),
+        ({"quantization": {"nbits": 4}}, kvlayers.OptionError, "saw a dict"),
+        ({"widths": [[2], [4]]}, kvlayers.OptionError, "2, 3, 4, 8"),
+        ({"texts": [torch.tensor(5)]}, kvlayers.OptionError, "token ids"),
+        ({"texts": ["text"], "tokenizer": 3}, kvlayers.OptionError, "saw a int"),
+        ({"sensitivities": 3}, kvlayers.OptionError, "saw a int"),
+        ({"sensitivities": [{"layer": 0}]}, kvlayers.OptionError, "sensitivities of a Calibration"),
         ({"widths": [4]}, kvlayers.OptionError, "two widths"),
         ({"widths": [4, 5]}, kvlayers.OptionError, "2, 3, 4, 8"),
         ({"quantization": kvlayers.Quantization("fp8"), "widths": None}, kvlayers.OptionError, "two widths"),
@@ -491,7 +537,8 @@ def test_a_budget_is_a_number_above_0(number: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"chosen": 3, "uniform": null, "sensitivities": []}', "bits", '{"chosen": null}']
+    "text",
+    ["[" * 100_000, "", "[]", "{}", '{"chosen": 3, "uniform": null, "sensitivities": []}', "bits", '{"chosen": null}'],
 )
 def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "kvlayers_calibration.json").write_text(text)

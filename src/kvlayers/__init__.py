@@ -250,15 +250,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    elif importlib.util.find_spec(f"{__name__}.{name}"):
-        value = importlib.import_module(f".{name}", __name__)
-    else:
-        raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    # Of a module with a `__getattr__`, type checkers believe that it has any name.
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
+            value = importlib.import_module(f".{name}", __name__)
+        else:
+            raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

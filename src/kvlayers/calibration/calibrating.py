@@ -85,10 +85,12 @@ def calibrate(
             f"expected a BytesBudget or a DivergenceBudget, but saw a {type(budget).__name__}: pass, for example, "
             "kvlayers.BytesBudget(bytes_per_token=4320)."
         )
-    config, kept = _checked_config(model), quantization or Quantization()
+    config, kept = _checked_config(model), _checked_quantization(quantization)
     widths = _checked_widths(widths, kept)
-    count = whole_number(passages, "passages")
-    context, scored = whole_number(context_length, "context_length"), whole_number(scored_tokens, "scored_tokens")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"expected dtype to be a floating torch.dtype, such as torch.bfloat16, but saw {dtype!r}.")
+    count, context = _count(passages, "passages"), _count(context_length, "context_length")
+    scored = _count(scored_tokens, "scored_tokens")
     cache = QuantizedCache(config=config, backend=kept.backend)
     quantized = [index for index, layer in enumerate(cache.layers) if isinstance(attention_part(layer), QuantizedLayer)]
     if not quantized:
@@ -104,9 +106,9 @@ def calibrate(
     if sensitivities is None:
         with logging.tqdm(total=len(ids) * len(costs) * len(widths), desc="Sensitivity of layers") as bar:
             sensitivities = measure_sensitivities(model, ids, quantized, kept, widths, scored, bar.update)
-        _check_finite(sensitivities)
     else:
         _check_sensitivities(sensitivities, costs)
+    _check_finite(sensitivities)
     settings = Settings(sensitivities, costs, len(cache.layers), kept)
     with logging.tqdm(desc="Settings in use") as bar:
         in_use = DivergenceInUse(model, ids, scored)
@@ -119,7 +121,7 @@ def calibrate(
         best = settings.best_within(most)
         mixed = measured(best[-1])
         if isinstance(budget, DivergenceBudget):
-            mixed = _cheapest_within(budget, best, mixed, measured)
+            mixed = _cheapest_within(budget, best, mixed, settings.most_bits, measured)
         alike = sorted(settings.uniform_within(Fraction(mixed.bytes_per_token)), key=lambda setting: setting.expected)
         tried = [measured(setting) for setting in alike[:UNIFORM_MEASURED]]
     chosen = min([mixed, *tried], key=lambda setting: budget.rank(setting.bytes_per_token, setting.divergence))
@@ -131,10 +133,25 @@ def _cheapest_within(
     budget: DivergenceBudget,
     settings: Sequence[Setting],
     last: MeasuredSetting,
+    most_bits: Setting,
     measured: Callable[[Setting], MeasuredSetting],
 ) -> MeasuredSetting:
-    """The cheapest of settings, each of which loses less than the one before, that is within a budget of divergence."""
+    """The cheapest of settings, each of which loses less than the one before, that is within a budget of divergence.
+
+    Args:
+        budget: what it must be within.
+        settings: the settings, the cheapest first.
+        last: the last of them, measured.
+        most_bits: what no other should be better than; where they are all beyond the budget, it may be within.
+        measured: measures a setting.
+
+    Raises:
+        CapacityError: none is within the budget.
+    """
     if last.divergence > budget.divergence:
+        last = measured(most_bits)
+        if last.divergence <= budget.divergence:
+            return last
         raise CapacityError(
             f"expected a divergence of at most {budget.divergence:.3g} nats, but even with the most bits everywhere it "
             f"is {last.divergence:.3g}: allow more, or use a cache of full precision."
@@ -180,12 +197,27 @@ def _checked_config(model: Any) -> PretrainedConfig:
     return model.config
 
 
+def _checked_quantization(quantization: Quantization | None) -> Quantization:
+    if quantization is not None and not isinstance(quantization, Quantization):
+        raise OptionError(
+            f"expected quantization to be a kvlayers.Quantization, but saw a {type(quantization).__name__}."
+        )
+    return quantization or Quantization()
+
+
+def _count(number: int, name: str) -> int:
+    found = whole_number(number, name)
+    if found < 1:
+        raise OptionError(f"expected {name} to be at least 1, but saw {number!r}.")
+    return found
+
+
 def _checked_widths(widths: Sequence[int] | None, quantization: Quantization) -> tuple[int, ...]:
     """Bits to choose from, sorted."""
     known = backend(quantization.backend).widths
     if widths is None:
         widths = [nbits for nbits in known if nbits >= FEWEST_BITS]
-    if isinstance(widths, str) or not isinstance(widths, Sequence) or not set(widths) <= set(known):
+    if not isinstance(widths, list | tuple) or not all(nbits in known for nbits in widths):
         raise OptionError(f"expected widths to be of {', '.join(map(str, known))}, but saw {widths!r}.")
     if len(set(widths)) < 2:
         raise OptionError(
@@ -214,11 +246,16 @@ def _check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
 
 def _check_sensitivities(given: Sequence[Sensitivity], costs: Mapping[Part, Mapping[int, Fraction]]) -> None:
     """Raise `OptionError` where sensitivities are of other parts, or of other widths, than what is calibrated."""
+    if not isinstance(given, list | tuple) or not all(isinstance(part, Sensitivity) for part in given):
+        raise OptionError(
+            f"expected the sensitivities of a Calibration, but saw a {type(given).__name__}: pass "
+            "calibration.sensitivities."
+        )
     of_parts = {(part.layer, part.side): set(part.divergence) for part in given}
-    if of_parts != {part: set(by_bits) for part, by_bits in costs.items()}:
+    if len(given) != len(costs) or of_parts != {part: set(by_bits) for part, by_bits in costs.items()}:
         raise OptionError(
             f"expected sensitivities of the {len(costs)} parts of the model, for the same widths, but saw "
-            f"{len(of_parts)}, of other parts or widths: leave them out, and they are measured."
+            f"{len(given)}, of other parts or widths: leave them out, and they are measured."
         )
 
 

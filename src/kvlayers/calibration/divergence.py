@@ -15,7 +15,8 @@ def mean_divergence(expected: Tensor, seen: Tensor) -> float:
     """Mean KL divergence of next-token distributions from the expected ones, in nats.
 
     Args:
-        expected: log-probabilities `[tokens, vocab]`, float32.
+        expected: log-probabilities `[tokens, vocab]`, float64: in float32 they sum to 1 so roughly that small
+            divergences come out below 0.
         seen: the same.
 
     Example:
@@ -23,15 +24,29 @@ def mean_divergence(expected: Tensor, seen: Tensor) -> float:
         >>> round(mean_divergence(halves, other), 4)  # 0.5 * log(0.5 / 0.25) + 0.5 * log(0.5 / 0.75)
         0.1438
     """
-    return float((expected.exp() * (expected - seen)).sum(-1, dtype=torch.float64).mean())
+    return float((expected.exp() * (expected - seen)).sum(-1).mean())
 
 
 def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
-    """Log-probabilities `[scored, vocab]` after each of the newest `scored` of the tokens `[1, tokens]`, on `cache`."""
-    given = {model_types.cache_argument(model): cache, "use_cache": True, **newest_alone(model, scored)}
+    """What a model predicts after each of the newest tokens, as it goes on from a cache.
+
+    Args:
+        model: in eval mode.
+        ids: the next tokens, `[1, tokens]`.
+        cache: what has been read before them.
+        scored: newest tokens that count.
+
+    Returns:
+        Log-probabilities `[scored, vocab]`, float64.
+    """
+    given = {model_types.cache_argument(model): cache, "use_cache": True}
+    at_once = model_types.tokens_at_once(model.config) if cache.get_seq_length() else None
+    found = []
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, **given).logits
-    return logits[0, -scored:].float().log_softmax(-1)
+        for part in torch.split(ids, at_once or ids.shape[1], dim=1):
+            newest = min(scored, part.shape[1])
+            found.append(model(input_ids=part, **given, **newest_alone(model, newest)).logits[0, -newest:])
+    return torch.cat(found)[-scored:].double().log_softmax(-1)
 
 
 class DivergenceInUse:

@@ -31,6 +31,8 @@ def passages_of(model: Any, texts: Sequence[Text], tokenizer: Any | None, tokens
         raise OptionError(
             f"expected a list of texts, or of token ids, but saw {_shown(texts)}: pass what the model will read."
         )
+    if tokenizer is not None and not callable(tokenizer):
+        raise OptionError(f"expected a tokenizer of transformers, but saw a {type(tokenizer).__name__}.")
     if tokenizer is None and any(isinstance(text, str) for text in texts):
         tokenizer = _tokenizer_of(model)
     ids = [_ids(text, tokenizer) for text in texts]
@@ -53,7 +55,7 @@ def _ids(text: Text, tokenizer: Any) -> Tensor:
         # A tokenizer warns of texts beyond the model's context, and these are cut.
         found: Tensor = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
         return found
-    if isinstance(text, Tensor) and text.dtype == torch.int64 and text.dim() <= 2 and text.numel() == text.shape[-1]:
+    if isinstance(text, Tensor) and text.dtype == torch.int64 and text.squeeze().dim() == 1:
         return text.reshape(-1)
     raise OptionError(f"expected a text, or token ids [tokens] of torch.int64, but saw {_shown(text)}.")
 

@@ -70,9 +70,17 @@ class Calibration:
 
         Returns:
             Where it is.
+
+        Raises:
+            OptionError: no file can be written there.
         """
         file = _file(path)
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        try:
+            # After so long a measurement, a directory that is missing is no reason to lose it.
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"expected to write {file}, but {error.strerror or error}: name another file.") from error
         return file
 
     @classmethod
@@ -98,7 +106,7 @@ class Calibration:
             raise OptionError(
                 f"expected a calibration in {file}, but {error.strerror or error}: save() one."
             ) from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OptionError(
                 f"expected what Calibration.save() writes, but saw something else in {file} "
                 f"({type(error).__name__}: {error}): calibrate again."

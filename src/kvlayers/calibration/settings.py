@@ -87,6 +87,11 @@ class Settings:
         found = [self._setting([pair[side] for _, side in self._parts]) for pair in pairs]
         return [setting for setting in found if setting.bytes_per_token <= bytes_per_token]
 
+    @property
+    def most_bits(self) -> Setting:
+        """That of the most bits everywhere."""
+        return self._setting([max(range(len(widths)), key=widths.__getitem__) for widths in self._widths])
+
     def _setting(self, chosen: Sequence[int]) -> Setting:
         taken = [choices[index] for choices, index in zip(self._choices, chosen, strict=True)]
         widths = zip(self._parts, self._widths, chosen, strict=True)

@@ -38,8 +38,8 @@ class Scores:
 
     def add(self, expected: Tensor, seen: Tensor, targets: Tensor) -> None:
         """Score log-probabilities `[tokens, vocab]` against `expected` and the token ids `[tokens]` that came."""
-        self.kl[-1].append((expected.exp() * (expected - seen)).sum(-1, dtype=torch.float64))
-        self.surprise.append(-seen.gather(1, targets[:, None])[:, 0].double())
+        self.kl[-1].append((expected.exp() * (expected - seen)).sum(-1))
+        self.surprise.append(-seen.gather(1, targets[:, None])[:, 0])
         self.agrees.append(seen.argmax(-1) == expected.argmax(-1))
 
     def summary(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def read(
                 scores[key].seconds += time.perf_counter() - begin
                 if seen is None or not scored:
                     continue
-                seen = seen[0].float().log_softmax(-1)
+                seen = seen[0].double().log_softmax(-1)
                 expected = seen if expected is None else expected
                 scores[key].add(expected, seen, targets)
             tick()

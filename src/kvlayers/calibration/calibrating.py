@@ -16,6 +16,7 @@ from ..errors import CapacityError, ConfigError, OptionError, StateMismatchError
 from ..layers import QuantizedLayer
 from ..layers.base import whole_number
 from ..layers.dispatch import attention_part
+from ..measuring.texts import check_known
 from ..quantized_cache import QuantizedCache
 from ..quantizers.registry import backend
 from ..stores.buffer import StateForm, form_of
@@ -235,13 +236,8 @@ def _check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
             f"expected at most {most} tokens, as the model has positions for, but saw {tokens}: pass a smaller "
             "context_length or scored_tokens."
         )
-    vocab_size = model_types.decoder_config(config).vocab_size
     for ids in passages:
-        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise OptionError(
-                f"expected token ids from 0 to {vocab_size - 1}, as the model has, but saw {int(ids.min())} to "
-                f"{int(ids.max())}: pass the tokenizer of the model."
-            )
+        check_known(config, ids)
 
 
 def _check_sensitivities(given: Sequence[Sensitivity], costs: Mapping[Part, Mapping[int, Fraction]]) -> None:

@@ -13,7 +13,7 @@ from ..demo.model import HUB_NAME, LoadedModel, find_device
 from ..measuring.contenders import THEIR_NAMES, Contender, contender
 from ..measuring.decoding import measure, warm_up
 from ..measuring.surroundings import surroundings
-from ..measuring.texts import rows
+from ..measuring.texts import check_known, rows
 from .bench_choice import choice, fitting_lengths, their_names
 from .bench_results import BenchResults
 from .bench_view import bench_report, show
@@ -54,7 +54,9 @@ def bench(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as torch chooses.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: as torch chooses.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help=f"HTML file to write. Default: {REPORT}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")] = False,
 ) -> None:
@@ -76,6 +78,7 @@ def bench(
         loaded = load(console, model, dtype.on(target), target, "MODEL")
         fitting = fitting_lengths(loaded.model.config, asked, steps)
         prompt = rows(loaded.tokenizer, content, batch, fitting[-1])
+        check_known(loaded.model.config, prompt)
         chosen = choice(loaded.model, name, theirs, fitting[-1] + steps)
         results = BenchResults(
             loaded.name,

@@ -6,6 +6,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..errors import ConfigError
+from .files import home_expanded
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -14,12 +15,14 @@ def config_of(name: str) -> PretrainedConfig:
     Raises:
         ConfigError: there is none.
     """
-    path = Path(name).expanduser()
+    path = home_expanded(Path(name))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"expected a directory with a config.json, but saw none in {path}: name that of a model.")
     try:
-        return transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
+        return transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
+    # What is wrong with a config comes as whatever the code raises that stumbles over it.
+    except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ConfigError(
             f"expected a model's directory, its config.json, or its name on the hub, but {name} is none that can be "

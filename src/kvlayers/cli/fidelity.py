@@ -14,13 +14,14 @@ from ..errors import KVLayersError, OptionError
 from ..measuring.fidelity import Budget, bytes_of, measure_fidelity
 from ..measuring.settings import Setting, settings
 from ..measuring.surroundings import surroundings
+from ..measuring.texts import check_known
 from ..measuring.texts import passages as passages_of
 from ..model_types import most_positions, tokens_at_once
 from .dtypes import Dtype
 from .failing import NOT_WELL, one_line_errors
 from .fidelity_results import FidelityResults
 from .fidelity_view import fidelity_report, show
-from .files import text_in
+from .files import home_expanded, text_in
 from .output import print_json
 from .progress import bar_between_runs
 from .quantities import tokens
@@ -60,7 +61,9 @@ def fidelity(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="What the model computes in.")] = Dtype.float32,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as torch chooses.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: as torch chooses.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML file to write. Default: none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")] = False,
 ) -> None:
@@ -73,6 +76,7 @@ def fidelity(
     if threads is not None:
         torch.set_num_threads(threads)
     with one_line_errors("fidelity"), few_words():
+        budget = Budget(max_kl, max_perplexity_increase)
         named = settings(bits or BITS)
         found = [] if calibration is None else [_calibrated(calibration)]
         required = [*([] if bits is None else named), *found]
@@ -84,8 +88,9 @@ def fidelity(
         chunk = min(chunk, tokens_at_once(config) or chunk)
         before, after = _lengths(config, context, scored, chunk)
         texts = passages_of(loaded.tokenizer, content, passages, before + after + 1)
+        for ids in texts:
+            check_known(config, ids)
         possible, left_out = _possible([*named, *found], config, before + after, required)
-        budget = Budget(max_kl, max_perplexity_increase)
         with bar_between_runs(
             console, passages * (before + after) // chunk, "Every setting, on every passage"
         ) as begin:
@@ -137,7 +142,7 @@ def _lengths(config: Any, given_context: str | None, given_scored: str | None, c
 
 
 def _calibrated(path: Path) -> Setting:
-    return Setting(CALIBRATED, Calibration.load(path.expanduser()).cache_config)
+    return Setting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
 
 
 def _possible(

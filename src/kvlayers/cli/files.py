@@ -10,6 +10,18 @@ class FileError(KVLayersError, OSError):
     """A file cannot be read, or cannot be written."""
 
 
+def home_expanded(path: Path) -> Path:
+    """A path with `~` as the directory that it stands for.
+
+    Raises:
+        FileError: there is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise FileError(f"expected a path, but in {path} there is a user who has no home ({error}).") from None
+
+
 def text_in(path: Path | None) -> str:
     """The text in a file; without one, that of Python's help.
 
@@ -19,7 +31,7 @@ def text_in(path: Path | None) -> str:
     if path is None:
         return default_text()
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = home_expanded(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FileError(
             f"expected a text in UTF-8, but {path} is none ({error.reason}): convert it, or name another file."
@@ -40,10 +52,12 @@ def check_writable(path: Path) -> None:
         FileError: it cannot.
     """
     try:
-        was_there = path.exists()
-        path.open("ab").close()
+        # What a link leads to, as that is what is made.
+        file = path.resolve()
+        was_there = file.exists()
+        file.open("ab").close()
         if not was_there:
-            path.unlink()
+            file.unlink()
     except OSError as error:
         raise unwritable(path, error) from None
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 def plain(value: Any) -> Any:
     """A value in words of JSON: fields that are not for readers (`repr=False`) are left out.
+
+    What is not a number is null, as JSON has no word for it.
 
     Example:
         >>> plain({"dtype": torch.bfloat16, "tokens": (1, 2)})
@@ -22,6 +25,8 @@ def plain(value: Any) -> Any:
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value
@@ -29,4 +34,4 @@ def plain(value: Any) -> Any:
 
 def print_json(value: Any) -> None:
     """A value as JSON on stdout, as it is: a console would wrap it."""
-    print(json.dumps(plain(value), indent=2))
+    print(json.dumps(plain(value), indent=2, allow_nan=False))

@@ -1,8 +1,12 @@
 """Tokens and bytes as people write them."""
 
 import re
+from fractions import Fraction
 
 from ..errors import OptionError
+
+MOST = 2**62
+"""Far more tokens or bytes than there are anywhere; more are no number of torch's."""
 
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 _BYTES = {"": 1, "b": 1}
@@ -40,4 +44,7 @@ def _quantity(text: str, units: dict[str, int], expected: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].lower() not in units:
         raise OptionError(f"expected {expected}, but saw {text!r}.")
-    return int(float(found[1]) * units[found[2].lower()])
+    amount = int(Fraction(found[1]) * units[found[2].lower()])
+    if amount > MOST:
+        raise OptionError(f"expected {expected}, but saw more than any machine has: {text[:20]}.")
+    return amount

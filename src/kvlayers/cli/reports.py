@@ -12,7 +12,7 @@ from ..amounts import readable_bytes
 from ..errors import OptionError
 from ..reporting.needs import REMEDY, missing_packages
 from ..reporting.page import Report, write
-from .files import check_writable, unwritable
+from .files import check_writable, home_expanded, unwritable
 
 
 def destination(console: Console, given: Path | None, default: Path | None) -> Path | None:
@@ -36,8 +36,9 @@ def destination(console: Console, given: Path | None, default: Path | None) -> P
         return None
     if missing:
         raise OptionError(f"expected {missing}, to write a report with, but saw no such package: {REMEDY}")
-    check_writable(path.expanduser())
-    return path.expanduser()
+    file = home_expanded(path)
+    check_writable(file)
+    return file
 
 
 def publish(console: Console, report: Report, path: Path) -> None:
@@ -50,12 +51,17 @@ def publish(console: Console, report: Report, path: Path) -> None:
         write(report, path)
     except OSError as error:
         raise unwritable(path, error) from None
-    console.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Report: {_printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
 
 
 def command_line() -> str:
     """What the user typed."""
-    return shlex.join(["kvlayers", *sys.argv[1:]])
+    return _printable(shlex.join(["kvlayers", *sys.argv[1:]]))
+
+
+def _printable(text: str) -> str:
+    """Text in which bytes that are no UTF-8, as names of files may have, are written out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def facts(found: Mapping[str, Any]) -> dict[str, str]:

@@ -41,7 +41,9 @@ def demo(
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 48,
     trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 3,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as torch chooses.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: as torch chooses.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON; all else goes to stderr.")] = False,

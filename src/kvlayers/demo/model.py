@@ -181,10 +181,13 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, report: Repo
     try:
         with _told_of_bars(report):
             report("Reading the tokenizer", 0, 1)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             report("Reading the tokenizer", 1, 1)
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-    except _LOADING_ERRORS as error:
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+            model = model.to(device).eval()
+    # What is wrong with a config, a tokenizer or weights comes as whatever the code raises that stumbles over it.
+    except Exception as error:
         raise ModelError(
             f"expected a causal language model, as a directory or a name on the hub, but {name} cannot be loaded "
             f"({_first_line(error)}): check the name, or pass a directory."
@@ -203,6 +206,8 @@ def find_device(name: str | None = None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it holds no numbers")
     # torch builds without CUDA refuse it by an AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ModelError(f"expected a device of this machine, but saw '{name}' ({_first_line(error)}).") from error

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ..errors import OptionError
 from ..planning.cache_bytes import cache_bytes
 from ..planning.layer_shapes import layer_shapes
 from ..planning.store_bytes import FOLLOWED
@@ -69,6 +70,11 @@ class Budget:
 
     max_kl: float | None = None
     max_perplexity_increase: float | None = None
+
+    def __post_init__(self) -> None:
+        for most in (self.max_kl, self.max_perplexity_increase):
+            if most is not None and not 0 <= most < math.inf:
+                raise OptionError(f"expected a budget of 0 or a number above it, but saw {most}.")
 
     @property
     def is_given(self) -> bool:

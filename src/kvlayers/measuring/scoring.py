@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import model_types
+from ..errors import KVLayersError
 from .forward import newest_alone
 
 Key = TypeVar("Key", bound=Hashable)
@@ -16,6 +17,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 CacheMaker = Callable[[Any], Any]
 """Makes an empty cache from a model config."""
+
+
+class ReadingError(KVLayersError, RuntimeError):
+    """The model itself cannot read a text, whatever the cache."""
 
 
 @dataclass
@@ -135,6 +140,10 @@ class _Reading:
             return action(*arguments)
         except Exception as error:
             if key == self._reference:
-                raise
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise ReadingError(
+                    f"expected a model that reads the text in full precision, but it raised {type(error).__name__} "
+                    f"({said}): check the model, or read less at once."
+                ) from error
             self._scores[key].failure = f"{type(error).__name__}: {error}"
             return None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from ..model_types import decoder_config
 
 CHARACTERS_PER_TOKEN = 12
 """More than any passage needs: tokenisers are slow on long text."""
@@ -16,6 +17,16 @@ CHARACTERS_PER_TOKEN = 12
 def default_text() -> str:
     """Some 700 kB of English that every Python has: the topics of its help."""
     return "\n\n".join(text for _, text in sorted(topics.items()))
+
+
+def check_known(config: object, ids: Tensor) -> None:
+    """Raise `OptionError` where a model has no embeddings for some token ids."""
+    vocab_size = decoder_config(config).vocab_size
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise OptionError(
+            f"expected token ids from 0 to {vocab_size - 1}, as the model has, but saw {int(ids.min())} to "
+            f"{int(ids.max())}: use the tokenizer of the model."
+        )
 
 
 def passages(tokenizer: Any, text: str, count: int, tokens: int) -> list[Tensor]:

@@ -76,4 +76,4 @@ def html(report: Report) -> str:
 
 def write(report: Report, path: Path) -> None:
     """Write the page to a file. Raises `OSError` as files do."""
-    path.write_text(html(report), encoding="utf-8")
+    path.write_text(html(report), encoding="utf-8", errors="backslashreplace")

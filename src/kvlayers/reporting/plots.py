@@ -48,7 +48,8 @@ def lines(name: str, title: str, across: str, up: str, series: Mapping[str, Poin
         axes.set_xticks(places, [f"{place:,.0f}" for place in places])
         axes.minorticks_off()
         _by_powers_of_ten(axes, [height for points in series.values() for height in points.values() if height > 0])
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+        if series:
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
 
     return _drawn(name, title, across, up, draw)
 

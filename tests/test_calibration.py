@@ -256,6 +256,16 @@ def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
     assert [setting.bytes_per_token for setting in made.best_within(Fraction(12))] == [8, 10, 12]
 
 
+def test_head_dims_that_suit_no_unit_have_a_setting_at_the_least_bytes() -> None:
+    alike = [kvlayers.Sensitivity(layer, side, {8: 0.1, 2: 0.5}) for layer in range(40) for side in ("keys", "values")]
+    costs = {(part.layer, part.side): {2: Fraction(7919, 3), 8: Fraction(10_007, 2)} for part in alike}
+    made = Settings(alike, costs, 40, kvlayers.Quantization())
+    least = 80 * Fraction(7919, 3)
+    (only,) = made.best_within(least)
+    assert only.bytes_per_token == least
+    assert set(made.most_bits.nbits.values()) == {8}
+
+
 def test_bits_that_turn_out_worse_than_uniform_ones_are_not_returned(
     model: Any, ids: Tensor, calibration: kvlayers.Calibration
 ) -> None:

@@ -146,11 +146,12 @@ def test_names_that_are_no_utf_8(llama: Path, tmp_path: Path, monkeypatch: pytes
     assert r"\udcff.html" in (tmp_path / name).read_text()
 
 
-def test_a_model_of_numbers_that_are_none_is_measured_and_not_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_model_of_numbers_that_are_none_is_measured_and_not_well(tmp_path: Path, command: str) -> None:
     made = fresh_model("llama")
     with torch.no_grad():
         made.lm_head.weight.fill_(torch.nan)
-    result = run("fidelity", save_with_tokenizer(tmp_path / "model", made), "--json")
+    result = run(command, save_with_tokenizer(tmp_path / "model", made), "--json")
     assert result.exit_code == 1
     assert "NaN" not in result.stdout
     json.loads(result.stdout)

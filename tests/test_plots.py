@@ -51,6 +51,19 @@ def test_the_page_has_the_figures_that_are_recorded() -> None:
         assert f"| {library} `{kind}` | {' | '.join(medians)} |" in page
 
 
+def test_the_pages_have_the_divergences_that_are_recorded() -> None:
+    budgets = recorded("calibration-2026-11-22.json")["results"]["calibration"]["budgets"]
+    figures, calibration = ((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "calibration.md"))
+    for budget, found in budgets.items():
+        best = found["best"]
+        names = sorted(found["uniform"], key=lambda name: found["uniform"][name])
+        uniform = f"{'; '.join(names)} | {'; '.join(format(found['uniform'][name], '.5f') for name in names)}"
+        ours = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
+        assert found["bytes_per_token"] == float(budget)
+        assert f"| {int(budget):,} | {uniform} | {ours}" in figures
+        assert f"| {int(budget):,} | {best} | {found['uniform'][best]:.5f} | {ours}" in calibration
+
+
 def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathlib.Path) -> None:
     drawn = {path.name for results in RECORDED.glob("*.json") for path in plots.plots_of(results, tmp_path)}
     page = (ROOT / "docs" / "benchmarks.md").read_text()

@@ -70,15 +70,20 @@ class Settings:
     ) -> None:
         self._layers, self._quantization = layers, quantization
         self._parts: list[Part] = [(part.layer, part.side) for part in sensitivities]
-        self._widths = [tuple(part.divergence) for part in sensitivities]
+        self._widths = [sorted(part.divergence) for part in sensitivities]
         self._choices = [
-            [Choice(costs[part.layer, part.side][nbits], loss) for nbits, loss in part.divergence.items()]
+            [Choice(costs[part.layer, part.side][nbits], loss) for nbits, loss in sorted(part.divergence.items())]
             for part in sensitivities
         ]
 
     def best_within(self, bytes_per_token: Fraction) -> list[Setting]:
-        """For each number of bytes up to a budget at which less is lost, the setting that is expected to lose least."""
-        return [self._setting(chosen) for chosen in least_losses(self._choices, bytes_per_token)]
+        """For each number of bytes up to a budget at which less is lost, the setting that is expected to lose least.
+
+        At least one, as what is asked for is no less than the cheapest setting.
+        """
+        found = least_losses(self._choices, bytes_per_token)
+        fewest_bits = (0,) * len(self._choices)
+        return [self._setting(chosen) for chosen in found or [fewest_bits]]
 
     def uniform_within(self, bytes_per_token: Fraction) -> list[Setting]:
         """Settings within a budget that have the same bits in every layer, for keys and for values."""
@@ -90,7 +95,7 @@ class Settings:
     @property
     def most_bits(self) -> Setting:
         """That of the most bits everywhere."""
-        return self._setting([max(range(len(widths)), key=widths.__getitem__) for widths in self._widths])
+        return self._setting([len(widths) - 1 for widths in self._widths])
 
     def _setting(self, chosen: Sequence[int]) -> Setting:
         taken = [choices[index] for choices, index in zip(self._choices, chosen, strict=True)]

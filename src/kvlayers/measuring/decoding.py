@@ -14,6 +14,7 @@ from .. import model_types
 from .contenders import Contender
 from .forward import newest_alone
 from .held import held_bytes
+from .scoring import ReadingError
 from .ties import is_tie
 from .turns import quiet_clock, there_and_back
 
@@ -176,7 +177,11 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
             _, logits = decoder.timed(tokens[-1][:, None])
             seen.append(logits.cpu())
             tokens.append(logits.argmax(-1))
-    return Continuation(prompt, torch.stack(tokens[:-1], 1)), torch.stack(seen)
+    logits = torch.stack(seen)
+    # The likeliest of tokens that all are not-a-number is always the first: every cache would agree.
+    if logits.isnan().any():
+        raise ReadingError("expected logits that are numbers, but saw not-a-number: check the model's weights.")
+    return Continuation(prompt, torch.stack(tokens[:-1], 1)), logits
 
 
 class _Decoder:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
@@ -122,34 +121,6 @@ QUANTIZED: dict[str, Maker] = {
 }
 """Caches that round what they hold, beside two in full precision. Each backend of transformers at the axis that its
 documentation recommends."""
-
-
-def held_bytes(cache: Any) -> int:
-    """Bytes that a cache holds: `nbytes` where it says so, else the storages of its layers' tensors, each once."""
-    if isinstance(cache, kvlayers.Cache):
-        return int(cache.nbytes)
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for layer in cache.layers
-        for tensor in _tensors_in(list(vars(layer).values()))
-    }
-    return sum(storages.values())
-
-
-def _tensors_in(things: list[Any]) -> list[Tensor]:
-    """Plain tensors in nested lists, tuples and dicts; of a tensor that is made of others, those others."""
-    found = []
-    for thing in things:
-        if isinstance(thing, Tensor) and is_traceable_wrapper_subclass(thing):
-            names, _ = thing.__tensor_flatten__()
-            found += _tensors_in([getattr(thing, name) for name in names])
-        elif isinstance(thing, Tensor):
-            found.append(thing)
-        elif isinstance(thing, dict):
-            found += _tensors_in(list(thing.values()))
-        elif isinstance(thing, list | tuple):
-            found += _tensors_in(list(thing))
-    return found
 
 
 def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:

@@ -29,7 +29,8 @@ import kvlayers
 from compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
 from contenders import COMPILED, CONTENDERS, EXACT, OURS, OURS_STATIC, compiled, is_compiled
 from generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
-from timing import Disagreements, Forward, Tick, quiet_clock
+from kvlayers.measuring.turns import quiet_clock
+from timing import Disagreements, Forward, Tick
 from workload import QUICK_SHAPE, RandomModel, Shape
 
 SHAPE = Shape(layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=32768)

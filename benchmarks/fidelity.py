@@ -16,7 +16,6 @@ The exit code is 1 where a cache of full precision scores other than zero, or on
 """
 
 import argparse
-import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -30,16 +29,16 @@ from torch import Tensor
 
 import report
 from fidelity_report import plot, promises, show
+from kvlayers.errors import OptionError
+from kvlayers.measuring.scoring import CacheMaker, Scores, read
+from kvlayers.measuring.texts import default_text, passages
 from outliers import key_outliers
-from quantized import EXACT, FULL, CacheMaker, Contender, contenders, measure_bytes
-from scores import Scores, read
-from workload import RandomModel, Shape, default_model, default_text
+from quantized import EXACT, FULL, Contender, contenders, measure_bytes
+from workload import RandomModel, Shape, default_model
 
 BACKENDS = ["kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8"]
 QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
 RANDOM = "random llama"
-CHARACTERS_PER_TOKEN = 12
-"""More than any passage needs: tokenisers are slow on long text."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,20 +90,10 @@ def load(source: str, text: str, given: argparse.Namespace) -> tuple[Any, list[T
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         raise SystemExit(f"{source} has a context of {limit} tokens, and passages have {tokens}: use shorter ones")
-    return model, passages(transformers.AutoTokenizer.from_pretrained(source), text, given.passages, tokens)
-
-
-def passages(tokenizer: Any, text: str, count: int, tokens: int) -> list[Tensor]:
-    """Token ids `[1, tokens]` from `count` places spread over the text, each from the beginning of a line."""
-    cuts = [0, *(text.find("\n", len(text) * index // count) + 1 for index in range(1, count)), len(text)]
-    found = []
-    for begin, end in itertools.pairwise(cuts):
-        part = text[begin : min(end, begin + CHARACTERS_PER_TOKEN * tokens)]
-        ids = tokenizer(part, return_tensors="pt").input_ids[:, :tokens]
-        if ids.shape[1] < tokens:
-            raise SystemExit(f"a part of the text has {ids.shape[1]} tokens, and {tokens} are needed: use a longer one")
-        found.append(ids)
-    return found
+    try:
+        return model, passages(transformers.AutoTokenizer.from_pretrained(source), text, given.passages, tokens)
+    except OptionError as error:
+        raise SystemExit(str(error)) from None
 
 
 def measure(

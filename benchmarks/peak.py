@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from contenders import Maker, held_bytes
+from contenders import Maker
+from kvlayers.measuring.held import held_bytes
 
 
 class LiveBytes(TorchDispatchMode):

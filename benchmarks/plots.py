@@ -147,11 +147,44 @@ def chat_plot(found: Mapping[str, Any]) -> Figure | None:
     return drawn
 
 
+def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
+    """Divergence by bytes a token, of calibrated bits and of the same bits in every layer."""
+    measured = found["results"].get("calibration")
+    if not measured:
+        return None
+    model, budgets = pathlib.Path(found["arguments"]["model"]).name, measured["budgets"]
+    drawn, axes = figure(found, f"Calibrated bits, {model}", "bytes a token", "KL divergence, nats (logarithmic)")
+    places = [float(budget) for budget in budgets]
+    uniform = [
+        (place, name, kl)
+        for place, each in zip(places, budgets.values(), strict=True)
+        for name, kl in each["uniform"].items()
+    ]
+    alike, ours = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
+    axes.plot(
+        [place for place, _, _ in uniform],
+        [kl for _, _, kl in uniform],
+        label="the same bits in every layer",
+        markersize=5,
+        **{**alike, "linestyle": ""},
+    )
+    for place, name, kl in uniform:
+        axes.annotate(name, (place, kl), xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
+    calibrated = [(each["bytes_per_token"], each["divergence"]) for each in budgets.values()]
+    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **ours)
+    axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+    axes.set_yscale("log")
+    axes.margins(x=0.1)
+    axes.legend(fontsize=8)
+    return drawn
+
+
 DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure | None]] = {
     "step": step_plot,
     "update": update_plot,
     "window": window_plot,
     "chat": chat_plot,
+    "kl": calibration_plot,
 }
 
 

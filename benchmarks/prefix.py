@@ -26,7 +26,8 @@ from torch import Tensor
 
 import kvlayers
 import report
-from timing import Disagreements, Tick, quiet_clock
+from kvlayers.measuring.turns import quiet_clock
+from timing import Disagreements, Tick
 from workload import default_model, real_workload
 
 COLD, COPIED = "transformers, all of it", "transformers, deepcopy of the prefix's cache"

@@ -1,19 +1,17 @@
 """The quantized caches that are compared, and the bytes that each holds, counted to the last scale."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import cache_utils
 
 import kvlayers
 from contenders import fill
-
-CacheMaker = Callable[[Any], Any]
-"""Makes an empty cache from a model config."""
+from kvlayers.measuring.held import held_bytes
+from kvlayers.measuring.scoring import CacheMaker
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
 AXES = {"quanto": 0, "hqq": 1}
@@ -112,36 +110,6 @@ def contenders(backends: Iterable[str], bits: Iterable[int]) -> list[Contender]:
     ]
 
 
-def held_everything(cache: Any) -> int:
-    """Bytes that a cache holds: `nbytes` where it says so, else every storage behind its layers, each once.
-
-    Codes, scales and zero points are found inside quanto's tensors and hqq's tuples, and the residual in full precision
-    beside them.
-    """
-    if isinstance(cache, kvlayers.Cache):
-        return int(cache.nbytes)
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for layer in cache.layers
-        for tensor in _tensors(list(vars(layer).values()))
-    }
-    return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-    elif type(value) in (Tensor, torch.nn.Parameter):
-        yield value
-    elif isinstance(value, Tensor):
-        raise TypeError(f"expected a tensor that says what it is made of, but saw {type(value).__name__}")
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
 def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chunk: int) -> dict[str, float]:
     """Bytes per token of a cache that is filled in chunks with states in bfloat16, as caches hold them in use.
 
@@ -168,5 +136,5 @@ def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chun
             new = keys[:, :, start : start + chunk], values[:, :, start : start + chunk]
             fill(cache, [new] * filled, chunk)
             if start >= context:
-                seen.append(factor * held_everything(cache) / (start + chunk))
+                seen.append(factor * held_bytes(cache) / (start + chunk))
     return {"bytes": sum(seen) / len(seen), "most_bytes": max(seen), "last_bytes": seen[-1]}

@@ -3,22 +3,18 @@
 import argparse
 import datetime
 import json
-import os
 import pathlib
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import kvlayers
 from contenders import EXACT, FLOOR, OURS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
+from kvlayers.measuring.surroundings import surroundings as surroundings
 from timing import Disagreements, Tick, Ticking
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -265,36 +261,6 @@ def _sliding_table(sliding: dict[str, Any]) -> Table:
         updates = [f"{entry[key] * MICRO:.1f}" for key in ("update_median", "update_mean")]
         table.add_row(name, *steps, f"{entry['last_over_first']:.2f}", *updates)
     return table
-
-
-def surroundings() -> dict[str, Any]:
-    """Hardware, versions and date."""
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "hardware": {
-            "cpu": _cpu_name(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
-            "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
-            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "kvlayers": kvlayers.__version__,
-            "platform": platform.platform(),
-        },
-    }
-
-
-def _cpu_name() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def show_targets(console: Console, promises: list[dict[str, Any]]) -> None:

@@ -3,14 +3,16 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from contenders import REFERENCE, Maker, fill, held_bytes, random_states, roundings
+from contenders import REFERENCE, Maker, fill, random_states, roundings
+from kvlayers.measuring.held import held_bytes
+from kvlayers.measuring.ties import is_tie
+from kvlayers.measuring.turns import in_turns, quiet_clock
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]
@@ -56,32 +58,13 @@ class Disagreements:
             return
         gap = float(expected[greedy] - expected[seen])
         allowed = roundings(where["cache"], where["tokens"])
-        # For each of the two logits.
-        rounding = 2 * allowed * float(expected[greedy].abs()) * torch.finfo(self.dtype).eps
-        tie = allowed > 0 and gap <= rounding
+        tie = allowed > 0 and is_tie(expected, greedy, seen, self.dtype, allowed)
         self.found.append({**where, "expected": greedy, "seen": seen, "logit_gap": gap, "tie": tie})
 
     def compare_states(self, where: dict[str, Any], expected: Tensor, states: Tensor) -> None:
         """Compare the first tokens of `states` `[batch, kv_heads, tokens, head_dim]` with those of `expected`."""
         if not torch.equal(states[:, :, : expected.shape[2]], expected):
             self.found.append({**where, "expected": "the states that went in", "seen": "others", "tie": False})
-
-
-@contextmanager
-def quiet_clock() -> Iterator[None]:
-    """No garbage collection while the clock runs, and no gradients."""
-    gc.disable()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        gc.enable()
-
-
-def in_turns(names: list[str], turn: int) -> list[str]:
-    """The contenders, each turn beginning with another."""
-    first = turn % len(names)
-    return names[first:] + names[:first]
 
 
 def step(forward: Forward, cache: Any, token: int, device: torch.device | str | None = None) -> tuple[float, Tensor]:

@@ -4,7 +4,6 @@ import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from contenders import fill, random_states
+from kvlayers.measuring.texts import default_text
 
 FILL_CHUNK = 2048
 PREFILL_CHUNK = 512
@@ -162,8 +162,3 @@ def default_model() -> str | None:
     """The demo model where it has been brought, else `None`."""
     source = os.environ.get("KVLAYERS_DEMO_MODEL", DEMO_MODEL)
     return source if pathlib.Path(source).is_dir() else None
-
-
-def default_text() -> str:
-    """Some 700 kB of English that every Python has."""
-    return "\n\n".join(text for _, text in sorted(topics.items()))

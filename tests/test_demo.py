@@ -10,7 +10,6 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 import kvlayers
@@ -18,35 +17,18 @@ import versions
 from kvlayers.__main__ import main, make_app
 from kvlayers.demo import model as demo_model
 from kvlayers.demo import report, runs, text
-from models import CONFIGS
-
-WORDS = ["<unk>", "<s>", "</s>", "the", "sea", "a", "of", "is", "to", "and", "."]
-
-
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate(WORDS + [f"w{index}" for index in range(97 - len(WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def _save_model(directory: Path, family: str) -> Path:
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
-    return directory
+from kvlayers.measuring.held import held_bytes
+from model_directories import save_model, word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save_model(tmp_path_factory.mktemp("llama"), "llama")
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+    return save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
 
 
 @pytest.fixture
@@ -169,7 +151,7 @@ def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
     whole = torch.zeros(1, 2, 100, 8)
     cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
     cache.layers[0].keys, cache.layers[0].values = whole[:, :, :3], whole[:, :, 50:]
-    assert runs.storage_bytes(cache) == 1 * 2 * 100 * 8 * 4
+    assert held_bytes(cache) == 1 * 2 * 100 * 8 * 4
 
 
 def test_trials_alternate_the_order_of_the_caches(llama: Path) -> None:
@@ -182,7 +164,7 @@ def test_trials_alternate_the_order_of_the_caches(llama: Path) -> None:
 
 
 def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
-    tokenizer = _tokenizer()
+    tokenizer = word_tokenizer()
     assert len(text.real_text_ids(tokenizer, 500)) == 500
     assert len(text.input_ids(tokenizer, "the sea", 500)[0]) == 502
     assert text.input_ids(tokenizer, "the sea", 0).tolist() == [[3, 4]]

@@ -67,5 +67,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
     late = [name for names in kvlayers._NAMES.values() for name in names]
     assert sorted([*late, "__version__"]) == sorted(kvlayers.__all__)
     assert set(kvlayers.__all__) <= set(dir(kvlayers))
+    for name in ("errors.CapacityError", "cache.none", ""):
+        assert not hasattr(kvlayers, name)
     with pytest.raises(AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash'"):
         kvlayers.DynamicCash  # noqa: B018

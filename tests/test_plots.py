@@ -27,7 +27,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("matplotlib", reason="no matplotlib here: `make docs` installs it")
+    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("plots")
 

@@ -12,6 +12,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .cache import Cache
+    from .calibration import BytesBudget, Calibration, DivergenceBudget, MeasuredSetting, Sensitivity, calibrate
     from .dynamic_cache import DynamicCache
     from .encoder_decoder import EncoderDecoderCache
     from .errors import (
@@ -74,6 +75,14 @@ check_installed()
 
 _NAMES = {
     "cache": ("Cache",),
+    "calibration": (
+        "BytesBudget",
+        "Calibration",
+        "DivergenceBudget",
+        "MeasuredSetting",
+        "Sensitivity",
+        "calibrate",
+    ),
     "dynamic_cache": ("DynamicCache",),
     "encoder_decoder": ("EncoderDecoderCache",),
     "errors": (
@@ -140,6 +149,7 @@ __all__ = [
     "DEFAULT_LADDER",
     "BatchIndexError",
     "Buckets",
+    "BytesBudget",
     "Cache",
     "CacheFile",
     "CacheFileError",
@@ -148,11 +158,13 @@ __all__ = [
     "CacheRequest",
     "CacheSummary",
     "CacheState",
+    "Calibration",
     "CapacityError",
     "Checkpoints",
     "ConfigError",
     "DenseStore",
     "DiskMemory",
+    "DivergenceBudget",
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
@@ -176,6 +188,7 @@ __all__ = [
     "LegacyFormatError",
     "LinearAttentionLayer",
     "MambaCache",
+    "MeasuredSetting",
     "ModelMismatchError",
     "OffloadedCache",
     "OffloadedLayer",
@@ -198,6 +211,7 @@ __all__ = [
     "RollbackError",
     "Rotary",
     "Rung",
+    "Sensitivity",
     "SinkCache",
     "SinkLayer",
     "SlidingLayer",
@@ -214,6 +228,7 @@ __all__ = [
     "UnsupportedLayerError",
     "__version__",
     "cache_names",
+    "calibrate",
     "free_reservations",
     "generate",
     "inspect_cache",
@@ -235,15 +250,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    elif importlib.util.find_spec(f"{__name__}.{name}"):
-        value = importlib.import_module(f".{name}", __name__)
-    else:
-        raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    # Of a module with a `__getattr__`, type checkers believe that it has any name.
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
+            value = importlib.import_module(f".{name}", __name__)
+        else:
+            raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,8 @@ def make_app() -> "typer.Typer":
     """The command line with all its commands."""
     import typer
 
+    from .cli.bench import bench
+    from .cli.fidelity import fidelity
     from .cli.inspect import inspect
     from .cli.plan import plan
     from .demo.app import demo
@@ -41,7 +43,7 @@ def make_app() -> "typer.Typer":
     ) -> None:
         """A drop-in key-value cache library for Hugging Face transformers."""
 
-    for command in (plan, inspect, demo):
+    for command in (plan, bench, fidelity, inspect, demo):
         app.command()(command)
     return app
 

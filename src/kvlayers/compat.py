@@ -174,10 +174,17 @@ STATIC_INDEXED_LAYER: tuple[Any, ...] = (upstream.StaticIndexedLayer,) if _HAS_I
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a model config says of one layer: the type in transformers' own terms, and what its cache must know."""
+    """What a model config says of one layer: the type in transformers' own terms, and what its cache must know.
+
+    Attributes:
+        layer_type: as transformers calls it.
+        options: what its cache must know, as arguments of transformers' own layers.
+        index: which of the layers of the cache it is.
+    """
 
     layer_type: str
     options: dict[str, Any]
+    index: int
 
 
 TAKES_CACHES_SINCE: dict[str, Version | None] = {
@@ -222,8 +229,8 @@ def layer_specs(config: object) -> list[LayerSpec]:
     per_layer = options if isinstance(options, list) else [options] * len(layer_types)
     told = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
     return [
-        LayerSpec(layer_type, {**_without_window(layer_type, own), **told})
-        for layer_type, own in zip(layer_types, per_layer, strict=True)
+        LayerSpec(layer_type, {**_without_window(layer_type, own), **told}, index)
+        for index, (layer_type, own) in enumerate(zip(layer_types, per_layer, strict=True))
     ]
 
 

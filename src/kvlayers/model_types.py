@@ -58,6 +58,15 @@ def head_dims(config: object) -> tuple[int, int] | None:
     return (head_dim, head_dim) if isinstance(head_dim, int) else None
 
 
+def most_positions(config: object) -> int | None:
+    """The most tokens that a model has positions for, `None` where its config names no limit."""
+    decoder = decoder_config(config)
+    # transformers maps names as n_positions to this one, but not in what a config says as a dict.
+    field = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    found = decoder.to_dict().get(field)
+    return found if isinstance(found, int) else None
+
+
 def tokens_at_once(config: object) -> int | None:
     """The most tokens that a model's recurrent layers can take in at once behind others, `None` for any number."""
     return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO else None

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -15,7 +15,9 @@ from .layers import Checkpoints, QuantizedLayer
 from .layers.base import whole_number
 from .layers.dispatch import quantized_layers
 from .options import checks_options
-from .stores.quantization import Quantization
+from .stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
+
+Bits = int | Sequence[int | None]
 
 
 class QuantizedCacheConfig(dict[str, Any]):
@@ -50,15 +52,15 @@ class QuantizedCacheConfig(dict[str, Any]):
     def __init__(
         self,
         backend: str | None = None,
-        nbits: int | None = None,
+        nbits: Bits | None = None,
         axis_key: int | None = None,
         axis_value: int | None = None,
         q_group_size: int | None = None,
         residual_length: int | None = None,
         compute_dtype: object | None = None,
         device: object | None = None,
-        key_nbits: int | None = None,
-        value_nbits: int | None = None,
+        key_nbits: Bits | None = None,
+        value_nbits: Bits | None = None,
         key_group_size: int | None = None,
         value_group_size: int | None = None,
         sink_tokens: int | None = None,
@@ -79,7 +81,7 @@ class QuantizedCacheConfig(dict[str, Any]):
             "quantize_sliding": quantize_sliding,
         }
         super().__init__({name: value for name, value in given.items() if value is not None})
-        Quantization(**{name: value for name, value in self.items() if name != "quantize_sliding"})
+        quantization_of_layers({name: value for name, value in self.items() if name != "quantize_sliding"})
 
 
 class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
@@ -93,7 +95,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             `"fp8"` holds float8 numbers; or a name that was registered with `register_quantizer`.
         config: config of the model. Without it, every layer is taken for full attention.
         nbits: bits of a code: 2, 3, 4 (the default) or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq; 8 for
-            fp8.
+            fp8. One number for all layers, or a sequence of one for each layer of the cache, in which `None` is the
+            default; what is not quantized has one too, without effect.
         axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
         axis_value: the same for the values.
         q_group_size: states that share a scale; 64 where head_dim allows it. It must divide head_dim where groups go
@@ -115,7 +118,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
     Raises:
         OptionError: an option that does not exist, a value that the backend does not take, a group size that does not
-            divide head_dim, or a backend whose package is missing.
+            divide head_dim, bits for another number of layers, or a backend whose package is missing.
         ConfigError: the config does not describe the model's layers.
 
     Example:
@@ -133,13 +136,13 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         self,
         backend: str = "native",
         config: object | None = None,
-        nbits: int | None = None,
+        nbits: Bits | None = None,
         axis_key: int | None = None,
         axis_value: int | None = None,
         q_group_size: int | None = None,
         residual_length: int | None = None,
-        key_nbits: int | None = None,
-        value_nbits: int | None = None,
+        key_nbits: Bits | None = None,
+        value_nbits: Bits | None = None,
         key_group_size: int | None = None,
         value_group_size: int | None = None,
         sink_tokens: int | None = None,
@@ -172,10 +175,13 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             "value_group_size": value_group_size,
             "sink_tokens": sink_tokens,
         }
-        self.quantization = Quantization(backend, **{name: value for name, value in given.items() if value is not None})
+        self.quantization = quantization_of_layers(
+            {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
+        )
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
-            super().__init__(None, functools.partial(QuantizedLayer, self.quantization, length_hint), *placement)
+            bare, make_layer = bare_layers(self.quantization, length_hint)
+            super().__init__(bare, make_layer, *placement)
             return
         head_dims = model_types.head_dims(config)
         if head_dims is not None:
@@ -187,14 +193,22 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
         cross = QuantizedCache.__new__(QuantizedCache)
         cross.quantization = self.quantization
-        make_layer = functools.partial(QuantizedLayer, self.quantization)
-        Cache.__init__(cross, None, make_layer, **self.offloading_options())
+        Cache.__init__(cross, *bare_layers(self.quantization), **self.offloading_options())
         return cross
 
     @property
     def is_compileable(self) -> bool:
         """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
         return False
+
+
+def bare_layers(
+    quantization: QuantizationOfLayers, length_hint: int | None = None
+) -> tuple[list[Any] | None, Callable[[], Any] | None]:
+    """Layers of full attention without a config: all, where each has bits of its own, else what makes one more."""
+    if quantization.count is None:
+        return None, functools.partial(QuantizedLayer, quantization.of_layer(0), length_hint)
+    return [QuantizedLayer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
 
 
 class _CacheOfOneBackend(QuantizedCache):

@@ -1,6 +1,5 @@
 """The command `kvlayers demo`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -13,9 +12,11 @@ from ..cli.failing import NOT_WELL, one_line_errors
 from ..cli.output import print_json
 from ..cli.quietly import few_words
 from ..dynamic_cache import DynamicCache
+from ..measuring.contenders import OURS
 from . import report, text
-from .model import HUB_NAME, LoadedModel, find_device, find_model, load_model
-from .runs import OURS, Row, compare, contenders, continue_text
+from .loading import load
+from .model import HUB_NAME, LoadedModel, find_device
+from .runs import Row, compare, contenders, continue_text
 
 PROMPT = "Once upon a time, a programmer"
 CONTEXT_OF_PROMPT = 2048
@@ -58,7 +59,8 @@ def demo(
     if threads is not None:
         torch.set_num_threads(threads)
     with one_line_errors("demo"), few_words():
-        loaded = _load(console, model, dtype, device)
+        target = find_device(device)
+        loaded = load(console, model, dtype.on(target), target)
         ids = text.input_ids(loaded.tokenizer, prompt, context)
         text.check_length(loaded.model.config, ids.shape[1] + tokens)
         _stream(console, loaded, ids, prompt, context, tokens)
@@ -74,17 +76,6 @@ def demo(
         )
     if not all(row.same_tokens or row.is_tie for row in rows if row.library == OURS):
         raise typer.Exit(NOT_WELL)
-
-
-def _load(console: Console, model: str | None, dtype: Dtype, device: str | None) -> LoadedModel:
-    target = find_device(device)
-    with report.loading_bars(console) as bars:
-        name = find_model(model, bars)
-        if Path(name).is_dir():
-            return load_model(name, dtype.on(target), target, bars)
-    # Downloads draw bars of their own, which would write over ours.
-    console.print(f"Asking the hub for {name}", highlight=False, markup=False)
-    return load_model(name, dtype.on(target), target)
 
 
 def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, context: int, tokens: int) -> None:

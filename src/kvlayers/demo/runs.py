@@ -2,38 +2,19 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from .. import compat, model_types
-from ..generation.registry import make_cache
-from ..layers.dispatch import WINDOWED
-
-OURS = "kvlayers"
-THEIRS = "transformers"
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One kind of cache that is run.
-
-    Attributes:
-        library: who makes it.
-        cache: its name.
-        make: makes an empty one.
-        held: bytes that one of them holds.
-    """
-
-    library: str
-    cache: str
-    make: Callable[[], Any]
-    held: Callable[[Any], int]
+from .. import model_types
+from ..measuring.contenders import Contender, exact_names, of_ours, of_theirs
+from ..measuring.held import held_bytes
+from ..measuring.ties import is_tie
+from ..measuring.turns import there_and_back
 
 
 @dataclass(frozen=True)
@@ -109,56 +90,15 @@ class TokenClock(BaseStreamer):  # type: ignore[misc]
 
 
 def contenders(model: Any, length: int) -> list[Contender]:
-    """Every cache that suits a model, transformers' DynamicCache first.
+    """Every exact cache that suits a model, transformers' DynamicCache first.
 
     Args:
         model: the model.
         length: the most tokens that a cache will hold.
     """
-    names = ["dynamic", "static"]
-    if any(spec.layer_type in WINDOWED for spec in compat.layer_specs(model.config)):
-        names += ["sliding_window", "hybrid"]
-    config = model.config
-    return [
-        Contender(THEIRS, "dynamic", lambda: transformers.DynamicCache(config=config), storage_bytes),
-        *(Contender(OURS, name, _maker(name, model, length), _own_bytes) for name in names),
-        Contender(THEIRS, "static", lambda: transformers.StaticCache(config, max_cache_len=length), storage_bytes),
-    ]
-
-
-def _maker(name: str, model: Any, length: int) -> Callable[[], Any]:
-    # With the length that generate() would give as a hint after `kvlayers.install()`.
-    return lambda: make_cache(name, model, length_hint=length)
-
-
-def _own_bytes(cache: Any) -> int:
-    return int(cache.nbytes)
-
-
-def storage_bytes(cache: Any) -> int:
-    """Bytes that the tensors of transformers' layers keep alive: whole storages, however little a view shows of them.
-
-    Args:
-        cache: a cache of transformers.
-    """
-    storages = [
-        tensor.untyped_storage()
-        for layer in cache.layers
-        for value in vars(layer).values()
-        for tensor in _tensors(value)
-    ]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    names = exact_names(model.config)
+    ours = [of_ours(name, model, length) for name in names]
+    return [of_theirs("dynamic", model, length), *ours, of_theirs("static", model, length)]
 
 
 def continue_text(
@@ -200,7 +140,7 @@ def run_once(model: Any, ids: Tensor, tokens: int, contender: Contender) -> Run:
     clock = TokenClock()
     generated = continue_text(model, ids, tokens, cache, clock)
     prompt_given, first_token, *_, last_token = clock.times
-    return Run(generated, first_token - prompt_given, last_token - first_token, contender.held(cache))
+    return Run(generated, first_token - prompt_given, last_token - first_token, held_bytes(cache))
 
 
 def compare(
@@ -226,8 +166,7 @@ def compare(
     """
     rows = [Row(rival.library, rival.cache, is_reference=rival is rivals[0]) for rival in rivals]
     for trial in range(trials):
-        pairs = list(zip(rows, rivals, strict=True))
-        for row, rival in reversed(pairs) if trial % 2 else pairs:
+        for row, rival in there_and_back(list(zip(rows, rivals, strict=True)), trial):
             on_run(rival, trial)
             row.runs.append(run_once(model, ids, tokens, rival))
     expected = rows[0].runs[0].tokens
@@ -241,13 +180,10 @@ def compare(
 
 
 def _is_tie(model: Any, ids: Tensor, expected: list[int], seen: list[int], index: int) -> bool:
-    """Whether the logits of two tokens are no further apart than they are rounded, by a step of the dtype each."""
     before = torch.cat([ids, torch.tensor([expected[:index]], dtype=ids.dtype)], dim=1).to(model.device)
     with torch.no_grad():
         logits = model(before).logits[0, -1].float()
-    wanted, other = logits[expected[index]], logits[seen[index]]
-    rounding = 2 * torch.finfo(model.dtype).eps * wanted.abs()
-    return bool((wanted - other).abs() <= rounding)
+    return is_tie(logits, expected[index], seen[index], model.dtype)
 
 
 def _first_difference(tokens: list[int], expected: list[int]) -> int | None:

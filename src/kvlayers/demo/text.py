@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, OptionError
-from ..model_types import decoder_config
+from ..model_types import most_positions
 
 
 def real_text_ids(tokenizer: Any, tokens: int) -> list[int]:
@@ -46,9 +46,7 @@ def input_ids(tokenizer: Any, prompt: str, context: int) -> Tensor:
 
 def check_length(config: Any, tokens: int) -> None:
     """Raise `OptionError` where a model has no positions for `tokens` tokens."""
-    decoder = decoder_config(config)
-    field = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    most = decoder.to_dict().get(field)
+    most = most_positions(config)
     if most is not None and tokens > most:
         raise OptionError(
             f"expected at most {most} tokens, as the model has positions for, but saw {tokens} of context, prompt and "

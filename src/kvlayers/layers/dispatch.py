@@ -11,7 +11,7 @@ from ..offload.prefetcher import Prefetcher
 from ..rotary import Rotary
 from ..rotary_config import rotaries
 from ..stores.buckets import Buckets
-from ..stores.quantization import Quantization
+from ..stores.layerwise_quantization import QuantizationOfLayers, check_count
 from ..stores.quantized import QuantizedStore
 from ..stores.reading import Reading
 from .checkpoints import Checkpoints
@@ -171,21 +171,29 @@ def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any
 
 def quantized_layers(
     config: object,
-    quantization: Quantization,
+    quantization: QuantizationOfLayers,
     quantize_sliding: bool,
     length_hint: int | None = None,
     checkpoints: CheckpointOptions = None,
 ) -> list[Any]:
-    """As `dynamic_layers`, with full attention quantized, and windows as well where `quantize_sliding` says so."""
-    # A window drops its oldest tokens, so that none of them stays for good.
-    in_window = dataclasses.replace(quantization, sink_tokens=0)
+    """As `dynamic_layers`, with full attention quantized, and windows as well where `quantize_sliding` says so.
+
+    Raises:
+        OptionError: bits were given for another number of layers.
+    """
+    check_count(quantization, len(compat.layer_specs(config)))
 
     def window(spec: LayerSpec) -> SlidingLayer:
-        return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window) if quantize_sliding else None)
+        return SlidingLayer(spec.options["sliding_window"])
+
+    def quantized_window(spec: LayerSpec) -> SlidingLayer:
+        # A window drops its oldest tokens, so that none of them stays for good.
+        in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
+        return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window))
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: QuantizedLayer(quantization, length_hint),
-        **dict.fromkeys(WINDOWED, window),
+        "full_attention": lambda spec: QuantizedLayer(quantization.of_layer(spec.index), length_hint),
+        **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
     }
     return _layers(config, kinds, checkpoints)
 

@@ -1,6 +1,5 @@
 """The kinds of layers and caches that are made from what a file says: two tables, and no name leads elsewhere."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +15,12 @@ from ..layers.sink import check_sinks, padding_of
 from ..layers.sinking import Sinking
 from ..mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
-from ..quantized_cache import HQQQuantizedCache, QuantizedCache, QuantoQuantizedCache
+from ..quantized_cache import HQQQuantizedCache, QuantizedCache, QuantoQuantizedCache, bare_layers
 from ..rotary import Rotary
 from ..sink_cache import SinkCache
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 from ..stores import Buckets, Quantization, QuantizedStore, TokenStore
+from ..stores.layerwise_quantization import quantization_of_layers
 from .description import CacheRecord, LayerRecord, Options
 
 Layers = list[Any] | None
@@ -140,8 +140,8 @@ def _reserving(cache: Any, made: Made, layers: Layers) -> Callable[[], Any] | No
 
 
 def _quantizing(cache: Any, made: Made, layers: Layers) -> Callable[[], Any] | None:
-    cache.quantization = Quantization(**made.options["quantization"])
-    return functools.partial(QuantizedLayer, cache.quantization)
+    cache.quantization = quantization_of_layers(made.options["quantization"])
+    return bare_layers(cache.quantization)[1]
 
 
 def _sinking(cache: Any, made: Made, layers: Layers) -> Callable[[], Any] | None:
@@ -192,7 +192,7 @@ def _static_for(record: CacheRecord, made: Made) -> list[Any]:
 
 def _quantized_for(record: CacheRecord, made: Made) -> list[Any]:
     windows = any(layer.kind == "SlidingLayer" and "backend" in layer.facts for layer in record.layers)
-    return quantized_layers(made.config, Quantization(**made.options["quantization"]), windows)
+    return quantized_layers(made.config, quantization_of_layers(made.options["quantization"]), windows)
 
 
 def _sinks_for(record: CacheRecord, made: Made) -> list[Any]:

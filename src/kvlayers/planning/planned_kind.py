@@ -59,8 +59,7 @@ def planned_kind(name: str, request: CacheRequest, shapes: Sequence[LayerShape])
                 f"expected '{name}' to size its layers by the length hint, or by a number of its own, but saw {size} "
                 f"for {FOLLOWED} token and {size_if_longer} for {FOLLOWED + 1}: pass request.length_hint on as it is."
             )
-    fidelity, bits = _fidelity(cache, shapes)
-    return PlannedKind(name, fidelity, bits, cache, shapes, request.encoder_length)
+    return PlannedKind(name, fidelity_of(cache), _bits(cache, shapes), cache, shapes, request.encoder_length)
 
 
 def _token_layers(cache: Any) -> Iterator[tuple[int, TokenLayer]]:
@@ -81,11 +80,18 @@ def _size(store: DenseStore | FixedStore | QuantizedStore) -> int | None:
     return store.capacity if isinstance(store, FixedStore) else store.length_hint
 
 
-def _fidelity(cache: Any, shapes: Sequence[LayerShape]) -> tuple[str, float]:
-    bits, fidelity = 8.0 * shapes[0].dtype.itemsize, EXACT
-    for index, layer in _token_layers(cache):
-        if isinstance(layer.store, QuantizedStore):
-            bits, fidelity = min(bits, bits_of_packed(layer.store, shapes[index].forms())), ROUNDED
-    if any(isinstance(layer, SinkLayer) for _, layer in _token_layers(cache)):
-        fidelity = EVICTING
-    return fidelity, bits
+def fidelity_of(cache: Any) -> str:
+    """What a cache of kvlayers does to the states: `EXACT`, `ROUNDED` or `EVICTING`."""
+    layers = [layer for _, layer in _token_layers(cache)]
+    if any(isinstance(layer, SinkLayer) for layer in layers):
+        return EVICTING
+    return ROUNDED if any(isinstance(layer.store, QuantizedStore) for layer in layers) else EXACT
+
+
+def _bits(cache: Any, shapes: Sequence[LayerShape]) -> float:
+    packed = (
+        bits_of_packed(layer.store, shapes[index].forms())
+        for index, layer in _token_layers(cache)
+        if isinstance(layer.store, QuantizedStore)
+    )
+    return min([8.0 * shapes[0].dtype.itemsize, *packed])

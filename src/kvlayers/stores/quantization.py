@@ -64,6 +64,15 @@ class Quantization:
         for side in (self.keys, self.values):
             self._backend.check(side)
 
+    @property
+    def count(self) -> int | None:
+        """Layers that it is for: `None`, as it is for any number of them."""
+        return None
+
+    def of_layer(self, index: int) -> "Quantization":
+        """How the layer of that index is quantized: as all are."""
+        return self
+
     @functools.cached_property
     def _backend(self) -> Backend:
         return backend_called(self.backend)

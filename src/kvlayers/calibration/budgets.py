@@ -1,0 +1,56 @@
+"""What a calibration must stay within."""
+
+from dataclasses import dataclass
+
+from ..errors import OptionError
+
+
+@dataclass(frozen=True)
+class BytesBudget:
+    """The most bytes that a packed token may take, over all layers that are quantized: least divergence within it.
+
+    Attributes:
+        bytes_per_token: keys and values, scales and zeros included; `kvlayers.plan(...)["int4"].bytes_per_token` is
+            that of 4 bits everywhere, in a model of full attention.
+
+    Raises:
+        OptionError: no number above 0.
+    """
+
+    bytes_per_token: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self.bytes_per_token, "bytes_per_token")
+
+    def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:
+        """Less for what is better, of what is within the budget."""
+        return divergence, bytes_per_token
+
+
+@dataclass(frozen=True)
+class DivergenceBudget:
+    """The most divergence from full precision that there may be, on the texts: fewest bytes within it.
+
+    Attributes:
+        divergence: mean KL divergence of the next-token distributions, in nats.
+
+    Raises:
+        OptionError: no number above 0.
+    """
+
+    divergence: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self.divergence, "divergence")
+
+    def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:
+        """Less for what is better; what is beyond the budget is worse than anything within it."""
+        return (bytes_per_token if divergence <= self.divergence else float("inf")), divergence
+
+
+Budget = BytesBudget | DivergenceBudget
+
+
+def _check_positive(number: object, name: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+        raise OptionError(f"expected {name} to be a number above 0, but saw {number!r}.")

@@ -1,0 +1,1 @@
+"""What `kvlayers bench`, `kvlayers fidelity` and the benchmarks measure with."""

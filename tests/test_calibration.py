@@ -256,6 +256,22 @@ def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
     assert [setting.bytes_per_token for setting in made.best_within(Fraction(12))] == [8, 10, 12]
 
 
+def test_uniform_bits_of_as_many_thirds_of_a_byte_are_within_a_budget(model: Any, ids: Tensor) -> None:
+    thirds = kvlayers.Quantization(key_group_size=96)
+    everywhere = (
+        3
+        * model.config.num_key_value_heads
+        * model.config.head_dim
+        * ((2 + 2) / 8 + 2 * 4 * (1 / 96 + 1 / model.config.head_dim))
+    )
+    found = calibrated(
+        model, ids, kvlayers.BytesBudget(everywhere), quantization=thirds, widths=[2, 4], passages=1,
+        context_length=384,
+    )  # fmt: skip
+    assert found.uniform is not None
+    assert found.bytes_per_token == found.uniform.bytes_per_token == pytest.approx(everywhere)
+
+
 def test_head_dims_that_suit_no_unit_have_a_setting_at_the_least_bytes() -> None:
     alike = [kvlayers.Sensitivity(layer, side, {8: 0.1, 2: 0.5}) for layer in range(40) for side in ("keys", "values")]
     costs = {(part.layer, part.side): {2: Fraction(7919, 3), 8: Fraction(10_007, 2)} for part in alike}

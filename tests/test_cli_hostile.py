@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_loaded(llama: Path, tmp_path: Path, command: str
     check_refused(run(command, model, "--json"), command, "model cannot be loaded")
 
 
-@pytest.mark.parametrize("broken", ["a config that is a list", "code of its own", "no heads"])
+@pytest.mark.parametrize("broken", ["a config that is a list", "code of its own", "layers that are a word"])
 def test_a_config_that_cannot_be_planned(llama: Path, tmp_path: Path, broken: str) -> None:
     model = shutil.copytree(llama, tmp_path / "model")
     BROKEN[broken](model)

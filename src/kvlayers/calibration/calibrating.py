@@ -59,7 +59,7 @@ def calibrate(
     https://arxiv.org/abs/2502.04420.)
 
     It reads `passages * 2 * layers * widths` times `scored_tokens` tokens: for a model of 135 million parameters on two
-    cores some twenty minutes, for one that a GPU holds a few. A bar shows how far it is, unless transformers'
+    cores some ten minutes, for one that a GPU holds a few. A bar shows how far it is, unless transformers'
     `disable_progress_bar()` was called.
 
     Args:
@@ -123,7 +123,7 @@ def calibrate(
         mixed = measured(best[-1])
         if isinstance(budget, DivergenceBudget):
             mixed = _cheapest_within(budget, best, mixed, settings.most_bits, measured)
-        alike = sorted(settings.uniform_within(Fraction(mixed.bytes_per_token)), key=lambda setting: setting.expected)
+        alike = sorted(settings.uniform_within(mixed.bytes_per_token), key=lambda setting: setting.expected)
         tried = [measured(setting) for setting in alike[:UNIFORM_MEASURED]]
     chosen = min([mixed, *tried], key=lambda setting: budget.rank(setting.bytes_per_token, setting.divergence))
     uniform = min(tried, key=lambda setting: setting.divergence, default=None)
@@ -182,7 +182,8 @@ def _most_bytes(budget: Budget, costs: Mapping[Part, Mapping[int, Fraction]]) ->
             f"expected a budget that the fewest bits fit into, {float(least):g} bytes a token, but saw "
             f"{budget.bytes_per_token:g}: allow more, or use larger groups."
         )
-    return Fraction(budget.bytes_per_token)
+    # A budget that was a fraction before it became a float is that fraction: a third of a byte decides.
+    return Fraction(budget.bytes_per_token).limit_denominator(10**6)
 
 
 def _checked_config(model: Any) -> PretrainedConfig:

@@ -85,12 +85,12 @@ class Settings:
         fewest_bits = (0,) * len(self._choices)
         return [self._setting(chosen) for chosen in found or [fewest_bits]]
 
-    def uniform_within(self, bytes_per_token: Fraction) -> list[Setting]:
+    def uniform_within(self, bytes_per_token: float) -> list[Setting]:
         """Settings within a budget that have the same bits in every layer, for keys and for values."""
         widths = range(len(self._widths[0]))
         pairs = [{"keys": key, "values": value} for key in widths for value in widths]
         found = [self._setting([pair[side] for _, side in self._parts]) for pair in pairs]
-        return [setting for setting in found if setting.bytes_per_token <= bytes_per_token]
+        return [setting for setting in found if float(setting.bytes_per_token) <= bytes_per_token]
 
     @property
     def most_bits(self) -> Setting:

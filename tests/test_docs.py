@@ -13,7 +13,7 @@ import versions
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = pathlib.Path(os.environ.get("KVLAYERS_DEMO_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct"))
 MODEL_OF_PAGES = "HuggingFaceTB/SmolLM2-135M-Instruct"
-LAYERS = 4
+LAYERS = 2
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 
 needs_the_model = (

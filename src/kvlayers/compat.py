@@ -220,7 +220,8 @@ def layer_specs(config: object) -> list[LayerSpec]:
         )
     try:
         layer_types, options = _LAYER_TYPES_OF(decoder)
-    except AttributeError as missing:
+    # Before 5.0 nothing keeps a config from naming a word where a number belongs.
+    except (AttributeError, TypeError) as missing:
         raise ConfigError(
             f"expected a config that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
             f"attention_chunk_size where layers differ), but in {type(decoder).__name__} {missing}: pass the config of "

@@ -462,8 +462,24 @@ def test_a_calibration_in_a_file_is_the_same(calibration: kvlayers.Calibration, 
     assert calibration.save(tmp_path) == tmp_path / "kvlayers_calibration.json"
     assert kvlayers.Calibration.load(tmp_path) == calibration
     assert kvlayers.Calibration.load(calibration.save(tmp_path / "new" / "other.json")) == calibration
+    assert calibration.save(tmp_path / "model") == tmp_path / "model" / "kvlayers_calibration.json"
     with pytest.raises(kvlayers.OptionError, match="name another file"):
         calibration.save(tmp_path / "kvlayers_calibration.json" / "below a file")
+
+
+def test_saving_replaces_nothing_but_a_calibration(calibration: kvlayers.Calibration, tmp_path: Path) -> None:
+    calibration.save(calibration.save(tmp_path))
+    for name in ("config.json", "cache.kv"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(kvlayers.OptionError, match="name another file"):
+            calibration.save(tmp_path / name)
+        assert (tmp_path / name).read_text() == "{}"
+
+
+def test_a_calibration_says_what_it_came_to(calibration: kvlayers.Calibration) -> None:
+    assert str(calibration).startswith(f"Calibration: {calibration.bytes_per_token:g} bytes a token, divergence ")
+    assert "; uniform bits: " in str(calibration)
+    assert len(str(calibration)) < 150
 
 
 def test_it_is_accepted_as_cache_config(model: Any, ids: Tensor, calibration: kvlayers.Calibration) -> None:
@@ -578,5 +594,5 @@ def test_a_file_with_other_bits_than_there_are_is_refused(calibration: kvlayers.
     (tmp_path / "kvlayers_calibration.json").write_text(json.dumps(said))
     with pytest.raises(kvlayers.OptionError, match="but saw 7"):
         kvlayers.Calibration.load(tmp_path)
-    with pytest.raises(kvlayers.OptionError, match="save\\(\\) one"):
+    with pytest.raises(kvlayers.OptionError, match="write one with"):
         kvlayers.Calibration.load(tmp_path / "none.json")

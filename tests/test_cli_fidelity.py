@@ -132,7 +132,7 @@ def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: P
 def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
     found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
     kvlayers.Calibration(found, None, ()).save(tmp_path)
-    for path, words in ((tmp_path, "2 layers of the model, but saw 3"), (tmp_path / "none", "save() one")):
+    for path, words in ((tmp_path, "2 layers of the model, but saw 3"), (tmp_path / "none", "write one with")):
         result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
         assert result.exit_code == 2
         assert words in " ".join(result.stderr.split())

@@ -47,6 +47,13 @@ class Calibration:
     uniform: MeasuredSetting | None
     sensitivities: tuple[Sensitivity, ...]
 
+    def __str__(self) -> str:
+        found = f"Calibration: {self.bytes_per_token:g} bytes a token, divergence {self.divergence:.3g}"
+        if self.uniform is None:
+            return found
+        alike = self.uniform
+        return f"{found}; uniform bits: {alike.bytes_per_token:g} bytes a token, divergence {alike.divergence:.3g}"
+
     @property
     def cache_config(self) -> dict[str, Any]:
         """Options of a `QuantizedCache`, and the `cache_config` of `cache_implementation="quantized"`."""
@@ -66,15 +73,18 @@ class Calibration:
         """Write it as JSON, beside the model or anywhere else.
 
         Args:
-            path: a directory, such as the model's, for a file `kvlayers_calibration.json` in it; else the file.
+            path: a directory, such as the model's, for a file `kvlayers_calibration.json` in it; or a file that ends
+                in `.json`. What is missing of directories is made; another calibration is replaced.
 
         Returns:
             Where it is.
 
         Raises:
-            OptionError: no file can be written there.
+            OptionError: no file can be written there, or there is one that is no calibration.
         """
         file = _file(path)
+        if file.exists():
+            type(self).load(file)
         try:
             # After so long a measurement, a directory that is missing is no reason to lose it.
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,18 +114,19 @@ class Calibration:
             )
         except OSError as error:
             raise OptionError(
-                f"expected a calibration in {file}, but {error.strerror or error}: save() one."
+                f"expected a calibration in {file}, but it cannot be read ({error.strerror or error}): write one with "
+                "Calibration.save()."
             ) from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OptionError(
                 f"expected what Calibration.save() writes, but saw something else in {file} "
-                f"({type(error).__name__}: {error}): calibrate again."
+                f"({type(error).__name__}: {error}): name another file, or calibrate again."
             ) from error
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
     given = Path(path)
-    return given / FILE_NAME if given.is_dir() else given
+    return given if given.suffix == ".json" and not given.is_dir() else given / FILE_NAME
 
 
 def _setting(said: dict[str, Any]) -> MeasuredSetting:

@@ -1,5 +1,6 @@
 """The config of a model that is named on the command line."""
 
+import os
 from pathlib import Path
 
 import transformers
@@ -18,6 +19,8 @@ def config_of(name: str) -> PretrainedConfig:
     path = home_expanded(Path(name))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"expected a directory with a config.json, but saw none in {path}: name that of a model.")
+    if not path.exists() and (name.startswith((".", "~", os.sep)) or len(path.parts) > 2):
+        raise ConfigError(f"expected a model's directory or its config.json, but there is nothing at {path}.")
     try:
         # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
         return transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import types
 from collections.abc import Iterator
 
 # Before transformers is imported. No test needs the hub, and asking for what is not there takes many seconds.
@@ -26,7 +27,7 @@ gc.set_threshold(20_000, 20, 50)
 
 FIRST = (
     *("test_real_model.py", "test_tour.py", "test_distributed.py", "test_triton_decode.py"),
-    *("test_benchmarks.py", "test_static_compile.py"),
+    *("test_benchmarks.py", "test_import.py", "test_static_compile.py"),
 )
 """Files of long tests, or of tests that share what takes long, in order: what was compiled makes collections slow."""
 
@@ -48,6 +49,20 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quanto_in_python() -> None:
+    """Let quanto unpack in Python, as it does where it has no C++, which it compiles for half a minute in each venv."""
+    try:
+        from optimum.quanto.library.extensions.cpp import ext
+    except ImportError:
+        return
+
+    def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+        return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
+
+    ext._lib = types.SimpleNamespace(unpack=unpack)
 
 
 @pytest.fixture(autouse=True)

@@ -62,8 +62,7 @@ def calibrate(
     https://arxiv.org/abs/2502.04420.)
 
     It reads `passages * 2 * layers * widths` times `scored_tokens` tokens: for a model of 135 million parameters on two
-    cores some ten minutes, for one that a GPU holds a few. A bar shows how far it is, unless transformers'
-    `disable_progress_bar()` was called.
+    cores some ten minutes. A bar shows how far it is, unless transformers' `disable_progress_bar()` was called.
 
     Args:
         model: in eval mode, best in float32: in bfloat16, rounding alone changes predictions more than 8 bits do.

@@ -9,22 +9,12 @@ from torch import Tensor
 from .. import model_types
 from ..dynamic_cache import DynamicCache
 from ..measuring.forward import newest_alone
+from ..measuring.scoring import divergences
 
 
 def mean_divergence(expected: Tensor, seen: Tensor) -> float:
-    """Mean KL divergence of next-token distributions from the expected ones, in nats.
-
-    Args:
-        expected: log-probabilities `[tokens, vocab]`, float64: in float32 they sum to 1 so roughly that small
-            divergences come out below 0.
-        seen: the same.
-
-    Example:
-        >>> halves, other = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-        >>> round(mean_divergence(halves, other), 4)  # 0.5 * log(0.5 / 0.25) + 0.5 * log(0.5 / 0.75)
-        0.1438
-    """
-    return float((expected.exp() * (expected - seen)).sum(-1).mean())
+    """Mean of `divergences` over the tokens."""
+    return float(divergences(expected, seen).mean())
 
 
 def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:

@@ -19,6 +19,25 @@ CacheMaker = Callable[[Any], Any]
 """Makes an empty cache from a model config."""
 
 
+def divergences(expected: Tensor, seen: Tensor) -> Tensor:
+    """KL divergence of each next-token distribution from the expected one, in nats.
+
+    Args:
+        expected: log-probabilities `[tokens, vocab]`, float64: in float32 they sum to 1 so roughly that small
+            divergences come out below 0.
+        seen: the same.
+
+    Returns:
+        `[tokens]`.
+
+    Example:
+        >>> halves, other = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+        >>> divergences(halves, other)  # 0.5 * log(0.5 / 0.25) + 0.5 * log(0.5 / 0.75)
+        tensor([0.1438])
+    """
+    return (expected.exp() * (expected - seen)).sum(-1)
+
+
 class ReadingError(KVLayersError, RuntimeError):
     """The model itself cannot read a text, whatever the cache."""
 
@@ -43,7 +62,7 @@ class Scores:
 
     def add(self, expected: Tensor, seen: Tensor, targets: Tensor) -> None:
         """Score log-probabilities `[tokens, vocab]` against `expected` and the token ids `[tokens]` that came."""
-        self.kl[-1].append((expected.exp() * (expected - seen)).sum(-1))
+        self.kl[-1].append(divergences(expected, seen))
         self.surprise.append(-seen.gather(1, targets[:, None])[:, 0])
         self.agrees.append(seen.argmax(-1) == expected.argmax(-1))
 

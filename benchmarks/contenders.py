@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.single_query import MINIMUM_TOKENS, attended_by_one_query
+from kvlayers.attention.single_query import attended_by_one_query
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the number of tokens that it will have held in the end."""
@@ -45,7 +45,7 @@ def roundings(name: str, tokens: int) -> int:
     """
     if is_compiled(name) or name == NO_CACHE:
         return 4
-    return int(name.startswith(EXACT) or (name != REFERENCE and tokens >= MINIMUM_TOKENS))
+    return int(name != REFERENCE)
 
 
 class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -95,7 +95,7 @@ def measure(
                         "trial": trial,
                     }
                     for expected, row in zip(seen[REFERENCE], seen[name], strict=True):
-                        disagreements.compare_step(where, expected, row)
+                        disagreements.compare_step({**where, "trial": trial}, expected, row)
                 tokens = seen[REFERENCE].argmax(-1)
         del caches
         tick()
@@ -135,16 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(f"{case:>7} {name}", median, f"{ratio(seconds, REFERENCE, name):.2f}")
         table.add_section()
     console.print(table)
-    promises = [
-        report.promised(
-            f"{batch} x {length}: step of {rival} over that of {name}", ratio(seconds, rival, name), at_least=least
-        )
-        for cases, rivals, name, least in PROMISES
-        for batch, length in cases
-        for seconds in [results.get(f"{batch}x{length}")]
-        if seconds is not None
-        for rival in rivals
-    ]
+    promises = []
+    for cases, rivals, name, least in PROMISES:
+        for case in set(cases) & set(given.cases):
+            seconds = results["{}x{}".format(*case)]
+            for rival in rivals:
+                what = "{} x {}: step of {} over that of {}".format(*case, rival, name)
+                promises.append(report.promised(what, ratio(seconds, rival, name), at_least=least))
     report.show_targets(console, promises)
     return report.finish(console, given, surroundings, results, promises, disagreements)
 

@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from . import compat, legacy, windowed_states
+from . import compat, legacy, model_types, windowed_states
+from .amounts import tokens
 from .cache import Cache
 from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import Checkpoints, DynamicLayer, SlidingLayer
@@ -24,7 +26,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     Args:
         ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
             and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
-        config: config of the model. Without it, every layer is taken for full attention.
+        config: config of the model, or the model. Without it, every layer is taken for full attention.
         offloading: hold states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
@@ -57,13 +59,20 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         config: object | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
-        length_hint: int | None = None,
+        length_hint: int | str | None = None,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        if isinstance(ddp_cache_data, transformers.PretrainedConfig):
-            raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
+        if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
+            raise OptionError(
+                f"expected states as the first argument, but saw a {type(ddp_cache_data).__name__}: pass it as "
+                "config=...."
+            )
+        if config is not None:
+            config = model_types.config_of(config)
+        if length_hint is not None:
+            length_hint = tokens(length_hint, "length_hint")
         if checkpoints is not None and config is None:
             raise OptionError("expected a config beside checkpoints, to say what layers are recurrent, but saw none.")
         given = legacy.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))

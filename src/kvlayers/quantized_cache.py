@@ -9,6 +9,7 @@ import transformers
 from typing_extensions import override
 
 from . import model_types
+from .amounts import tokens
 from .cache import Cache
 from .errors import OptionError
 from .layers import Checkpoints, QuantizedLayer
@@ -93,7 +94,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     Args:
         backend: what quantizes: `"native"` needs no other package; `"quanto"` and `"hqq"` are those of transformers;
             `"fp8"` holds float8 numbers; or a name that was registered with `register_quantizer`.
-        config: config of the model. Without it, every layer is taken for full attention.
+        config: config of the model, or the model. Without it, every layer is taken for full attention.
         nbits: bits of a code: 2, 3, 4 (the default) or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq; 8 for
             fp8. One number for all layers, or a sequence of one for each layer of the cache, in which `None` is the
             default; what is not quantized has one too, without effect.
@@ -147,7 +148,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         value_group_size: int | None = None,
         sink_tokens: int | None = None,
         quantize_sliding: bool = False,
-        length_hint: int | None = None,
+        length_hint: int | str | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
         offload_device: str = "cpu",
@@ -161,8 +162,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             )
         if not isinstance(quantize_sliding, bool):
             raise OptionError(f"expected quantize_sliding to be True or False, but saw {quantize_sliding!r}.")
+        if config is not None:
+            config = model_types.config_of(config)
         if length_hint is not None:
-            length_hint = whole_number(length_hint, "length_hint")
+            length_hint = whole_number(tokens(length_hint, "length_hint"), "length_hint")
         given = {
             "nbits": nbits,
             "axis_key": axis_key,

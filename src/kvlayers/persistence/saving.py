@@ -34,7 +34,7 @@ def save_cache(
         cache: a cache of kvlayers, which stays what it is.
         path: the file. Its directory must exist.
         token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`.
-        config: config of the model, so that the file is refused for another one.
+        config: config of the model, or the model, so that the file is refused for another one.
         weights_id: what the model's weights are called, so that the file can be refused for others; see `weights_id()`.
 
     Raises:

@@ -71,7 +71,7 @@ class MambaCache(_RecurrentStates):
     Example:
         >>> import kvlayers, transformers
         >>> kvlayers.MambaCache(transformers.MambaConfig(num_hidden_layers=2), max_batch_size=1)
-        MambaCache(2 x LinearAttentionLayer(length=0))
+        MambaCache(2 x LinearAttentionLayer, 0 tokens, 0 B)
     """
 
     @checks_options

@@ -91,6 +91,15 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     The oldest `sink_tokens` and the newest `residual_length` tokens stay in full precision. Sliding and chunked
     attention stay in full precision as well, unless `quantize_sliding` is set, as their windows are small already.
 
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> kvlayers.QuantizedCache(config=config, nbits=2)
+        QuantizedCache(2 x QuantizedLayer of 2 bits, 0 tokens, 0 B)
+        >>> kvlayers.QuantizedCache(config=config, nbits=5)
+        Traceback (most recent call last):
+        kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
+
     Args:
         backend: what quantizes: `"native"` needs no other package; `"quanto"` and `"hqq"` are those of transformers;
             `"fp8"` holds float8 numbers; or a name that was registered with `register_quantizer`.
@@ -109,7 +118,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         value_group_size: group size of the values alone.
         sink_tokens: oldest tokens that stay in full precision.
         quantize_sliding: whether windows of sliding and chunked attention are quantized too.
-        length_hint: the most tokens that are expected, where known: memory then grows no further than that.
+        length_hint: the most tokens that are expected, where known, such as 4096 or "4k": memory then grows no further
+            than that.
         offloading: hold codes and states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
@@ -121,15 +131,6 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         OptionError: an option that does not exist, a value that the backend does not take, a group size that does not
             divide head_dim, bits for another number of layers, or a backend whose package is missing.
         ConfigError: the config does not describe the model's layers.
-
-    Example:
-        >>> import kvlayers, transformers
-        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
-        >>> kvlayers.QuantizedCache(config=config, nbits=2)
-        QuantizedCache(2 x QuantizedLayer(length=0))
-        >>> kvlayers.QuantizedCache(config=config, nbits=5)
-        Traceback (most recent call last):
-        kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
     """
 
     @checks_options

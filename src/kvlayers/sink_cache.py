@@ -31,8 +31,18 @@ class SinkCache(Cache):
     How a model rotates its keys is read from its config, which may also come later: a cache without one is given it by
     `generate()` under `install()`, and by `prepare`.
 
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> cache = kvlayers.SinkCache(window_length=256, num_sink_tokens=4, config=config)
+        >>> cache, cache.get_max_length()
+        (SinkCache(2 x SinkLayer, 0 tokens, 0 B), 256)
+        >>> kvlayers.SinkCache(256, config=transformers.GPT2Config())
+        Traceback (most recent call last):
+        kvlayers.errors.ConfigError: ...
+
     Args:
-        window_length: tokens that a query attends to, the sinks and itself included.
+        window_length: tokens that a query attends to, the sinks and itself included: 4096, or "4k".
         num_sink_tokens: how many of them are sinks.
         config: config of the model, or the model.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know.
@@ -46,16 +56,6 @@ class SinkCache(Cache):
     Raises:
         OptionError: an option that does not exist, or a window that is not larger than the sinks.
         ConfigError: a model without RoPE, with one that depends on the length, or whose RoPE is not known.
-
-    Example:
-        >>> import kvlayers, transformers
-        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
-        >>> cache = kvlayers.SinkCache(window_length=256, num_sink_tokens=4, config=config)
-        >>> cache, cache.get_max_length()
-        (SinkCache(2 x SinkLayer(length=0)), 256)
-        >>> kvlayers.SinkCache(256, config=transformers.GPT2Config())
-        Traceback (most recent call last):
-        kvlayers.errors.ConfigError: ...
     """
 
     @checks_options

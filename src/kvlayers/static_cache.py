@@ -26,6 +26,17 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     Eager code attends to the tokens that are there. Compiled code attends to a bucket, the smallest of a few sizes that
     holds them: it is compiled once for each, however many tokens come, and costs what they cost, not what is reserved.
 
+    Example:
+        >>> import torch, kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=1)
+        >>> cache = kvlayers.StaticCache(config, max_cache_len=4)
+        >>> _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), layer_idx=0)
+        >>> cache.get_seq_length(), cache.get_max_length()
+        (3, 4)
+        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        kvlayers.errors.CapacityError: expected at most 4 tokens, ... but saw 3 held and 2 new: reserve 5 or more ...
+
     Args:
         config: config of the model, or the model.
         max_cache_len: tokens to reserve, prompt and continuation together: 4096, or "4k".
@@ -51,17 +62,6 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
         ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
             compiled around such a cache (those with alibi).
-
-    Example:
-        >>> import torch, kvlayers, transformers
-        >>> config = transformers.LlamaConfig(num_hidden_layers=1)
-        >>> cache = kvlayers.StaticCache(config, max_cache_len=4)
-        >>> _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), layer_idx=0)
-        >>> cache.get_seq_length(), cache.get_max_length()
-        (3, 4)
-        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        kvlayers.errors.CapacityError: expected at most 4 tokens, ... but saw 3 held and 2 new: reserve 5 or more ...
     """
 
     @checks_options

@@ -152,7 +152,7 @@ def make_cache(
         >>> import kvlayers, transformers
         >>> config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=4096)
         >>> kvlayers.make_cache("dynamic", config)
-        DynamicCache(2 x SlidingLayer(length=0))
+        DynamicCache(2 x SlidingLayer, 0 tokens, 0 B)
     """
     request = CacheRequest(
         model_types.config_of(model_or_config),

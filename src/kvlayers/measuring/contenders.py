@@ -12,21 +12,9 @@ from ..generation.registry import make_cache
 from ..layers.dispatch import WINDOWED
 from ..model_types import config_of
 from ..planning.planned_kind import EXACT, ROUNDED, fidelity_of
-from .names import OURS, THEIR_NAMES, THEIRS
-
-__all__ = [
-    "OURS",
-    "THEIRS",
-    "THEIR_NAMES",
-    "Contender",
-    "Key",
-    "contender",
-    "exact_names",
-    "is_installed",
-    "of_ours",
-    "of_theirs",
-    "states_in",
-]
+from .names import OURS as OURS
+from .names import THEIR_NAMES as THEIR_NAMES
+from .names import THEIRS as THEIRS
 
 Key = tuple[str, str]
 """A library and the name of a cache."""
@@ -66,7 +54,7 @@ def of_ours(name: str, model: Any, length: int) -> Contender:
 
 
 def of_theirs(name: str, model: Any, length: int) -> Contender:
-    """A cache of transformers, one of `THEIR_NAMES`, for a model (or its config) and the most tokens that it will hold."""
+    """A cache of transformers, of `THEIR_NAMES`, for a model or its config and the most tokens that it will hold."""
     return Contender(THEIRS, name, lambda: _MAKERS[name](config_of(model), length))
 
 

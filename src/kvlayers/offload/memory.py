@@ -126,8 +126,8 @@ def _take_space(file: int, nbytes: int) -> None:
 def _no_memory(shape: tuple[int, ...], dtype: torch.dtype, where: str, reason: str) -> CapacityError:
     nbytes = math.prod(shape) * dtype.itemsize
     return CapacityError(
-        f"expected {exact_bytes(nbytes)} {where} for offloaded states, but could not have them ({reason}): see that there "
-        "is room, or hold fewer tokens."
+        f"expected {exact_bytes(nbytes)} {where} for offloaded states, but could not have them ({reason}): see that "
+        "there is room, or hold fewer tokens."
     )
 
 

@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else there is to say, a sentence each: which to use, names of the same, and positions that are missing."""
+        """What else there is to say, a sentence each: which to use, other names of the same, and missing positions."""
         same = [
             f"{first.name} ({', '.join(cache.name for cache in others)})" for first, *others in self.groups() if others
         ]

@@ -55,7 +55,7 @@ class PrefixStore:
         >>> store.insert(torch.tensor([1, 2, 3, 4, 5]), cache, model="mine")
         True
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine")
-        Hit(cache=DynamicCache(1 x DynamicLayer(length=3)), covered=3, reason='')
+        Hit(cache=DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 16.6 KiB), covered=3, reason='')
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine", namespace="somebody else").cache is None
         True
     """
@@ -108,7 +108,8 @@ class PrefixStore:
         Args:
             input_ids: ids of the tokens, int64 `[tokens]` or `[1, tokens]`; there may be more than `cache` has seen.
             cache: a cache of one sequence.
-            config: config of the model, or the model. Models whose configs differ in what states depend on share nothing.
+            config: config of the model, or the model. Models whose configs differ in what states depend on share
+                nothing.
             namespace: whose it is: another one finds nothing of it.
             model: what the model is called, beside its config or instead of it: fine-tunes have equal configs, so
                 pass `kvlayers.weights_id(model)` where several are served.
@@ -188,14 +189,15 @@ class PrefixStore:
                 )
             entry.pins += change
 
-    def evict(self, nbytes: int | None = None) -> int:
+    def evict(self, nbytes: int | str | None = None) -> int:
         """Free at least `nbytes` bytes of memory, all where not given, as far as entries are not pinned.
 
         Returns:
             Bytes that were freed. With a directory, what they held is there.
         """
         if nbytes is not None:
-            _check_bytes("nbytes", nbytes)
+            nbytes = amount_of_bytes(nbytes, "nbytes")
+            _check_count("nbytes", nbytes, "bytes")
         with self._lock:
             return self._holdings.evict(nbytes)
 

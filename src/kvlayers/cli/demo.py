@@ -8,7 +8,7 @@ from ..demo.names import HUB_NAME
 from .dtypes import Dtype
 
 PROMPT = "Once upon a time, a programmer"
-CONTEXT_OF_PROMPT = 2048
+CONTEXT_OF_PROMPT = 4096
 
 
 def demo(
@@ -28,8 +28,8 @@ def demo(
             f"Default: 0 with a prompt, {CONTEXT_OF_PROMPT} without.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 48,
-    trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 32,
+    trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 1,
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: as torch chooses.")
     ] = None,
@@ -37,10 +37,10 @@ def demo(
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON; all else goes to stderr.")] = False,
 ) -> None:
-    """A language model continues a text through kvlayers, then through every cache, to compare.
+    """A language model continues a text through every cache, draws samples of it, and answers a second turn.
 
-    Exits with 1 where a cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside, and with 2
-    where there is no such model, or device.
+    Exits with 1 if an exact cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside, and with
+    2 if there is no such model, or device.
     """
     # Late, as torch takes seconds to import, which `--help` need not wait for.
     from ..demo.app import run_demo

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from . import compat, forward_pass
 from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionError, UnsupportedLayerError
-from .layers import CacheLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
+from .layers import CacheLayer, HybridLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
 from .legacy import LegacySurface
@@ -267,6 +267,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             may_go_on = self._in_step < len(self.layers) - 1 or self.layer_class_to_replicate is not None
             module = forward_pass.outermost_module() if in_module and may_go_on else None
             self._began = forward_pass.PassStart(layer_idx, self._seen_by(layer_idx), tokens, in_module, module)
+            if in_module and layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], HybridLayer):
+                self._check_parts(self.layers[layer_idx], tokens)
         if layer_idx > self._in_step:
             began = self._began
             if began is not None and began.module is not None and tokens == began.tokens:
@@ -275,6 +277,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 if uneven and forward_pass.outermost_module() == began.module:
                     raise self._interrupted(layer_idx)
             self._in_step = layer_idx
+
+    def _check_parts(self, layer: HybridLayer, tokens: int) -> None:
+        """Raise where a pass was interrupted between the parts of its first layer. Either part may come first."""
+        attended, recurrent = layer.attention.length, layer.linear.length
+        if recurrent and recurrent not in (attended, attended + tokens):
+            raise forward_pass.interrupted([attended, recurrent], recurrent=True)
 
     def _check_in_step(self) -> None:
         """Raise `InterruptedPassError` where the newest forward pass ended before the earlier ones did.

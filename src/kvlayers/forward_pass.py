@@ -52,9 +52,7 @@ def in_module(most: int = CALLERS) -> bool:
 
 def outermost_module() -> int | None:
     """Identity of the outermost module that is being called: the model, where it is a whole forward pass."""
-    outermost = None
-    for outermost in _module_calls(NO_PASS):
-        pass
+    *_, outermost = (None, *_module_calls(NO_PASS))
     return None if outermost is None else id(outermost.f_locals.get("self"))
 
 

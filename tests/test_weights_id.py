@@ -151,7 +151,8 @@ def test_threads_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1 and len(set(found)) == 1
+    assert len(made) == 1
+    assert len(set(found)) == 1
 
 
 def test_weights_that_are_not_in_memory_are_refused() -> None:

@@ -353,11 +353,9 @@ def _wrap_validate_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if generation_mode != GenerationMode.ASSISTED_GENERATION:
-            original(self, generation_mode, generation_config, *args, **kwargs)
-            return
-        with assisted.allowed(self, generation_config):
-            original(self, generation_mode, generation_config, *args, **kwargs)
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        model = assisted.as_checked(self, generation_config) if is_assisted else self
+        original(model, generation_mode, generation_config, *args, **kwargs)
 
     return validate_generation_mode
 

@@ -126,7 +126,11 @@ def repetitive(seed: int = 0) -> Tensor:
 
 
 def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
-    defaults: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    defaults: dict[str, Any] = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+    }
     tokens: Tensor = model.generate(ids, **{**defaults, **how})
     return tokens
 

@@ -206,4 +206,3 @@ class _Loop:
         if self._last is not None and seen < end:
             tokens, kwargs = self._last
             pass_tokens(self._model, sequences[:, :end], cut(kwargs, tokens - end), self.cache, seen)
-

@@ -88,6 +88,7 @@ class ModelView:
         return getattr(self.__model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass of the model."""
         return self.__model(*args, **kwargs)
 
     @property  # type: ignore[misc]

@@ -338,6 +338,22 @@ def test_a_call_ends_as_it_began_though_another_thread_uninstalls(monkeypatch: p
 
 
 @pytest.mark.usefixtures("_leaving_transformers_as_it_was")
+def test_a_call_of_its_own_is_nothing_to_other_threads() -> None:
+    model, ids = fresh_model("llama"), prompt()
+    caches: list[Any] = []
+
+    def elsewhere(input_ids: Tensor, scores: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: caches.append(cache_of(model)))
+        thread.start()
+        thread.join(SECONDS)
+        return scores
+
+    how = {"max_new_tokens": 2, "return_dict_in_generate": True, "logits_processor": [elsewhere]}
+    assert type(kvlayers.generate(model, ids, **how).past_key_values) is kvlayers.DynamicCache
+    assert [type(cache) for cache in caches] == [transformers.DynamicCache] * 2
+
+
+@pytest.mark.usefixtures("_leaving_transformers_as_it_was")
 def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
     for _ in range(20):
         decorators = [kvlayers.register("contested") for _ in range(THREADS)]

@@ -165,6 +165,17 @@ def _call() -> Iterator[bool]:
             _of_call.reset(token)
 
 
+@contextmanager
+def own_call() -> Iterator[None]:
+    """The length of a call that goes by kvlayers, installed or not. Calls of other threads do not, unless it is."""
+    with _presence.own_call():
+        token = _of_call.set(True)
+        try:
+            yield
+        finally:
+            _of_call.reset(token)
+
+
 def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for what stands in for `original` in calls that go by kvlayers, and passes through to it in others.
 

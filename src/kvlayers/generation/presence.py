@@ -41,9 +41,23 @@ class Presence:
             yield wanted
         finally:
             if wanted:
-                with self._lock:
-                    self._calls -= 1
-                    self._take_back_unwanted()
+                self._end_call()
+
+    @contextmanager
+    def own_call(self) -> Iterator[None]:
+        """The length of a call that puts it in place for itself alone: that does not make it wanted."""
+        try:
+            with self._lock:
+                self._calls += 1
+                self._put()
+            yield
+        finally:
+            self._end_call()
+
+    def _end_call(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            self._take_back_unwanted()
 
     def begin(self) -> None:
         """Put it in place, until `end`."""

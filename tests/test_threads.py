@@ -150,10 +150,11 @@ ASSISTED: dict[str, Callable[[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("family", RECURRENT)
 def test_threads_have_drafts_of_their_own(installed: None, family: str, mode: str) -> None:
     model = a_model(family)
-    how = ASSISTED[mode](draft_of(model))
+    draft = draft_of(model)
+    how = ASSISTED[mode](draft)
     prompts = [repetitive(0), repetitive(1)]
     expected = [tokens_of(model, ids, **how) for ids in prompts]
-    untouched = Untouched(model)
+    untouched = [Untouched(model), Untouched(draft)]
     wrong: list[int] = []
     watching = Watching(model)
 
@@ -165,7 +166,8 @@ def test_threads_have_drafts_of_their_own(installed: None, family: str, mode: st
     in_threads(work)
     assert wrong == []
     assert watching.seen == set()
-    untouched.check()
+    for each in untouched:
+        each.check()
 
 
 @pytest.mark.parametrize("mode", ASSISTED)

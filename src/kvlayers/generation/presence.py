@@ -18,7 +18,7 @@ class Presence:
         self._lock = threading.RLock()
         self._explicit = False
         self._blocks: set[object] = set()
-        self._calls = 0
+        self._calls: set[object] = set()
 
     def __bool__(self) -> bool:
         return self._explicit or bool(self._blocks)
@@ -26,7 +26,7 @@ class Presence:
     @property
     def is_in_place(self) -> bool:
         """Whether somebody wants it, or a call that began while somebody did has not ended."""
-        return bool(self) or self._calls > 0
+        return bool(self) or bool(self._calls)
 
     @contextmanager
     def call(self) -> Iterator[bool]:
@@ -34,30 +34,33 @@ class Presence:
 
         So no other thread takes it back in the middle of the call.
         """
-        with self._lock:
-            wanted = bool(self)
-            self._calls += wanted
+        token = object()
         try:
+            with self._lock:
+                wanted = bool(self)
+                if wanted:
+                    self._calls.add(token)
             yield wanted
         finally:
-            if wanted:
-                self._end_call()
+            self._end_call(token)
 
     @contextmanager
     def own_call(self) -> Iterator[None]:
         """The length of a call that puts it in place for itself alone: that does not make it wanted."""
+        token = object()
         try:
             with self._lock:
-                self._calls += 1
+                self._calls.add(token)
                 self._put()
             yield
         finally:
-            self._end_call()
+            self._end_call(token)
 
-    def _end_call(self) -> None:
+    def _end_call(self, token: object) -> None:
         with self._lock:
-            self._calls -= 1
-            self._take_back_unwanted()
+            if token in self._calls:
+                self._calls.discard(token)
+                self._take_back_unwanted()
 
     def begin(self) -> None:
         """Put it in place, until `end`."""

@@ -159,7 +159,7 @@ def make_cache(
         options,
         batch_size,
         None if length_hint is None else tokens(length_hint, "length_hint"),
-        None if device is None else checked_device(device),
+        checked_device(device) if isinstance(device, str) else device,
         None if dtype is None else checked_dtype(dtype),
     )
     return cache_for(name, request)

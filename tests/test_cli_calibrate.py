@@ -46,8 +46,8 @@ def calibrate(*arguments: object) -> Any:
     return typer_testing.CliRunner().invoke(make_app(), ["calibrate", *map(str, arguments)])
 
 
-# Two layers of two heads of 8 states: keys in 2 bits and values in 8, or the other way round, are within it. A scale and
-# a zero in bfloat16 are for 64 tokens of a channel of keys, and for a token of a head of values.
+# Two layers of two heads of 8 states, keys in 2 bits and values in 8 or the other way round. A scale and a zero in
+# bfloat16 are for 64 tokens of a channel of keys, and for a token of a head of values.
 MIDDLE = 2 * 2 * max(8 * 2 / 8 + 8 * 4 / 64 + 8 + 4, 8 + 8 * 4 / 64 + 8 * 2 / 8 + 4)
 
 

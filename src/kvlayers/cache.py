@@ -1,7 +1,6 @@
 """The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from .explanation import Explanation
     from .summary import CacheSummary
 
+LAYERS = (LayerOperations, compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)
+"""What a cache can be made of."""
+
 OF_OURS = (CacheLayer, LinearAttentionLayer)
 """What takes states in as layers of kvlayers do. Made once, as each layer asks at each token."""
 
@@ -43,7 +45,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         offload_directory: where the files are made, for "disk".
 
     Raises:
-        OptionError: an option that does not exist, or options of offloading that contradict each other.
+        OptionError: an option that does not exist, options of offloading that contradict each other, or something in
+            the place of a layer that is none, such as a cache.
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         ConfigError: both or neither of the two arguments are given.
     """
@@ -74,6 +77,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 "expected either layers or layer_class_to_replicate, but saw "
                 f"{'neither' if layers is None else 'both'}: pass the layers of the model, or what makes one."
             )
+        if layers is not None and not isinstance(layers, list | tuple):
+            raise OptionError(f"expected a list of layers, but saw a {type(layers).__name__}: pass its layers.")
         if layers is not None and len({id(layer) for layer in layers}) != len(layers):
             raise ConfigError("expected a layer of its own for each layer of the model, but saw one that comes twice.")
         placement = Offloading(offload_only_non_sliding, offload_device, offload_directory)
@@ -134,7 +139,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         Args:
             path: of the file, which is replaced as a whole where there is one.
             token_ids: tokens that the cache has seen, int64 `[batch, tokens]`, to be found in the file again.
-            config: config of the model, so that the file is refused for another one.
+            config: config of the model, or the model, so that the file is refused for another one.
 
         Raises:
             CachePathError: the file cannot be written.
@@ -154,8 +159,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             >>> _ = cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
             >>> cache.summary()  # doctest: +NORMALIZE_WHITESPACE
             DynamicCache: 3 tokens, batch 1, 384 B
-            layers  kind          tokens  device
-            0       DynamicLayer       3   384 B
+            layers  kind          seen  held  device
+            0       DynamicLayer     3     3   384 B
         """
         # Late, as few ask for it.
         from .summary import summary_of
@@ -506,10 +511,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return len(self.layers)
 
     def __repr__(self) -> str:
-        # Not all layers of transformers have a representation without an address.
-        shown_layers = ("DummyLayer" if isinstance(layer, compat.DUMMY_LAYER) else repr(layer) for layer in self.layers)
-        groups = ((shown, len(list(same))) for shown, same in itertools.groupby(shown_layers))
-        return f"{type(self).__name__}({', '.join(f'{count} x {shown}' for shown, count in groups)})"
+        return self.summary().line
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        return self.summary()._repr_html_()
 
 
 def _reserves(layer: Any) -> bool:
@@ -520,7 +526,16 @@ def _reserves(layer: Any) -> bool:
 
 
 def _placed(prefetcher: Prefetcher | None, only_non_sliding: bool, layer: Any) -> Any:
+    if not isinstance(layer, LAYERS):
+        raise OptionError(
+            f"expected a layer of kvlayers or of transformers, but saw {_said_of(layer)}: a cache is made of layers, "
+            "such as those of cache.layers."
+        )
     return layer if prefetcher is None else offloaded(layer, prefetcher, only_non_sliding)
+
+
+def _said_of(thing: object) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
 
 
 def _made(make_layer: Callable[[], Any], place: Callable[[Any], Any]) -> Any:

@@ -81,8 +81,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     Example:
         >>> import kvlayers, transformers
         >>> config = transformers.BartConfig(decoder_layers=2)
-        >>> kvlayers.EncoderDecoderCache(kvlayers.QuantizedCache(config=config), kvlayers.DynamicCache())
-        EncoderDecoderCache(self=QuantizedCache(2 x QuantizedLayer(length=0)), cross=DynamicCache())
+        >>> kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache())
+        EncoderDecoderCache(self=DynamicCache(2 x DynamicLayer, 0 tokens, 0 B), cross=DynamicCache(0 tokens, 0 B))
     """
 
     self_attention_cache: Any

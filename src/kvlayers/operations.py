@@ -257,13 +257,13 @@ class LayerwiseOperations(ABC):
             n: how many; one that is no list where not given.
 
         Raises:
-            OptionError: `n` is no whole number, or negative.
+            OptionError: `n` is no whole number, or less than 1.
         """
         if n is None:
             return self._fork()
         count = whole_number(n, "the number of forks")
-        if count < 0:
-            raise OptionError(f"expected a number of forks, at least 0, but saw {count}.")
+        if count < 1:
+            raise OptionError(f"expected a number of forks, at least 1, but saw {count}.")
         return [self._fork() for _ in range(count)]
 
     def _fork(self) -> Self:

@@ -126,6 +126,11 @@ class SinkLayer(TokenLayer):
             self._store.drop_oldest(beyond)
 
     @property
+    @override
+    def held_tokens(self) -> int:
+        return min(self._seen, self.num_sink_tokens + self._store.length)
+
+    @property
     def rotary(self) -> Rotary | None:
         """How keys are rotated, `None` where they know no positions."""
         return self._sinks.rotary

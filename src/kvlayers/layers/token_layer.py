@@ -27,6 +27,11 @@ class TokenLayer(CacheLayer):
         return self._store
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
+        return self._store.length
+
+    @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
         return None if self._store.key_form is None else self._store.newest_keys(self._store.length)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ..errors import ModelMismatchError, OptionError
-from ..model_types import decoder_config
+from ..model_types import config_of, decoder_config
 from ..rope_words import config_fields
 from .description import Description, ModelRecord
 from .weights import SCHEME
@@ -51,7 +51,7 @@ def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
         ConfigError: it is no model config.
     """
     decoder = decoder_config(config)
-    content: Any = config if is_pair else decoder
+    content: Any = config_of(config) if is_pair else decoder
     fields: dict[str, Any] = _plain(config_fields(content))
     return fields
 
@@ -67,7 +67,8 @@ def model_record(config: object | None, is_pair: bool, weights_id: str | None) -
     if config is None:
         return ModelRecord(weights_id=weights_id)
     fields = model_fields(config, is_pair)
-    name, commit = vars(config).get("_name_or_path"), vars(config).get("_commit_hash")
+    said = vars(config_of(config))
+    name, commit = said.get("_name_or_path"), said.get("_commit_hash")
     known = isinstance(name, str) and name != "" and not os.path.exists(name) and not os.path.isabs(name)
     return ModelRecord(fields, name if known else None, commit if isinstance(commit, str) else None, weights_id)
 

@@ -22,13 +22,13 @@ from kvlayers.measuring.texts import passages  # noqa: E402
 
 pytestmark = pytest.mark.fast
 
-CONTEXT, SCORED = 192, 8
+CONTEXT, SCORED = 272, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama")
+    model = fresh_model("llama", max_position_embeddings=512)
     with torch.no_grad():
         model.lm_head.weight.mul_(30)
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
@@ -46,20 +46,13 @@ def calibrate(*arguments: object) -> Any:
     return typer_testing.CliRunner().invoke(make_app(), ["calibrate", *map(str, arguments)])
 
 
-@pytest.fixture
-def middle(llama: Path) -> float:
-    """Bytes a token of 2 bits for keys and 8 for values, of states in bfloat16."""
-    with_both = kvlayers.QuantizedCache(config=tf.AutoConfig.from_pretrained(llama), key_nbits=2, value_nbits=8)
-    for tokens in (4096, 8192):
-        with_both.reset()
-        for index in range(2):
-            with_both.update(torch.zeros(1, 2, tokens, 8).bfloat16(), torch.zeros(1, 2, tokens, 8).bfloat16(), index)
-    # Two layers, two heads of 8 states, and a scale and a zero for every 64 of the keys and every head of the values.
-    return 2 * 2 * (8 * 2 / 8 + 8 * 4 / 64 + 8 + 4)
+# Two layers of two heads of 8 states, keys in 2 bits and values in 8 or the other way round. A scale and a zero in
+# bfloat16 are for 64 tokens of a channel of keys, and for a token of a head of values.
+MIDDLE = 2 * 2 * max(8 * 2 / 8 + 8 * 4 / 64 + 8 + 4, 8 + 8 * 4 / 64 + 8 * 2 / 8 + 4)
 
 
-def test_it_finds_what_calibrate_finds(llama: Path, tmp_path: Path, middle: float) -> None:
-    result = calibrate(llama, "--bytes-per-token", middle, "--output", tmp_path / "new" / "directory", *QUICK, "--json")
+def test_it_finds_what_calibrate_finds(llama: Path, tmp_path: Path) -> None:
+    result = calibrate(llama, "--bytes-per-token", MIDDLE, "--output", tmp_path / "new" / "directory", *QUICK, "--json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     file = tmp_path / "new" / "directory" / "kvlayers_calibration.json"
@@ -70,7 +63,7 @@ def test_it_finds_what_calibrate_finds(llama: Path, tmp_path: Path, middle: floa
     expected = kvlayers.calibrate(
         model,
         passages(word_tokenizer(), random_text(600), 1, CONTEXT + SCORED),
-        kvlayers.BytesBudget(middle),
+        kvlayers.BytesBudget(MIDDLE),
         quantization=kvlayers.Quantization(),
         widths=[2, 8],
         passages=1,
@@ -124,10 +117,10 @@ def test_a_budget_that_no_bits_fit_ends_with_2(llama: Path) -> None:
         (["{model}", "--max-kl", "1", "--backend", "none"], "none"),
         (["{model}", "--max-kl", "1", "--context", "32q"], "--context to be a number of tokens.*saw '32q'"),
         (["{model}", "--max-kl", "1", "--context", "64"], "context_length of .* tokens or more"),
-        (["{model}", "--max-kl", "1", "--context", "1k"], "at most 256 tokens, as the model has positions for"),
+        (["{model}", "--max-kl", "1", "--context", "1k"], "at most 512 tokens, as the model has positions for"),
         (["{model}", "--max-kl", "1", "--scored", "0"], "--scored to be at least 1"),
         (["{model}", "--max-kl", "1", "--text", "none.txt"], "none.txt cannot be read"),
-        (["{model}", "--max-kl", "1", "--text", "short.txt"], "a text with 4 passages"),
+        (["{model}", "--max-kl", "1", "--text", "short.txt"], "a text with 1 passages"),
         (["{model}", "--max-kl", "1", "--device", "cuda:77"], "a device of this machine"),
         (["{model}", "--max-kl", "1", "--output", "other.json"], "expected what Calibration.save.. writes"),
         (["{model}", "--max-kl", "1", "--output", "text.txt/x.json"], "text.txt"),
@@ -141,7 +134,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "other.json").write_text("{}")
     given = [str(llama) if argument == "{model}" else argument for argument in arguments]
-    usual = {"--text": "text.txt", "--context": "192", "--scored": "8"}
+    usual = {"--text": "text.txt", "--context": str(CONTEXT), "--scored": str(SCORED), "--passages": "1"}
     given += [word for pair in usual.items() if pair[0] not in given for word in pair]
     result = calibrate(*given)
     assert result.exit_code == 2, (result.output, result.exception)

@@ -364,7 +364,7 @@ def test_a_model_whose_layers_share_nothing_is_given_no_cache_with_shared_ones()
         pytest.skip(f"transformers {transformers.__version__} leaves out the layers that share")
     with pytest.raises(kvlayers.UnsupportedLayerError, match="layer 2 holds nothing"):
         tiny_model("gemma3")(prompt(2, PROMPT), past_key_values=cache)
-    assert repr(cache).endswith("2 x DummyLayer)")
+    assert "2 x DummyLayer, " in repr(cache)
 
 
 # Where they cannot

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from . import compat
-from .errors import ConfigError, LayerIndexError, OptionError, UnsupportedLayerError
-from .layers import CacheLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
+from . import compat, forward_pass
+from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionError, UnsupportedLayerError
+from .layers import CacheLayer, HybridLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
 from .legacy import LegacySurface
@@ -56,6 +56,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     """What a store of prefixes had of the prompts of the call that made the cache; see `explain`."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """By layer, how often code that updates it was traced."""
+    _at = forward_pass.NO_PASS
+    """Index of the layer that the newest forward pass has updated last."""
+    _in_step = -1
+    """Index up to which layers have seen what the first one has, but for the pass that is under way."""
+    _began: forward_pass.PassStart | None = None
 
     @checks_options
     def __init__(
@@ -213,11 +218,15 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             LayerIndexError: no layer has that index.
             StateMismatchError: states of another batch size, kv_heads, head_dim, dtype or device than those held.
             CapacityError: more tokens than fit.
+            InterruptedPassError: an earlier forward pass ended before this layer, so that it lacks tokens.
         """
         if not 0 <= layer_idx < len(self.layers):
             return self._update_new_layer(key_states, value_states, layer_idx)
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             self._note_trace(layer_idx)
+        elif not self._at < layer_idx <= self._in_step:
+            self._follow(layer_idx, key_states.shape[-2])
         layer = self.layers[layer_idx]
         if isinstance(layer, compat.DUMMY_LAYER):
             raise UnsupportedLayerError(
@@ -225,16 +234,93 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 "of the model that uses it."
             )
         if isinstance(layer, OF_OURS):
-            return layer.update(key_states, value_states)
-        return theirs.update(layer, key_states, value_states, cache_kwargs)
+            attended = layer.update(key_states, value_states)
+        else:
+            attended = theirs.update(layer, key_states, value_states, cache_kwargs)
+        if not compiling:
+            self._at = layer_idx
+        return attended
 
     def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._follow(layer_idx, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
+        if not compiling:
+            self._at = layer_idx
         return attended
+
+    # Forward passes that were interrupted
+
+    def _follow(self, layer_idx: int, tokens: int) -> None:
+        """Note that a layer is about to be updated, where a pass begins or goes further than the one before.
+
+        Where passes end at the same layer, that is so once a pass. Models may leave out their last layers (early exit),
+        so that only an update of such a layer tells: it would have seen fewer tokens than those before it.
+
+        Raises:
+            InterruptedPassError: it would.
+        """
+        if layer_idx <= self._at:
+            self._in_step = min(self._in_step, self._at)
+            in_module = forward_pass.in_module()
+            # Only where there are layers behind, or may be, can this pass go further than the one before.
+            may_go_on = self._in_step < len(self.layers) - 1 or self.layer_class_to_replicate is not None
+            module = forward_pass.outermost_module() if in_module and may_go_on else None
+            self._began = forward_pass.PassStart(layer_idx, self._seen_by(layer_idx), tokens, in_module, module)
+            if in_module and layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], HybridLayer):
+                self._check_parts(self.layers[layer_idx], tokens)
+        if layer_idx > self._in_step:
+            began = self._began
+            if began is not None and began.module is not None and tokens == began.tokens:
+                seen = self._seen_by(layer_idx)
+                uneven = None not in (seen, began.length) and seen != began.length
+                if uneven and forward_pass.outermost_module() == began.module:
+                    raise self._interrupted(layer_idx)
+            self._in_step = layer_idx
+
+    def _check_parts(self, layer: HybridLayer, tokens: int) -> None:
+        """Raise where a pass was interrupted between the parts of its first layer. Either part may come first."""
+        attended, recurrent = layer.attention.length, layer.linear.length
+        if recurrent and recurrent not in (attended, attended + tokens):
+            raise forward_pass.interrupted([attended, recurrent], recurrent=True)
+
+    def _check_in_step(self) -> None:
+        """Raise `InterruptedPassError` where the newest forward pass ended before the earlier ones did.
+
+        Not within a module, where it may be under way.
+        """
+        began = self._began
+        if began is None or not began.in_module or forward_pass.in_module(forward_pass.NO_PASS):
+            return
+        behind = any(self._seen_by(index) == began.length for index in range(self._at + 1, self._in_step + 1))
+        if began.length is not None and behind and self._seen_by(began.layer) != began.length:
+            raise self._interrupted(self._in_step)
+
+    def _seen_by(self, layer_idx: int) -> int | None:
+        """Tokens that a layer has seen, `None` where it does not know without being waited for."""
+        if layer_idx >= len(self.layers):
+            return 0
+        layer = self.layers[layer_idx]
+        if isinstance(layer, LayerOperations):
+            return layer.length
+        seen = layer.get_seq_length() if isinstance(layer, compat.ATTENTION_LAYER) else None
+        return seen if isinstance(seen, int) else None
+
+    def _interrupted(self, last: int) -> InterruptedPassError:
+        # Of layers that are made as they are needed, the last one may not be there yet.
+        seen = [self._seen_by(index) for index in range(max(len(self.layers), last + 1))]
+        return forward_pass.interrupted(seen, any(layer.is_recurrent for layer in self.operable()))
+
+    def forget_pass(self) -> None:
+        """Take the next update for the beginning of a forward pass, and look at each layer if one was interrupted."""
+        if self._at < self._in_step:
+            self._in_step = -1
+        self._at = forward_pass.NO_PASS
 
     def layers_for(self, count: int) -> list[Any]:
         """The layers, and as many new ones as make `count`, where layers are made as they are needed."""
@@ -299,9 +385,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
         Raises:
             UnsupportedLayerError: neither attends, nor does any layer with a recurrent state know.
+            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
+                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
         """
         if layer_idx >= len(self.layers):
             return 0
+        if layer_idx == 0 and not torch.compiler.is_compiling() and self._at < self._in_step:
+            self._check_in_step()
         layer = self.layers[layer_idx]
         if not isinstance(layer, LinearAttentionLayer):
             layer = self.layers[self._attending(layer_idx)]

@@ -417,4 +417,9 @@ def makes_its_own_cache(model: Any, name: str) -> bool:
     if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
         return False
     overridden = getattr(type(model), MAKES_STATIC_CACHE) is not getattr(GenerationMixin, MAKES_STATIC_CACHE)
-    return overridden or (model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)
+    return overridden or masks_the_whole_reservation(model)
+
+
+def masks_the_whole_reservation(model: Any) -> bool:
+    """Whether `generate()` makes masks of a model for all slots of a static cache, in eager code as well."""
+    return bool(model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)

@@ -30,7 +30,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         >>> cache = kvlayers.DynamicCache(config=model, length_hint="1k")
         >>> output = model(torch.ones(1, 8, dtype=torch.int64), past_key_values=cache)
         >>> cache
-        DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, 68.0 KiB)
+        DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, 4.00 KiB)
         >>> cache.crop(-2)
         >>> cache.get_seq_length()
         6

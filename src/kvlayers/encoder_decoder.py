@@ -198,6 +198,17 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     @override
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer of self-attention has seen; see `Cache.get_seq_length`."""
+        seen: int = self.self_attention_cache.get_seq_length(layer_idx)
+        return seen
+
+    @override
+    def forget_pass(self) -> None:
+        for part in self._parts():
+            part.forget_pass()
+
+    @override
     def layers_for(self, count: int) -> list[Any]:
         layers: list[Any] = self.self_attention_cache.layers_for(count)
         return layers

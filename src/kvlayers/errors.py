@@ -50,6 +50,10 @@ class UnsupportedLayerError(KVLayersError, TypeError):
     """A layer class of transformers cannot do what was asked of it."""
 
 
+class InterruptedPassError(KVLayersError, RuntimeError):
+    """A forward pass was interrupted, and left layers that have seen different tokens: crop or reset the cache."""
+
+
 class StaleStatesError(KVLayersError, RuntimeError):
     """States that a cache returned are read after it has changed."""
 

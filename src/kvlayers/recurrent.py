@@ -1,7 +1,9 @@
 """What models with recurrent layers ask of a cache: convolution states, recurrent states and indexer keys."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import compat
@@ -14,10 +16,16 @@ RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
 OURS = (LinearAttentionLayer, HybridLayer, LayerOperations)
 
 
-class RecurrentSurface:
+class RecurrentSurface(ABC):
     """The part of a cache's interface that linear-attention, hybrid and sparse-attention models call."""
 
     layers: list[Any]
+    _at: int
+    _in_step: int
+
+    @abstractmethod
+    def _follow(self, layer_idx: int, tokens: int) -> None:
+        """Note that a layer is about to be updated; see `Cache`."""
 
     def _recurrent(self, layer_idx: int) -> Any:
         """The layer at `layer_idx`, which has such states."""
@@ -104,8 +112,14 @@ class RecurrentSurface:
             StateMismatchError: inputs of another batch size, channels, dtype, device or kernel than those held.
         """
         layer = self._recurrent(layer_idx)
+        # A layer that attends besides is followed by its keys.
+        followed = isinstance(layer, LinearAttentionLayer) and not torch.compiler.is_compiling()
+        if followed and not state_idx and not self._at < layer_idx <= self._in_step:
+            self._follow(layer_idx, conv_states.shape[-1])
         which = (state_idx,) if isinstance(layer, OURS) else theirs.which_state(state_idx)
         updated: Tensor = layer.update_conv_state(conv_states, *which, **layer_options)
+        if followed:
+            self._at = layer_idx
         return updated
 
     def update_recurrent_state(

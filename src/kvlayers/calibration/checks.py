@@ -106,14 +106,19 @@ def checked_count(number: int, name: str) -> int:
     return found
 
 
-def check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
-    """Raise `OptionError` where a model has no positions for passages, or does not know their tokens."""
-    tokens, most = passages[0].shape[1], model_types.most_positions(config)
+def check_positions(config: PretrainedConfig, tokens: int) -> None:
+    """Raise `OptionError` where a model has no positions for so many tokens."""
+    most = model_types.most_positions(config)
     if most is not None and tokens > most:
         raise OptionError(
             f"expected at most {most} tokens, as the model has positions for, but saw {tokens}: pass a smaller "
             "context_length or scored_tokens."
         )
+
+
+def check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
+    """Raise `OptionError` where a model has no positions for passages, or does not know their tokens."""
+    check_positions(config, passages[0].shape[1])
     for ids in passages:
         check_known(config, ids)
 

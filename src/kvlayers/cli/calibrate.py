@@ -56,7 +56,7 @@ def calibrate(
 
     from ..calibration import DivergenceBudget
     from ..calibration import calibrate as calibrate_model
-    from ..calibration.checks import check_ids
+    from ..calibration.checks import check_ids, check_positions
     from ..demo.loading import find, load
     from ..demo.model import find_device
     from ..errors import CapacityError, StateMismatchError
@@ -76,9 +76,10 @@ def calibrate(
         content = text_in(text)
         target = find_device(device)
         found = find(console, model, "MODEL")
+        check_positions(found.config, asked.context + asked.scored)
+        asked.check_layers(found.config)
         texts = passages_of(found.tokenizer, content, passages, asked.context + asked.scored)
         check_ids(found.config, texts)
-        asked.check_layers(found.config)
         loaded = load(console, found, dtype.on(target), target)
         # What only a measurement can show is a result, and not a beginning that failed.
         is_divergence = isinstance(asked.budget, DivergenceBudget)

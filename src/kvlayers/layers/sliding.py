@@ -60,7 +60,12 @@ class SlidingLayer(TokenLayer):
             attended = store.pass_through(key_states, value_states, past, kept)
             self._seen = seen + tokens
             return attended
-        attended = store.extend(key_states, value_states, past)
+        held = store.length
+        try:
+            attended = store.extend(key_states, value_states, past)
+        except BaseException:
+            take_back(store, held)
+            raise
         self._seen = seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
@@ -146,6 +151,12 @@ class SlidingLayer(TokenLayer):
                 f"expected a state with the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, or with more "
                 f"of them, but saw {held}: take the state again."
             )
+
+
+def take_back(store: TokenStore, held: int) -> None:
+    """Let a store hold `held` tokens again, where an update was interrupted behind what it had added to them."""
+    if store.length > held:
+        store.truncate(held)
 
 
 def check_window(sliding_window: object) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..errors import ModelMismatchError, OptionError
 from ..model_types import config_of, decoder_config
 from ..rope_words import config_fields
 from .description import Description, ModelRecord
+from .weights import SCHEME
 
 INSTALLED = transformers.__version__
 """The version of transformers whose configs are compared with those in files."""
@@ -102,8 +104,19 @@ def check_model(path: str, description: Description, config: object | None, weig
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
             f"expected states of the weights {weights_id!r}, but {path} was made with {model.weights_id!r}{made_by}: "
-            "load it for the weights that made it."
+            f"{_what_to_do(weights_id, model.weights_id)}."
         )
+
+
+def _what_to_do(asked: str, saved: str | None) -> str:
+    of_few = saved is not None and re.fullmatch("[0-9a-f]{64}", saved)
+    if asked.startswith(SCHEME) and of_few:
+        return (
+            "that id looks like one of an earlier kvlayers, made of a few elements of each weight, by which weights "
+            f"cannot be told apart: save the states again, or pass weights_id={saved!r} if you know that they are of "
+            "this model"
+        )
+    return "load it for the weights that made it"
 
 
 def _differences(

@@ -12,7 +12,7 @@ from ..errors import RegistryError
 from .planned_kind import EXACT
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
-"""Names that stand for others that come to the same."""
+"""Names that stand for others at the same cost, in this order."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Plan:
         most = self.most_positions
         return (
             f"Use {self.recommended.name!r}: {self.recommended.reason}",
-            *([f"The same by other names: {', '.join(same)}."] if same else []),
+            *([f"At the same cost: {', '.join(same)}."] if same else []),
             *(
                 [f"Careful: the model has positions for {most} tokens, and {self.context_length} are planned."]
                 if most is not None and self.context_length > most
@@ -116,28 +116,33 @@ class Plan:
         )
 
     def groups(self) -> list[tuple[PlannedCache, ...]]:
-        """The caches, the ones that cost and keep the same together, the fewest bytes on the device first.
+        """The caches, those of which a table would say the same together, the fewest bytes on the device first.
 
         The first of a group is the one that is recommended, or the one with the plainest name.
         """
-        found: dict[tuple[Any, ...], list[PlannedCache]] = {}
+        found: dict[tuple[str, ...], list[PlannedCache]] = {}
         for cache in self.caches:
-            found.setdefault(_what_it_comes_to(cache), []).append(cache)
-        ordered = sorted(found.values(), key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits))
-        return [tuple(sorted(same, key=self._plainness)) for same in ordered]
+            found.setdefault(self._figures(cache), []).append(cache)
+        groups = [tuple(sorted(same, key=self._plainness)) for same in found.values()]
+        return sorted(groups, key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits))
 
     def rows(self) -> list[tuple[str, ...]]:
         """A head, and a row for the first of each group."""
-        head: tuple[str, ...] = ("cache", "device", "host", "a token", "bits", "states")
-        rows = [head, *(_row(first) for first, *_ in self.groups())]
+        head = ("cache", "device", "host", "a token", "bits", "states")
+        rows = [(first.name, *self._figures(first)) for first, *_ in self.groups()]
+        return [head if self.memory is None else (*head, "longest"), *rows]
+
+    def _figures(self, cache: PlannedCache) -> tuple[str, ...]:
+        amounts = map(readable_bytes, (cache.device_bytes, cache.host_bytes, cache.bytes_per_token))
+        figures = (*amounts, f"{cache.bits:.4g}", cache.fidelity)
         if self.memory is None:
-            return rows
-        longest = (first.longest_context for first, *_ in self.groups())
-        furthest = ["no end" if tokens is None else str(tokens) for tokens in longest]
-        return [(*row, cell) for row, cell in zip(rows, ["longest", *furthest], strict=True)]
+            return figures
+        return (*figures, "no end" if cache.longest_context is None else str(cache.longest_context))
 
     def _plainness(self, cache: PlannedCache) -> tuple[Any, ...]:
-        return cache.name != self.recommended.name, cache.name not in PLAIN_NAMES, len(cache.name), cache.name
+        name = cache.name
+        rank = PLAIN_NAMES.index(name) if name in PLAIN_NAMES else len(PLAIN_NAMES)
+        return name != self.recommended.name, rank, len(name), name
 
     def __repr__(self) -> str:
         return "\n".join([self.title, plain_table(self.rows()), *self.notes])
@@ -146,21 +151,3 @@ class Plan:
         bold = [index for index, group in enumerate(self.groups()) if self.recommended in group]
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return html_table(self.title, self.rows(), bold) + notes
-
-
-def _what_it_comes_to(cache: PlannedCache) -> tuple[Any, ...]:
-    """What rows show, and no name."""
-    return (
-        cache.nbytes,
-        cache.device_bytes,
-        cache.host_bytes,
-        cache.bytes_per_token,
-        cache.longest_context,
-        cache.fidelity,
-        cache.bits,
-    )
-
-
-def _row(cache: PlannedCache) -> tuple[str, ...]:
-    amounts = map(readable_bytes, (cache.device_bytes, cache.host_bytes, cache.bytes_per_token))
-    return (cache.name, *amounts, f"{cache.bits:.4g}", cache.fidelity)

@@ -231,8 +231,14 @@ class QuantizedStore(TokenStore):
         recent = DenseStore(length_hint=self.quantization.residual_length + size)
         _put(recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
         blocks.reserve(count)
-        for some in quantized:
-            blocks.append(some)
+        before = blocks.tokens
+        try:
+            for some in quantized:
+                blocks.append(some)
+        except BaseException:
+            # Interrupted: what is in the residual still must not be packed as well, nor one side of it.
+            blocks.truncate(before)
+            raise
         self._sinks, self._recent = new_sinks, recent
         self._forget_runs()
 

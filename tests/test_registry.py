@@ -206,7 +206,6 @@ def test_windows_are_quantized_by_name_where_that_is_asked_for(installed: None) 
         ({"backend": "quantoo"}, r"fp8, hqq, native, quanto.* saw 'quantoo'"),
         ({"backend": "fp8", "nbits": 4}, "one of 8, but saw 4"),
         ({"axis_key": 0}, "axis_key of the native backend to be left out"),
-        ({"value_group_size": 3}, "divides the head_dim 8"),
         ({"residual_length": -1}, "residual_length"),
     ],
     ids=str,

@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 from ..errors import StateMismatchError, UnsupportedLayerError
 from ..stores.base import Fact
 from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState, whole_number
+from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from .linear_attention import LinearAttentionLayer
 
 LINEAR = "linear."
@@ -104,6 +104,17 @@ class HybridLayer(CacheLayer):
     def _attends(self) -> Any:
         return self.attention
 
+    @override
+    def recount(self, length: int) -> None:
+        self.attention.recount(length)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this kind of attention layer has besides, such as a window or a reservation."""
+        return attribute_within(self, "attention", name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *public_names(self.attention)})
+
     @property
     def is_sliding(self) -> bool:  # type: ignore[override]
         """Whether it attends within a window."""
@@ -138,6 +149,16 @@ class HybridLayer(CacheLayer):
     def recurrent_states(self) -> dict[int, Tensor | None]:
         """As those of the recurrent layer."""
         return self.linear.recurrent_states
+
+    @property
+    def is_conv_states_initialized(self) -> dict[int, bool]:
+        """As that of the recurrent layer."""
+        return self.linear.is_conv_states_initialized
+
+    @property
+    def is_recurrent_states_initialized(self) -> dict[int, bool]:
+        """As that of the recurrent layer."""
+        return self.linear.is_recurrent_states_initialized
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:

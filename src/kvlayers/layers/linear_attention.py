@@ -103,6 +103,16 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         """By state index, whether tokens have been seen."""
         return self._states.has_conv
 
+    @property
+    def is_conv_states_initialized(self) -> dict[int, bool]:
+        """By state index, whether there is memory for a convolution state."""
+        return {index: states is not None for index, states in self._states.conv.items()}
+
+    @property
+    def is_recurrent_states_initialized(self) -> dict[int, bool]:
+        """By state index, whether there is memory for a recurrent state."""
+        return {index: states is not None for index, states in self._states.recurrent.items()}
+
     # Taking in states
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
@@ -362,8 +372,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put back what is recorded: where there are convolutions alone."""
-        conv, recurrent = self._states.filled()
-        return bool(conv) and not recurrent
+        conv, recurrent = self.is_conv_states_initialized, self.is_recurrent_states_initialized
+        return any(conv.values()) and not any(recurrent.values())
 
     def lazy_initialization(
         self,

@@ -118,13 +118,12 @@ def test_layers_of_a_backend_are_instances_of_the_class_of_transformers_and_of_n
         assert [name for name, kind in UPSTREAM_CLASSES.items() if isinstance(layer, kind)] == [backend]
         if each is not bits:
             assert all(torch.equal(a + 0, b) for a, b in zip(each.update(*new, 0), expected, strict=True))
-    assert not any(
-        isinstance(kvlayers.QuantizedCache(config=CONFIG).layers[0], kind) for kind in UPSTREAM_CLASSES.values()
-    )
+    native = kvlayers.QuantizedCache(config=CONFIG).layers[0]
+    assert not isinstance(native, tuple(UPSTREAM_CLASSES.values()))
 
 
 @pytest.mark.parametrize(
-    ("backend", "axis", "head_dim", "asked", "used"), [("quanto", 0, 4, 8, 4), ("hqq", 1, 20, 16, 10)]
+    ("backend", "axis", "head_dim", "asked", "used"), [("quanto", 0, 4, 8, 4), ("hqq", 1, 24, 16, 12)]
 )
 def test_generate_takes_a_group_size_that_does_not_divide_head_dim_as_transformers_does(
     backend: str, axis: int, head_dim: int, asked: int, used: int

@@ -139,12 +139,8 @@ def test_a_quantized_name_has_its_backend_and_its_bits(name: str, installed: Non
     assert isinstance(cache, transformers.QuantizedCache)
     assert facts(cache)["residual_length"] == 128
     hybrid = used_cache("gemma3", cache_implementation=name)
-    assert [type(layer) for layer in hybrid.layers] == [
-        kvlayers.SlidingLayer,
-        kvlayers.SlidingLayer,
-        kvlayers.QuantizedLayer,
-        kvlayers.SlidingLayer,
-    ]
+    kinds = kvlayers.SlidingLayer, kvlayers.SlidingLayer, kvlayers.QuantizedLayer, kvlayers.SlidingLayer
+    assert all(isinstance(layer, kind) for layer, kind in zip(hybrid.layers, kinds, strict=True))
     assert bits(hybrid) == QUANTIZED[name]
 
 

@@ -164,6 +164,7 @@ ATTENTION_LAYER = upstream.CacheLayerMixin
 DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if Version("5.23") <= TRANSFORMERS else ()
 """What stands for a layer that holds nothing, in versions that have one for each layer of a model."""
 
+STATIC_LAYER: Any = upstream.StaticLayer
 QUANTO_LAYER: type = upstream.QuantoQuantizedLayer
 HQQ_LAYER: type = upstream.HQQQuantizedLayer
 

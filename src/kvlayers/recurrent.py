@@ -136,5 +136,4 @@ class RecurrentSurface:
                 f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer).__name__}: make the cache "
                 "from the config of the model that uses it."
             )
-        updated: Tensor = layer.update_indexer(indexer_key_states)
-        return updated
+        return theirs.update_indexer(layer, indexer_key_states)

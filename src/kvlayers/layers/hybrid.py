@@ -212,6 +212,10 @@ class HybridLayer(CacheLayer):
         """Whether the form of the keys and values is known."""
         return self.attention.is_initialized
 
+    @is_initialized.setter
+    def is_initialized(self, is_initialized: bool) -> None:
+        self.attention.is_initialized = is_initialized
+
     @override
     def restorable(self, length: int) -> int:
         """The greatest length, `length` at most, that both can be put back to."""

@@ -47,7 +47,7 @@ class QuantizedLayer(DynamicLayer):
     @property
     @override
     def kind(self) -> str:
-        return QuantizedLayer.__name__
+        return "QuantizedLayer"
 
     # What follows is how transformers' layers say the above.
 
@@ -77,21 +77,21 @@ class QuantizedLayer(DynamicLayer):
         return self.quantization.residual_length
 
 
-class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc, name-defined]
+class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc]
     """A `QuantizedLayer` of the quanto backend, which is an instance of transformers' class as well.
 
     The name alone is inherited: every public method is that of `QuantizedLayer`.
     """
 
 
-class HQQQuantizedLayer(QuantizedLayer, compat.HQQ_LAYER):  # type: ignore[misc, name-defined]
+class HQQQuantizedLayer(QuantizedLayer, compat.HQQ_LAYER):  # type: ignore[misc]
     """A `QuantizedLayer` of the hqq backend, which is an instance of transformers' class as well.
 
     The name alone is inherited, as in `QuantoQuantizedLayer`.
     """
 
 
-class Fp8QuantizedLayer(QuantizedLayer, compat.FP8_LAYER):  # type: ignore[misc, name-defined]
+class Fp8QuantizedLayer(QuantizedLayer, compat.FP8_LAYER):  # type: ignore[misc]
     """A `QuantizedLayer` of the fp8 backend, which is an instance of transformers' class as well.
 
     The name alone is inherited, as in `QuantoQuantizedLayer`.

@@ -137,6 +137,7 @@ def _growing(cache: Cache, made: Made, layers: Layers) -> Callable[[], Any] | No
 
 def _reserving(cache: Any, made: Made, layers: Layers) -> Callable[[], Any] | None:
     cache._reservation = made.reservation
+    cache._grows = made.reservation.grow
     return None
 
 

@@ -11,6 +11,7 @@ from ..stores.base import Fact
 from ..stores.buffer import StateForm
 from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from .linear_attention import LinearAttentionLayer
+from .linear_states import LinearStates
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
@@ -141,14 +142,27 @@ class HybridLayer(CacheLayer):
         return self.linear.number_of_states
 
     @property
+    def held(self) -> LinearStates:
+        """As those of the recurrent layer."""
+        return self.linear.held
+
+    @property
     def conv_states(self) -> dict[int, Tensor | None]:
         """As those of the recurrent layer."""
         return self.linear.conv_states
+
+    @conv_states.setter
+    def conv_states(self, states: Mapping[int, Tensor | None]) -> None:
+        self.linear.conv_states = states
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
         """As those of the recurrent layer."""
         return self.linear.recurrent_states
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: Mapping[int, Tensor | None]) -> None:
+        self.linear.recurrent_states = states
 
     @property
     def is_conv_states_initialized(self) -> dict[int, bool]:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, override
 
+from .. import compat
 from ..errors import StateMismatchError, UnsupportedLayerError
 from ..stores.base import Fact
 from ..stores.buffer import StateForm
@@ -17,7 +18,7 @@ LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
 
 
-class HybridLayer(CacheLayer):
+class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
     Keys and values go to the one, convolution states and recurrent states to the other; operations go to both.

@@ -6,7 +6,7 @@ What differs on purpose is listed here, and in the table of docs/migration.md. K
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import kvlayers
 import test_families
 import versions
 from kvlayers import compat
-from models import COMMON, prompt
+from models import COMMON, prompt, tiny_model
 
 pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*is from transformers 4")]
 
@@ -187,7 +187,7 @@ def shown(value: Any) -> str:
     """What is compared of a value: shapes and dtypes of tensors, numbers of scalars, and no addresses."""
     if isinstance(value, torch.Tensor):
         return f"tensor {list(value.shape)} of {value.dtype}"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(map(shown, value))})"
@@ -361,6 +361,25 @@ def test_what_generate_returns_of_recurrent_models_shows_what_transformers_shows
     recurrent = [layer for layer in ours.layers if isinstance(layer, compat.LINEAR_LAYER)]
     assert recurrent
     assert all(layer.conv_states[0].shape[0] == 2 for layer in recurrent)
+
+
+def test_what_generate_returns_of_an_encoder_decoder_shows_what_transformers_shows() -> None:
+    model, ids = tiny_model("bart"), prompt(2, 12)
+
+    def generated() -> Any:
+        return model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True).past_key_values
+
+    expected = generated()
+    with kvlayers.installed():
+        pair = generated()
+    listed = {name for difference in DIFFERENCES for name in difference.name.split(", ")}
+    # Cross-attention of kvlayers makes its layers as they are needed, that of transformers has them from the start.
+    listed.add("cache.layer_class_to_replicate")
+    assert readable(pair)["is_updated"] == readable(expected)["is_updated"]
+    assert set(readable(expected)) <= set(readable(pair))
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        theirs, ours = getattr(expected, name), getattr(pair, name)
+        assert [found for found in differing(theirs, ours) if found[0] not in listed] == []
 
 
 # What user code sets

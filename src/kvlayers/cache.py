@@ -54,6 +54,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     layers: list[Any]
     prefix_notes: tuple[str, ...] = ()
     """What a store of prefixes had of the prompts of the call that made the cache; see `explain`."""
+    _grows = False
+    """Whether reservations of transformers' own layers are made larger when they are too small."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """By layer, how often code that updates it was traced."""
     _at = forward_pass.NO_PASS
@@ -414,13 +416,22 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if layer_idx >= len(self.layers):
             return query_length, 0
         asked = self.layers[self._attending(layer_idx)]
-        if isinstance(asked, CacheLayer) and asked.capacity is not None:
-            for layer in self.layers:
-                if isinstance(layer, CacheLayer):
-                    layer.make_room(query_length)
-        if not isinstance(asked, CacheLayer):
-            return theirs.mask_sizes(asked, query_length)
-        return asked.get_mask_sizes(query_length)
+        if isinstance(asked, CacheLayer):
+            if asked.capacity is not None:
+                self._make_room(query_length)
+            return asked.get_mask_sizes(query_length)
+        if theirs.is_reserved(asked) and not torch.compiler.is_compiling():
+            self._make_room(query_length)
+        return theirs.mask_sizes(asked, query_length)
+
+    def _make_room(self, tokens: int) -> None:
+        """Be ready for `tokens` more in every layer, before any layer takes them in."""
+        for layer in self.layers:
+            if isinstance(layer, CacheLayer):
+                layer.make_room(tokens)
+            elif theirs.is_reserved(layer) and not torch.compiler.is_compiling():
+                make_room = theirs.grow if self._grows else theirs.check_room
+                make_room(layer, tokens)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""

@@ -12,9 +12,10 @@ from . import model_types
 from .amounts import tokens
 from .cache import Cache
 from .errors import OptionError
-from .layers import Checkpoints, QuantizedLayer
+from .layers import Checkpoints
 from .layers.base import whole_number
 from .layers.dispatch import quantized_layers
+from .layers.quantized import quantized_layer
 from .options import checks_options
 from .stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 
@@ -109,8 +110,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             default; what is not quantized has one too, without effect.
         axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
         axis_value: the same for the values.
-        q_group_size: states that share a scale; 64 where head_dim allows it. It must divide head_dim where groups go
-            along the channels.
+        q_group_size: states that share a scale; 64 where head_dim allows it. If groups go along the channels and it
+            does not divide head_dim, the largest smaller size that does is used, with a warning.
         residual_length: newest tokens that stay in full precision, at least so many.
         key_nbits: bits of the keys alone.
         value_nbits: bits of the values alone.
@@ -128,8 +129,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             arguments.
 
     Raises:
-        OptionError: an option that does not exist, a value that the backend does not take, a group size that does not
-            divide head_dim, bits for another number of layers, or a backend whose package is missing.
+        OptionError: an option that does not exist, a value that the backend does not take, bits for another number of
+            layers, or a backend whose package is missing.
         ConfigError: the config does not describe the model's layers.
     """
 
@@ -211,8 +212,8 @@ def bare_layers(
 ) -> tuple[list[Any] | None, Callable[[], Any] | None]:
     """Layers of full attention without a config: all, where each has bits of its own, else what makes one more."""
     if quantization.count is None:
-        return None, functools.partial(QuantizedLayer, quantization.of_layer(0), length_hint)
-    return [QuantizedLayer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
+        return None, functools.partial(quantized_layer, quantization.of_layer(0), length_hint)
+    return [quantized_layer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
 
 
 class _CacheOfOneBackend(QuantizedCache):

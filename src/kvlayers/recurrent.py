@@ -13,7 +13,8 @@ from .layers import HybridLayer, LayerOperations, LinearAttentionLayer, theirs
 RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
 """Ours first: an instance of the very class is found without asking its bases, at every layer and token."""
 
-OURS = (LinearAttentionLayer, HybridLayer, LayerOperations)
+HOLDERS = (LinearAttentionLayer, HybridLayer)
+OURS = (*HOLDERS, LayerOperations)
 
 
 class RecurrentSurface(ABC):
@@ -91,13 +92,15 @@ class RecurrentSurface(ABC):
         """
         layer = self._recurrent(layer_idx)
         seen = self._state(theirs.by_index(layer.has_previous_state), state_idx)
-        return theirs.by_index(layer.conv_states)[state_idx] if seen else None
+        held = layer.held.conv if isinstance(layer, HOLDERS) else theirs.by_index(layer.conv_states)
+        return held[state_idx] if seen else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Recurrent state of a layer, `None` before the first tokens. Raises as `get_conv_state`."""
         layer = self._recurrent(layer_idx)
         seen = self._state(theirs.by_index(layer.has_previous_state), state_idx)
-        return theirs.by_index(layer.recurrent_states)[state_idx] if seen else None
+        held = layer.held.recurrent if isinstance(layer, HOLDERS) else theirs.by_index(layer.recurrent_states)
+        return held[state_idx] if seen else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
@@ -150,5 +153,4 @@ class RecurrentSurface(ABC):
                 f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer).__name__}: make the cache "
                 "from the config of the model that uses it."
             )
-        updated: Tensor = layer.update_indexer(indexer_key_states)
-        return updated
+        return theirs.update_indexer(layer, indexer_key_states)

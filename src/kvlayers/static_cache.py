@@ -85,6 +85,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         config = model_types.config_of(config)
         self.check_config(config)
         self._reservation = Reservation(tokens(max_cache_len, "max_cache_len"), max_batch_size, buckets, grow)
+        self._grows = grow
         layers = static_layers(config, self._reservation, checkpoints)
         super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
         self.compiled = self._masks_are_of_buckets(config, compiled)

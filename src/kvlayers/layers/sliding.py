@@ -7,7 +7,7 @@ from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
 from ..stores.base import Fact
-from .base import LayerState, whole_number
+from .base import LayerState, not_of_so_many, whole_number
 from .dynamic import check_rollback
 from .token_layer import TokenLayer, seen_tokens
 
@@ -90,6 +90,13 @@ class SlidingLayer(TokenLayer):
     @override
     def length(self) -> int:
         return self._seen
+
+    @override
+    def recount(self, length: int) -> None:
+        held = self._store.length
+        if not min(length, self.sliding_window - 1) <= held <= length:
+            raise not_of_so_many(length, held)
+        self._seen = length
 
     @property
     @override

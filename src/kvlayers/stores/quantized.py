@@ -110,7 +110,6 @@ class QuantizedStore(TokenStore):
 
         Raises:
             StateMismatchError: keys and values do not match each other.
-            OptionError: a group size does not divide its head_dim.
         """
         check_one_batch(key_form, value_form)
         if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):

@@ -53,7 +53,9 @@ def _table_rows(output: str) -> list[list[str]]:
 
 
 def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> None:
-    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 2, "--context", 90)
+    # In float32, where another order of sums does not change which token is drawn.
+    options = ("--tokens", 6, "--trials", 2, "--context", 90, "--dtype", "float32")
+    result = _demo("the sea is", "--model", llama, *options)
     assert result.exit_code == 0, result.output
     rows = _table_rows(result.output)
     # transformers' quanto refuses the head_dim of this model, which takes several lines to say.

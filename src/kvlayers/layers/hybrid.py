@@ -100,6 +100,10 @@ class HybridLayer(CacheLayer):
     def values(self, states: Tensor) -> None:
         self._attends.values = states
 
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.attention.peek()
+
     @property
     def _attends(self) -> Any:
         return self.attention

@@ -114,6 +114,13 @@ class LayerOperations(ABC):
     def fork(self) -> Self:
         """An independent continuation: what happens to the one never shows in the other."""
 
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
+
+        They may be views of memory that forks share and that is written again; `keys` and `values` are not.
+        """
+        return None, None
+
     @abstractmethod
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""

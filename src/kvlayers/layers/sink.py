@@ -9,6 +9,7 @@ from typing_extensions import override
 from ..attention.handle import PackedStates
 from ..errors import OptionError, RollbackError, StateMismatchError
 from ..options import checks_options
+from ..quantizers.base import Side
 from ..rotary import Rotary
 from ..stores import DenseStore, TokenStore
 from ..stores.base import Fact, StatePair
@@ -140,10 +141,10 @@ class SinkLayer(TokenLayer):
         self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
 
     @override
-    def _handed_out(self) -> tuple[Tensor | None, Tensor | None]:
+    def _handed_out(self, side: Side) -> Tensor | None:
         # Copies: the layer does not hold what the next token attends to, but the sinks as they came, and the window.
         keys, values = self.peek()
-        return _copied(keys), _copied(values)
+        return _copied(keys if side == "keys" else values)
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:

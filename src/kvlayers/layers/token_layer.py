@@ -39,7 +39,7 @@ class TokenLayer(CacheLayer):
         Other keys may be assigned, then values of as many tokens, or the reverse: as many as are held, or fewer, of
         which some have been evicted. Using the layer between the two raises `StateMismatchError`.
         """
-        return self._handed_out()[0]
+        return self._handed_out("keys")
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
@@ -48,17 +48,20 @@ class TokenLayer(CacheLayer):
     @property
     def values(self) -> Tensor | None:
         """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; as `keys`."""
-        return self._handed_out()[1]
+        return self._handed_out("values")
 
     @values.setter
     def values(self, states: Tensor) -> None:
         self._assign(states, "values")
 
-    def _handed_out(self) -> tuple[Tensor | None, Tensor | None]:
+    def _handed_out(self, side: Side) -> Tensor | None:
         store = self._store
         if isinstance(store, UnmatchedHalves):
-            return store.keys, store.values
-        return (None, None) if store.key_form is None else store.hand_out()
+            return store.keys if side == "keys" else store.values
+        if store.key_form is None:
+            return None
+        store.hand_out()
+        return store.newest_keys(store.length) if side == "keys" else store.newest_values(store.length)
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -72,7 +75,7 @@ class TokenLayer(CacheLayer):
                 "to forget all tokens."
             )
         before = self._store
-        keys, values = self._handed_out()
+        keys, values = self.keys, self.values
         if isinstance(before, UnmatchedHalves):
             self._store = before.store
         try:

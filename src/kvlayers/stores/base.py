@@ -102,13 +102,12 @@ class TokenStore(ABC):
         """Keys and values of the newest `count` tokens, in order."""
         return self.newest_keys(count), self.newest_values(count)
 
-    def hand_out(self) -> StatePair:
-        """Keys and values of all tokens, for a caller who may keep them, and write to them.
+    def hand_out(self) -> None:  # noqa: B027 - some stores return no views
+        """Let what `newest` returns until the next change be kept by a caller, and written to.
 
-        No other store sees what the caller writes, and this one does not write to their memory again. `newest` promises
-        neither, and costs less: it is for reading before the store changes.
+        No other store shows what the caller writes, and none writes there again. Without this, what `newest` returns is
+        for reading before the store changes.
         """
-        return self.newest(self.length)
 
     @abstractmethod
     def drop_oldest(self, count: int) -> None:

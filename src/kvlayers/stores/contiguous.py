@@ -149,13 +149,16 @@ class ContiguousStore(TokenStore):
         return keys, values
 
     @override
-    def hand_out(self) -> StatePair:
+    def hand_out(self) -> None:
         # Compiled code reads at once, and what autograd follows is never written to.
-        if self._start < self._end and not self._tracks_gradients and not torch.compiler.is_compiling():
-            if self._sharing is not None and not self._sharing.has_one_holder:
-                self._allocate(self._room_alone(0))
-            self._shared().hand_out(self._start, self._end)
-        return self.newest(self.length)
+        if torch.compiler.is_compiling() or self._tracks_gradients or self._start == self._end:
+            return
+        # Models with cross-attention read the same tokens at every step.
+        if self._sharing is not None and self._sharing.shows(self._start, self._end):
+            return
+        if self._sharing is not None and not self._sharing.has_one_holder:
+            self._allocate(self._room_alone(0))
+        self._shared().hand_out(self._start, self._end)
 
     def reads(self, start: int, end: int) -> bool:
         """Whether any token that is held is in the slots from `start` to `end`."""

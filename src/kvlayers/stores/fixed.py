@@ -477,9 +477,8 @@ class FixedStore(ContiguousStore):
                 buffer.read(start, end - start).zero_()
 
     @override
-    def hand_out(self) -> StatePair:
-        """Live views: the address is promised to compiled code, which writes there whatever the caller keeps."""
-        return self.newest(self.length)
+    def hand_out(self) -> None:
+        """Nothing: the address is promised to compiled code, which writes there whatever the caller keeps."""
 
     @override
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:

@@ -54,11 +54,15 @@ class Sharing:
             return True
 
     def hand_out(self, start: int, end: int) -> None:
-        """Note that the caller is given a view of the slots from `start` to `end`, in which nobody may write again."""
+        """Note that the caller is given a view of the slots from `start` to `end`: no store may write there again."""
         handed_out = self._handed_out
         if handed_out is not None:
             start, end = min(start, handed_out[0]), max(end, handed_out[1])
         self._handed_out = start, end
+
+    def shows(self, start: int, end: int) -> bool:
+        """Whether the caller was given a view of the slots from `start` to `end` before."""
+        return self._handed_out is not None and self._handed_out[0] <= start and end <= self._handed_out[1]
 
     @property
     def is_handed_out(self) -> bool:

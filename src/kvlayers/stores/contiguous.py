@@ -108,7 +108,11 @@ class ContiguousStore(TokenStore):
         end = self._end
         self._keys.write(end, keys)  # type: ignore[union-attr]
         self._values.write(end, values)  # type: ignore[union-attr]
-        self._end = end + tokens
+        self._advance(tokens)
+
+    def _advance(self, tokens: int) -> None:
+        """Count `tokens` that were written behind `_end`."""
+        self._end += tokens
 
     @override
     def extend(

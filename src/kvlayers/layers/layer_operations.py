@@ -117,8 +117,8 @@ class LayerOperations(ABC):
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
 
-        They may be views of memory that forks share and that is written again; `keys` and `values` are not. A layer that
-        does not attend has none.
+        They may be views of memory that forks share and that is written again; `keys` and `values` are not. A layer
+        that does not attend has none.
         """
         return None, None
 

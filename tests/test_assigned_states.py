@@ -17,15 +17,19 @@ from test_layer_matrix import KINDS
 pytestmark = pytest.mark.fast
 
 
+def evict_from(layer: Any, kept: int, generator: torch.Generator) -> None:
+    """Keep a random subset of the tokens, another one in each head, as an eviction library does."""
+    batch, kv_heads, tokens, head_dim = layer.keys.shape
+    scores = torch.rand(batch, kv_heads, tokens, generator=generator)
+    indices = scores.topk(kept, dim=-1).indices.sort(-1).values[..., None].expand(-1, -1, -1, head_dim)
+    layer.keys = layer.keys.gather(2, indices).contiguous()
+    layer.values = layer.values.gather(2, indices).contiguous()
+
+
 def evict(cache: Any, kept: int, seed: int = 0) -> None:
-    """Keep a random subset of the tokens, another one in each layer and head, as an eviction library does."""
     generator = torch.Generator().manual_seed(seed)
     for layer in cache.layers:
-        batch, kv_heads, tokens, head_dim = layer.keys.shape
-        scores = torch.rand(batch, kv_heads, tokens, generator=generator)
-        indices = scores.topk(kept, dim=-1).indices.sort(-1).values[..., None].expand(-1, -1, -1, head_dim)
-        layer.keys = layer.keys.gather(2, indices).contiguous()
-        layer.values = layer.values.gather(2, indices).contiguous()
+        evict_from(layer, kept, generator)
 
 
 def decode(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -56,6 +60,39 @@ def test_a_pruned_cache_decodes_as_that_of_transformers(attention: str, offloadi
             logits.append(decode(model, cache, more))
     torch.testing.assert_close(logits[0], logits[2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[1], logits[3], rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_are_pruned_to_other_lengths_as_the_prompt_passes_decode_as_those_of_transformers() -> None:
+    """As libraries do with a hook behind each attention layer. One query at a time needs no mask."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation("sdpa")
+    ids, more = prompt(1, 12), prompt(1, 5, seed=1)
+    logits = []
+    for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache()):
+        generator = torch.Generator().manual_seed(0)
+        hooks = [
+            layer.self_attn.register_forward_hook(
+                lambda *_, cache=cache, index=index, generator=generator: evict_from(
+                    cache.layers[index], 7 - 3 * index, generator
+                )
+            )
+            for index, layer in enumerate(model.model.layers)
+        ]
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            for hook in hooks:
+                hook.remove()
+            assert [layer.get_seq_length() for layer in cache.layers] == [7, 4]
+            logits.append(
+                torch.cat(
+                    [
+                        model(token, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
+                        for position, token in enumerate(more.split(1, dim=1), start=12)
+                    ],
+                    dim=1,
+                )
+            )
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
 def _asked(cache: Any, tokens: int) -> Any:

@@ -230,6 +230,16 @@ class LayerOperations(ABC):
         """
         self.offload()
 
+    def __copy__(self) -> Self:
+        # As a shallow copy of a layer of transformers is: it may be updated without the original.
+        return self.fork()
+
+    def _twin(self) -> Self:
+        """A layer with the very same attributes."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = self.fork()
         memo[id(self)] = twin

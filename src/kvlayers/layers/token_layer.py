@@ -1,6 +1,5 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-import copy
 from collections.abc import Iterator
 from typing import cast
 
@@ -142,7 +141,7 @@ class TokenLayer(CacheLayer):
 
     @override
     def fork(self) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._store = self._store.fork()
         return twin
 
@@ -160,7 +159,7 @@ class TokenLayer(CacheLayer):
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._store = self._store.snapshot()
         return twin
 

@@ -1,6 +1,7 @@
 """Tokens side by side in a pair of buffers: what dense and fixed stores share."""
 
 import copy
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from .admission import check_dense_state, check_one_batch, checked_forms, mismat
 from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, TokenBuffer
 from .sharing import Sharing
+
+_first_fork = threading.Lock()
 
 
 class ContiguousStore(TokenStore):
@@ -324,10 +327,13 @@ class ContiguousStore(TokenStore):
 
     def _shared(self) -> Sharing:
         """What the holders of these buffers have in common."""
-        if self._sharing is None:
-            self._sharing = Sharing()
-            self._sharing.join(self)
-        return self._sharing
+        # Threads may fork one store at the same time: all of the forks must be told of each other.
+        with _first_fork:
+            if self._sharing is None:
+                sharing = Sharing()
+                sharing.join(self)
+                self._sharing = sharing
+            return self._sharing
 
     def __getstate__(self) -> dict[str, Any]:
         # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.

@@ -321,9 +321,9 @@ class ContiguousStore(TokenStore):
 
         It may not if they are at home elsewhere, if autograd follows them, or if the caller has a view to write to.
         """
-        at_home = type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer
+        plain = type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer
         handed_out = self._sharing is not None and self._sharing.is_handed_out
-        return at_home and not self._tracks_gradients and not handed_out
+        return plain and not self._tracks_gradients and not handed_out
 
     def _shared(self) -> Sharing:
         """What the holders of these buffers have in common."""

@@ -112,9 +112,9 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
         kvlayers.StateMismatchError,
         lambda cache: cache.load_state(kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))]).state()),
     ),
-    "putting fewer tokens in place": (
+    "putting more tokens in place than were seen": (
         kvlayers.StateMismatchError,
-        lambda cache: cache.key_cache.__setitem__(2, states(1, 2, 3, 8)),
+        lambda cache: cache.key_cache.__setitem__(0, states(1, 2, 14, 8)),
     ),
     "moving a layer that cannot": (kvlayers.UnsupportedLayerError, lambda cache: cache.offload(2)),
     "asking for a recurrent state": (kvlayers.UnsupportedLayerError, lambda cache: cache.get_conv_state(0)),

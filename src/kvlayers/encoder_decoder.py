@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -343,12 +343,16 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return (windowed_states.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
     def to_legacy_cache(self) -> legacy.LegacyStates:
-        """The states as `((keys, values, cross_keys, cross_values), ...)`; the pairs alone before there is an encoder.
+        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; the pairs alone without an encoder.
 
         Raises:
             LegacyFormatError: a layer has dropped tokens, which tuples cannot say.
         """
-        own, cross = (part.to_legacy_cache() for part in self._parts())
+        return super().to_legacy_cache()
+
+    @override
+    def as_tuples(self, states_of: Callable[[Any], legacy.StatePair]) -> legacy.LegacyStates:
+        own, cross = (part.as_tuples(states_of) for part in self._parts())
         if not cross:
             return own  # type: ignore[no-any-return]
         if len(own) != len(cross):

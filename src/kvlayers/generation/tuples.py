@@ -133,7 +133,7 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
             cache: what a model returned.
             config: config of the model, whose forward passes may go on in the cache.
         """
-        states = cls(tuples_of(cache))
+        states = cls(view_of(cache).as_tuples(legacy.handed_out_states))
         if isinstance(cache, DynamicCache | EncoderDecoderCache):
             vars(states)["source"] = cache, config
         return states
@@ -207,7 +207,7 @@ def _has_cross_attention(config: Any, states: LegacyStates) -> bool:
 
 
 def tuples_of(cache: Any) -> LegacyStates:
-    """The states of a cache, of kvlayers or of transformers, as nested tuples: views of its memory.
+    """Copies of the states of a cache, of kvlayers or of transformers, as nested tuples.
 
     Raises:
         LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.

@@ -33,7 +33,7 @@ class DynamicLayer(TokenLayer):
     @override
     def expand(self, repeats: int) -> None:
         if isinstance(self._store, DenseStore) and self._store.length:
-            self._store = SharedStore(self._store, repeats)
+            self._store = SharedStore(self._store.fork(), repeats)
         else:
             super().expand(repeats)
 

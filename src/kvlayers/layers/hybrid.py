@@ -102,6 +102,10 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def values(self, states: Tensor) -> None:
         self._attends.values = states
 
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.attention.peek()
+
     @property
     def _attends(self) -> Any:
         return self.attention

@@ -1,6 +1,5 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
@@ -344,7 +343,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def fork(self) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._states, twin._count = self._states.fork(), self._count.fork()
         twin._past = self._past.fork(twin._states, twin._count)
         return twin

@@ -52,7 +52,7 @@ class SlidingLayer(TokenLayer):
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
         tokens = store.admit(key_states, value_states)
-        past = min(seen, self.sliding_window - 1)
+        past = min(store.length, self.sliding_window - 1)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
@@ -105,7 +105,7 @@ class SlidingLayer(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = min(self._seen, self.sliding_window - 1)
+        past = min(self._store.length, self.sliding_window - 1)
         return past + query_length, self._seen - past
 
     @override
@@ -132,6 +132,24 @@ class SlidingLayer(TokenLayer):
             store.clear()
         self._seen = length
         self._keep_window()
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        # How many tokens were seen, an assignment does not change. Those that are left count as the newest.
+        if states.shape[2] > self._seen:
+            raise StateMismatchError(
+                f"expected states in place of those of the {self._seen} tokens that were seen, but saw "
+                f"{states.shape[2]} tokens: use update for new ones, and from_legacy_cache to fill a new cache."
+            )
+        return states
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        seen = self._seen
+        super()._replace(keys, values)
+        self._seen = seen
+        if not self.record_past:
+            self._drop_beyond_window()
 
     def _keep_window(self) -> None:
         self._drop_beyond_window()

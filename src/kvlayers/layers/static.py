@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import CapacityError, OptionError
+from ..errors import CapacityError, OptionError, StateMismatchError
 from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.base import Fact
@@ -93,6 +93,16 @@ class StaticLayer(DynamicLayer):
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether masks are made for what compiled code reads."""
         return self._store.reading.mode.buckets_now
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        held, tokens = self.length, states.shape[2]
+        if tokens > held and tokens != self.max_cache_len:
+            raise StateMismatchError(
+                f"expected states in place of those of the {held} tokens that are held, or of the whole reservation of "
+                f"{self.max_cache_len}, but saw {tokens}: use update for new tokens."
+            )
+        return states[:, :, :held]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that compiled code writes to, which an exported program must have as its buffers.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import CapacityError
+from ..errors import CapacityError, StateMismatchError
 from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.admission import no_room_for_tokens
@@ -167,6 +167,16 @@ class StaticSlidingLayer(SlidingLayer):
     def deactivate_past_recording(self) -> None:
         super().deactivate_past_recording()
         self._store.reading.mode.recording = False
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        least = min(self._seen, self.sliding_window - 1)
+        if states.shape[2] < least:
+            raise StateMismatchError(
+                f"expected states of at least the {least} tokens that a static window attends to, as compiled code "
+                f"counts on them, but saw {states.shape[2]}: use a DynamicCache to evict some of a window."
+            )
+        return super().assignable(states)
 
     def covers(self, other: object, batch_size: int | None) -> bool:
         """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""

@@ -1,16 +1,18 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-import copy
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from ..errors import StateMismatchError
+from ..quantizers.base import Side
 from ..stores import TokenStore
 from ..stores.base import Fact, Mover
 from ..stores.buffer import StateForm
+from ..stores.unmatched import UnmatchedHalves, match
 from .base import CacheLayer, LayerState
 
 
@@ -33,28 +35,75 @@ class TokenLayer(CacheLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest_keys(self._store.length)
+        """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first.
+
+        What is written to it is what the layer holds, and no fork of it. A layer that grows never writes there again:
+        the view stays what it is after a crop or a reset. A static layer has one address, so its view is live.
+
+        Other keys may be assigned, then values of as many tokens, or the reverse: as many as are held, or fewer, of
+        which some have been evicted. Using the layer between the two raises `StateMismatchError`.
+        """
+        return self._handed_out("keys")
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
-        self._replace(states, self.values)
+        self._assign(states, "keys")
 
     @property
     def values(self) -> Tensor | None:
-        """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest_values(self._store.length)
+        """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; as `keys`."""
+        return self._handed_out("values")
 
     @values.setter
     def values(self, states: Tensor) -> None:
-        self._replace(self.keys, states)
+        self._assign(states, "values")
 
-    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
-        if keys is None or values is None or keys.shape[2] != self._store.length:
+    def _handed_out(self, side: Side) -> Tensor | None:
+        store = self._store
+        if isinstance(store, UnmatchedHalves):
+            return store.keys if side == "keys" else store.values
+        if store.key_form is None:
+            return None
+        store.hand_out()
+        return store.newest_keys(store.length) if side == "keys" else store.newest_values(store.length)
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self._store.key_form is None else self._store.newest(self._store.length)
+
+    def _assign(self, states: Tensor, side: Side) -> None:
+        if not isinstance(states, Tensor) or states.dim() != 4:
+            seen = list(states.shape) if isinstance(states, Tensor) else f"a {type(states).__name__}"
             raise StateMismatchError(
-                f"expected states of the {self._store.length} tokens that are held in place of these: use update for "
-                "new tokens, and from_legacy_cache to fill a new cache."
+                f"expected {side} [batch, kv_heads, tokens, head_dim], but saw {seen}: pass a tensor, or use reset() "
+                "to forget all tokens."
             )
+        before = self._store
+        keys, values = self.keys, self.values
+        if isinstance(before, UnmatchedHalves):
+            self._store = before.store
+        try:
+            states = self.assignable(states)
+            keys, values = (states, values) if side == "keys" else (keys, states)
+            # A layer without tokens has nothing for the other half yet.
+            keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
+            if match(keys, values):
+                self._replace(keys, values)
+            else:
+                self._store = cast("TokenStore", UnmatchedHalves(self._store, keys, values))
+        except BaseException:
+            self._store = before
+            raise
+
+    def assignable(self, states: Tensor) -> Tensor:
+        """Those of the assigned `states` that may take the place of what is held.
+
+        Raises:
+            StateMismatchError: a layer of this kind cannot go on from as many tokens.
+        """
+        return states
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
         self._store = self._store.rewritten(keys, values)
 
     @property
@@ -114,11 +163,13 @@ class TokenLayer(CacheLayer):
 
     @override
     def reset(self) -> None:
+        if isinstance(self._store, UnmatchedHalves):
+            self._store = self._store.store
         self._store.clear()
 
     @override
     def fork(self) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._store = self._store.fork()
         return twin
 
@@ -136,7 +187,7 @@ class TokenLayer(CacheLayer):
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._store = self._store.snapshot()
         return twin
 

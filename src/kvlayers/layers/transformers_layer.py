@@ -98,6 +98,10 @@ class TransformersLayer:
     def values(self, states: Tensor) -> None:
         self.layer.values = states
 
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values held."""
+        return self.keys, self.values
+
     @property
     def capacity(self) -> int | None:
         """The most tokens that the layer can hold, `None` where there is no such number."""

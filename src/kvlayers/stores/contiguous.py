@@ -161,13 +161,25 @@ class ContiguousStore(TokenStore):
         self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
         return keys, values
 
+    @override
+    def hand_out(self) -> None:
+        # Compiled code reads at once, and what autograd follows is never written to.
+        if torch.compiler.is_compiling() or self._tracks_gradients or self._start == self._end:
+            return
+        # Models with cross-attention read the same tokens at every step.
+        if self._sharing is not None and self._sharing.shows(self._start, self._end):
+            return
+        if self._sharing is not None and not self._sharing.has_one_holder:
+            self._allocate(self._room_alone(0))
+        self._shared().hand_out(self._start, self._end)
+
     def reads(self, start: int, end: int) -> bool:
         """Whether any token that is held is in the slots from `start` to `end`."""
         return start < self._end and self._start < end
 
     def _part_unless_writable(self, start: int, end: int) -> None:
         """Go on in buffers of its own where other stores have a say in some slots."""
-        if self._sharing is None or self._sharing.has_one_holder:
+        if self._sharing is None or (self._sharing.has_one_holder and not self._sharing.is_handed_out):
             self._sharing = None
         elif not self._sharing.may_write(self, start, end):
             self._allocate(self._room_alone(max(end - self._end, 0)))
@@ -309,23 +321,32 @@ class ContiguousStore(TokenStore):
     @override
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self._shared_state() if self._can_share() else self.__getstate__())
-        if twin._sharing is not None:
-            twin._sharing.join(twin)
+        if self._can_share():
+            sharing = self._shared()
+            twin.__dict__.update(self.__dict__)
+            sharing.join(twin)
+        else:
+            twin.__dict__.update(self.__getstate__())
         return twin
 
     def _can_share(self) -> bool:
-        """Whether a fork may hold the same buffers: not where they are at home elsewhere, nor what autograd follows."""
-        return type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer and not self._tracks_gradients
+        """Whether a fork may hold the same buffers.
 
-    def _shared_state(self) -> dict[str, Any]:
+        It may not if they are at home elsewhere, if autograd follows them, or if the caller has a view to write to.
+        """
+        plain = type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer
+        handed_out = self._sharing is not None and self._sharing.is_handed_out
+        return plain and not self._tracks_gradients and not handed_out
+
+    def _shared(self) -> Sharing:
+        """What the holders of these buffers have in common."""
         # Threads may fork one store at the same time: all of the forks must be told of each other.
         with _first_fork:
             if self._sharing is None:
                 sharing = Sharing()
                 sharing.join(self)
                 self._sharing = sharing
-        return dict(self.__dict__)
+            return self._sharing
 
     def __getstate__(self) -> dict[str, Any]:
         # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.

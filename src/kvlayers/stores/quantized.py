@@ -264,6 +264,12 @@ class QuantizedStore(TokenStore):
             self._held = returned[0].attended
         return returned
 
+    @override
+    def hand_out(self) -> None:
+        # Handles cannot be written to, and know when they have become untrue.
+        if not self._old_tokens:
+            self._recent.hand_out()
+
     def _returned(self, history: History) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""
         if self._forms is None:

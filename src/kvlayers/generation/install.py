@@ -11,6 +11,8 @@ What is replaced in transformers while kvlayers is installed, and why:
   by a store of prefixes where there is one (`prefixes.py`).
 * `PreTrainedModel.__call__` takes and returns legacy tuples (`tuples.py`).
 * Under `legacy_names`, what transformers 4 had and later versions lack (`old_names.py`).
+* `GenerationConfig.save_pretrained` and `GenerationConfig.__init__` keep a name that only kvlayers knows in a field
+  that transformers ignores, so that what was saved can be loaded without kvlayers (`saved_names.py`).
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
 
@@ -35,7 +37,19 @@ from ..errors import LegacyFormatError
 from ..prefix import PrefixStore
 from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
-from . import assisted, given, in_use, old_names, passing, prefixes, prompts, registry, reservations, tuples
+from . import (
+    assisted,
+    given,
+    in_use,
+    old_names,
+    passing,
+    prefixes,
+    prompts,
+    registry,
+    reservations,
+    saved_names,
+    tuples,
+)
 from .calls import sequences_of_each_prompt
 from .presence import Presence
 from .replacement import Replacement
@@ -148,6 +162,7 @@ def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @_wrapper(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        registry.name_instead_of_cache(model_types.cache_argument(self), kwargs)
         going_by = in_use.current()
         if going_by is None:
             return generate_plainly(self, *args, **kwargs)
@@ -213,9 +228,31 @@ def _wrap_prepare_config(original: Callable[..., Any]) -> Callable[..., Any]:
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
         if asked is not None and prepared.cache_implementation is None:
             prepared.cache_implementation = asked
+        if model_kwargs.get(model_types.cache_argument(self)) is None:
+            saved_names.apply(prepared)
         return prepared, model_kwargs
 
     return prepare_generation_config
+
+
+def _wrap_config_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def init(self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
+        saved_names.restore(self)
+
+    return init
+
+
+def _wrap_save_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.cache_implementation in _added_names:
+            saved_names.save(original, self, args, kwargs)
+        else:
+            original(self, *args, **kwargs)
+
+    return save_pretrained
 
 
 def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -396,4 +433,7 @@ _replacements = [
         "_assisted_decoding": _wrap_assisted_decoding,
         **({"_prefill": _wrap_prefill} if compat.PREFILLS_APART else {}),
     }.items()
+] + [
+    Replacement(configuration.GenerationConfig, "__init__", _wrap_config_init),
+    Replacement(configuration.GenerationConfig, "save_pretrained", _wrap_save_config),
 ]

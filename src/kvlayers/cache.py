@@ -307,7 +307,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         seen = layer.get_seq_length()
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         if torch.compiler.is_compiling():
-            return seen
+            return seen  # type: ignore[no-any-return]
         return SeenTokens(seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ def check_is_new(held: int, given: int) -> None:
 class SeenTokens(int):
     """The length of a cache, as the prefill of `generate()` is told it.
 
-    The prefill subtracts it from the number of tokens that it was given, and takes so many from their end. Where nothing
+    The prefill subtracts it from the number of tokens that it was given, and takes so many from their end. If no token
     is new, it would take all of them, or some that the cache has seen.
     """
 

@@ -106,11 +106,9 @@ def _replaced(layers: list[Any], model: Any) -> list[Any]:
         upstream.StaticLayer: lambda layer: StaticLayer(layer.max_cache_len),
         upstream.StaticSlidingWindowLayer: static_window,
     }
-    if compat.MODELS_PASS_COLUMNS:
-        at_once = model_types.tokens_at_once(model.config)
-        makers[upstream.LinearAttentionLayer] = lambda layer: LinearAttentionLayer(
-            layer.number_of_states, tokens_at_once=at_once
-        )
+    # Where a scan begins from zero, kvlayers' layers refuse tokens that transformers' methods would pass them at once.
+    if compat.MODELS_PASS_COLUMNS and model_types.tokens_at_once(model.config) is None:
+        makers[upstream.LinearAttentionLayer] = lambda layer: LinearAttentionLayer(layer.number_of_states)
     return [makers[type(layer)](layer) if type(layer) in makers else layer for layer in layers]
 
 

@@ -23,7 +23,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "static": lambda model: transformers.StaticCache(model.config, max_cache_len=48),
 }
 FULL, WINDOWS = ["DynamicLayer"] * 4, ["SlidingLayer", "SlidingLayer", "DynamicLayer", "SlidingLayer"]
-EXPECTED = {"bare": FULL, "of a config": WINDOWS, "static": ["Static" + name.replace("Dynamic", "") for name in WINDOWS]}
+EXPECTED = {
+    "bare": FULL,
+    "of a config": WINDOWS,
+    "static": ["Static" + name.replace("Dynamic", "") for name in WINDOWS],
+}
 
 
 def generate(ids: torch.Tensor, cache: Any, family: str = "gemma3", tokens: int = 14, **how: Any) -> Any:

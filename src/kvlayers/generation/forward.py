@@ -16,27 +16,31 @@ from ..cache import Cache
 from . import empty_caches, known_ids, registry, tuples
 from .replacement import Replacement
 
-_wanted = False
+_is_wanted: Callable[[], bool] | None = None
 
 
-def accept() -> None:
-    """From now on, look at the caches that models are given."""
-    global _wanted
-    _wanted = True
+def accept(is_wanted: Callable[[], bool]) -> None:
+    """From now on, look at the caches that models are given.
+
+    Args:
+        is_wanted: whether a forward pass goes by kvlayers, asked in its own thread.
+    """
+    global _is_wanted
+    _is_wanted = is_wanted
     _replacement.put()
 
 
 def refuse() -> None:
     """Take `accept` back."""
-    global _wanted
-    _wanted = False
+    global _is_wanted
+    _is_wanted = None
     _replacement.take_back()
 
 
 def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _wanted:
+        if _is_wanted is None:
             return original(self, *args, **kwargs)
         past = kwargs.get(tuples.ARGUMENT)
         if past is None:
@@ -47,7 +51,7 @@ def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(argument, tuple | list):
                 return tuples.call(original, self, args, kwargs)
         # What models do once for a cache is done before any is compiled.
-        if past is None or torch.compiler.is_compiling():
+        if past is None or torch.compiler.is_compiling() or not _is_wanted():
             return original(self, *args, **kwargs)
         return _with_cache(functools.partial(original, self), self, past, args, kwargs)
 

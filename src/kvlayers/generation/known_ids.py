@@ -68,6 +68,10 @@ class Call:
         # Until the call ends, and for good where it fails.
         cache.known_ids = None
 
+    def forget(self) -> None:
+        """Let go of the cache, whose ids nobody knows any more."""
+        self._cache = self._before = None
+
     def end(self, output: object, cache: object) -> None:
         """Remember what the cache that the call leaves has seen.
 
@@ -112,6 +116,10 @@ def calling(call: Call) -> Iterator[None]:
     token = _call.set(call)
     try:
         yield
+    except BaseException:
+        # Whoever tries again with less memory must not find it held here.
+        call.forget()
+        raise
     finally:
         _call.reset(token)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ModelMismatchError,
         OptionError,
         PrefixError,
+        PromptMismatchError,
         ReadOnlyStatesError,
         RegistryError,
         RollbackError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .export import ExportableDecoder
     from .generation.generating import generate
     from .generation.install import install, installed, is_installed, uninstall
+    from .generation.known_ids import PromptMismatchWarning
     from .generation.ladder import DEFAULT_LADDER, Rung
     from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
     from .generation.reservations import free_reservations
@@ -104,6 +106,7 @@ _NAMES = {
         "ModelMismatchError",
         "OptionError",
         "PrefixError",
+        "PromptMismatchError",
         "ReadOnlyStatesError",
         "RegistryError",
         "RollbackError",
@@ -115,6 +118,7 @@ _NAMES = {
     "export": ("ExportableDecoder",),
     "generation.generating": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
+    "generation.known_ids": ("PromptMismatchWarning",),
     "generation.ladder": ("DEFAULT_LADDER", "Rung"),
     "generation.registry": ("CacheRequest", "cache_names", "make_cache", "register", "unregister"),
     "generation.reservations": ("free_reservations",),
@@ -208,6 +212,8 @@ __all__ = [
     "PrefixStatistics",
     "PrefixStore",
     "Prefetcher",
+    "PromptMismatchError",
+    "PromptMismatchWarning",
     "Quantization",
     "QuantizedCache",
     "QuantizedCacheConfig",

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from .offload import Offloading, Prefetcher, TrafficMeter
 from .operations import LayerwiseOperations
 from .options import checks_options
 from .recurrent import RecurrentSurface
+from .seen_tokens import SeenTokens
 
 if TYPE_CHECKING:
     from .explanation import Explanation
@@ -401,7 +403,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             layer = next((other for other in self.layers if isinstance(other, compat.ATTENTION_LAYER)), layer)
         seen = layer.get_seq_length()
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
-        return seen if torch.compiler.is_compiling() else int(seen)
+        if torch.compiler.is_compiling():
+            return seen  # type: ignore[no-any-return]
+        return SeenTokens(seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.

@@ -1,8 +1,10 @@
 """All that depends on a version of transformers or torch. Nothing else in kvlayers asks which one is installed."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -81,6 +83,10 @@ CROPS_DRAFTS_TO_LENGTHS = Version("5.15") > TRANSFORMERS
 PREFILLS_APART = Version("5.0") <= TRANSFORMERS
 """From here on `generate()` has a method for the first forward pass, `_prefill`."""
 
+PREFILL_SUBTRACTS_LENGTHS = Version("5.4") <= TRANSFORMERS
+"""From here on that method takes as many of the newest tokens as there are more than the cache has seen: all of them
+where that is none. Before, it took them by their positions, and found none."""
+
 RESERVES_AHEAD = Version("5.13") <= TRANSFORMERS
 """From here on a model says what states a static cache is reserved for."""
 
@@ -148,6 +154,14 @@ def is_exporting() -> bool:
     if TELLS_EXPORTING:
         return torch.compiler.is_exporting()
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+_OF_GENERATE = os.path.join(os.path.dirname(transformers.__file__), "generation", "utils.py")
+
+
+def is_prefill_of_generate(code: CodeType) -> bool:
+    """Whether `code` is that of the first forward pass of `generate()`, which subtracts the length of the cache."""
+    return code.co_name == "_prefill" and PREFILL_SUBTRACTS_LENGTHS and code.co_filename == _OF_GENERATE
 
 
 def may_be_exporting() -> bool:

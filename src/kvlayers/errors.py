@@ -14,6 +14,10 @@ class StateMismatchError(KVLayersError, ValueError):
     """States do not fit those that are held: another batch size, kv_heads, head_dim, dtype, device or rank."""
 
 
+class PromptMismatchError(StateMismatchError):
+    """A prompt begins with other tokens than those that the cache has seen, under `install(strict_prompts=True)`."""
+
+
 class LayerIndexError(KVLayersError, IndexError):
     """The cache has no layer at that index."""
 

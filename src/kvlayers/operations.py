@@ -48,6 +48,11 @@ class LayerwiseOperations(ABC):
     """
 
     layers: list[Any]
+    known_ids: Tensor | None = None
+    """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
+    `install()` they are those of prompts, and of sequences that `generate()` has returned. Forks share the tensor."""
+    warned_of_prompt: bool = False
+    """Whether a `PromptMismatchWarning` was given, which comes once."""
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:
@@ -141,6 +146,8 @@ class LayerwiseOperations(ABC):
             layer.check_removal(tokens)
         for layer, tokens in removals:
             layer.remove_newest(tokens)
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids[:, : self._token_count()]
         self.forget_pass()
 
     def _token_count(self) -> int:
@@ -206,6 +213,7 @@ class LayerwiseOperations(ABC):
                 self.check_select(rows.shape[0])
                 for layer in self.operable():
                     layer.expand(repeats)
+                self._select_known_ids(rows)
 
     def _select(self, rows: Tensor) -> None:
         if is_identity(rows, self.batch_size):
@@ -213,6 +221,12 @@ class LayerwiseOperations(ABC):
         self.check_select(rows.shape[0])
         for layer in self.operable():
             layer.select(rows)
+        self._select_known_ids(rows)
+
+    def _select_known_ids(self, rows: Tensor) -> None:
+        # Where the rows are: nobody waits for an accelerator.
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids.to(rows.device).index_select(0, rows)
 
     def check_select(self, batch_size: int) -> None:
         """Raise what selecting `batch_size` sequences would raise, whatever the indices."""
@@ -230,6 +244,7 @@ class LayerwiseOperations(ABC):
         """Forget all tokens; the memory is kept for the next ones."""
         for layer in self.operable():
             layer.reset()
+        self.known_ids = None
         self.forget_pass()
 
     def activate_past_recording(self) -> None:
@@ -309,7 +324,7 @@ class LayerwiseOperations(ABC):
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
-        self.layers = layers
+        self.layers, self.known_ids = layers, None
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
         self.forget_pass()

@@ -13,6 +13,7 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, StateMismatchError
 from ..layers import SlidingLayer
 from ..layers.dispatch import attention_part
+from ..seen_tokens import check_is_new
 from ..sink_cache import SinkCache, left_padding_of
 from ..static_cache import StaticCache
 
@@ -109,19 +110,6 @@ def check_is_whole(cache: Cache, input_ids: object) -> None:
             f"expected the whole sequence, of which the cache has seen {held} tokens already, but saw "
             f"{input_ids.shape[1]}: pass all of it as input_ids, with a mask as long (transformers before 5.4 does not "
             "go on from new tokens alone), or reset the cache."
-        )
-
-
-def check_is_new(held: int, given: int) -> None:
-    """Raise `StateMismatchError` where a sequence of `given` tokens does not go on from `held` ones.
-
-    transformers takes what is new by counting from the end of what it is given, and would take other tokens.
-    """
-    if given <= held and held:
-        raise StateMismatchError(
-            f"expected the whole sequence, of which the cache has seen {held} tokens already, but saw {given}: pass "
-            "all of it as input_ids, or new tokens alone with an attention_mask for all (a cache with a window needs "
-            "no cropped input), or reset the cache."
         )
 
 

@@ -194,6 +194,26 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     return cache
 
 
+def name_instead_of_cache(argument: str, arguments: dict[str, Any]) -> None:
+    """Let a name that was passed to `generate()` in the place of a cache be its `cache_implementation`.
+
+    Args:
+        argument: the argument for a cache.
+        arguments: of the call, which are changed.
+
+    Raises:
+        OptionError: there is another name in `cache_implementation`.
+    """
+    name = arguments.get(argument)
+    if not isinstance(name, str):
+        return
+    other = arguments.get("cache_implementation")
+    if other not in (None, name):
+        raise OptionError(f"expected one cache, but saw {argument}={name!r} and cache_implementation={other!r}.")
+    arguments["cache_implementation"] = name
+    del arguments[argument]
+
+
 def _factory(name: str) -> CacheFactory:
     registered = _factories.get(name)
     if registered is not None:

@@ -111,17 +111,17 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def cumulative_length(self, length: int) -> None:
         self.recount(whole_number(length, "cumulative_length"))
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Prepare for states like these, whose tokens are not taken in."""
-        self.reserve_form(form_of(key_states), form_of(value_states))
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Prepare for states like these, whose tokens are not taken in. Values are like keys where not given."""
+        self.reserve_form(form_of(key_states), form_of(key_states if value_states is None else value_states))
 
     def get_seq_length(self) -> int:
         """As `length`."""
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As `mask_sizes`."""
-        return self.mask_sizes(query_length)
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """As `mask_sizes`, of a number of tokens, or of their positions as caches of transformers before 5.4 pass."""
+        return self.mask_sizes(query_length.shape[0] if isinstance(query_length, Tensor) else query_length)
 
 
 def not_of_so_many(length: int, held: int) -> StateMismatchError:

@@ -1,5 +1,7 @@
 """A layer that keeps a window of the newest tokens."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,7 +51,9 @@ class SlidingLayer(TokenLayer):
         self._seen = 0
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
         tokens = store.admit(key_states, value_states)
         past = min(store.length, self.sliding_window - 1)

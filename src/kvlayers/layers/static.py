@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from ..errors import CapacityError, OptionError, StateMismatchError
 from ..options import checks_options
@@ -48,6 +48,8 @@ class StaticLayer(DynamicLayer):
     """
 
     _store: FixedStore
+    followers: "tuple[StaticLayer, ...]" = ()
+    """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -121,8 +123,16 @@ class StaticLayer(DynamicLayer):
             self._store.check_room(tokens)
 
     @override
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.followers = ()
+        return twin
+
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
+        for layer in self.followers:
+            layer.make_room(query_length)
         bucket = self._store.announce(query_length)
         return (self._store.length + query_length if bucket is None else bucket), 0
 

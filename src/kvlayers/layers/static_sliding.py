@@ -1,8 +1,10 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from ..errors import CapacityError, StateMismatchError
 from ..options import checks_options
@@ -38,6 +40,8 @@ class StaticSlidingLayer(SlidingLayer):
     """
 
     _store: FixedStore
+    followers: "tuple[StaticSlidingLayer, ...]" = ()
+    """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -70,7 +74,9 @@ class StaticSlidingLayer(SlidingLayer):
         self._store.total = seen
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.is_compileable:
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
@@ -110,8 +116,16 @@ class StaticSlidingLayer(SlidingLayer):
             self._check_token_limit(tokens)
 
     @override
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.followers = ()
+        return twin
+
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
+        for layer in self.followers:
+            layer.make_room(query_length)
         bucket = self._store.announce(query_length)
         return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.passed)
 

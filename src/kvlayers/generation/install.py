@@ -190,6 +190,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             cache.deactivate_past_recording()
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
             output[cache_name] = tuples.tuples_of(cache)
+        reservations.remember_lengths(self, loans)
         if isinstance(output, Tensor):
             del cache
             reservations.give_back(self, loans)

@@ -10,6 +10,7 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped, and goes
   by a store of prefixes where there is one (`prefixes.py`).
 * `PreTrainedModel.__call__` takes and returns legacy tuples (`tuples.py`).
+* `HfExporter.__init__` lets torch take caches of kvlayers apart before an exporter does it in a way of its own.
 * Under `legacy_names`, what transformers 4 had and later versions lack (`old_names.py`).
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
@@ -33,6 +34,7 @@ from ..cache import Cache
 from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
 from ..prefix import PrefixStore
+from ..pytrees import register_export_support
 from ..sink_cache import SinkCache
 from ..static_cache import StaticCache
 from . import assisted, given, in_use, old_names, passing, prefixes, prompts, registry, reservations, tuples
@@ -387,6 +389,15 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     return prefill
 
 
+def _wrap_exporter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        register_export_support()
+        original(self, *args, **kwargs)
+
+    return prepare
+
+
 _replacements = [
     Replacement(GenerationMixin, name, wrap)
     for name, wrap in {
@@ -398,3 +409,7 @@ _replacements = [
         **({"_prefill": _wrap_prefill} if compat.PREFILLS_APART else {}),
     }.items()
 ]
+if compat.HAS_EXPORTERS:
+    from transformers.exporters.base import HfExporter
+
+    _replacements.append(Replacement(HfExporter, "__init__", _wrap_exporter))

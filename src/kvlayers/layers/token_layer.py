@@ -29,7 +29,7 @@ class TokenLayer(CacheLayer):
     @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest_keys(self._store.length)
+        return None if self._store.key_form is None else self._store.hand_out()[0]
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
@@ -38,7 +38,7 @@ class TokenLayer(CacheLayer):
     @property
     def values(self) -> Tensor | None:
         """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest_values(self._store.length)
+        return None if self._store.key_form is None else self._store.hand_out()[1]
 
     @values.setter
     def values(self, states: Tensor) -> None:

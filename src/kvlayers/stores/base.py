@@ -102,6 +102,13 @@ class TokenStore(ABC):
         """Keys and values of the newest `count` tokens, in order."""
         return self.newest_keys(count), self.newest_values(count)
 
+    def hand_out(self) -> StatePair:
+        """Keys and values of all tokens, for a caller who may keep them: the same tensors until the store changes.
+
+        `torch.export` knows the inputs of a program by their identity.
+        """
+        return self.newest(self.length)
+
     @abstractmethod
     def drop_oldest(self, count: int) -> None:
         """Forget the oldest `count` tokens."""

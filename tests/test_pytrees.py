@@ -89,6 +89,8 @@ def test_one_program_decodes_behind_any_number_of_tokens(family: str) -> None:
     program = step_program(model, filled(model, ids[:, :PROMPT]))
     assert len(program.graph_signature.output_specs) == 1 + 2 * model.config.num_hidden_layers
     check_decoding(program, model, ids)
+    # torch would pickle the cache, and not read it again.
+    program.example_inputs = None
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
@@ -125,7 +127,8 @@ def test_a_pair_is_a_tree_of_its_parts() -> None:
     assert len(leaves) == 4 * model.config.num_layers
     twin = pytree.tree_unflatten([leaf.clone() for leaf in leaves], spec)
     step = model(encoder_outputs=(encoded,), decoder_input_ids=ids[:, 3:], past_key_values=twin).logits
-    torch.testing.assert_close(step, expected[:, 3:], atol=TOLERANCE, rtol=0)
+    # T5 does not scale the products, so that its logits are larger, and round by more.
+    torch.testing.assert_close(step, expected[:, 3:], atol=1e-4, rtol=0)
 
 
 def test_what_is_made_of_leaves_is_independent() -> None:

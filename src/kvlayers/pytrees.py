@@ -37,9 +37,8 @@ def register_export_support() -> None:
     (FSDP2 does, to cast them), and a module would update a copy of the cache that it was given. transformers' exporters
     do it by themselves under `install()`.
 
-    Raises, at export:
-        UnsupportedLayerError: a cache that is no tree of keys and values alone: one that is static, quantized, offloaded
-            or recurrent, or whose layers all have windows that have dropped tokens.
+    At export, `UnsupportedLayerError` is raised for a cache that is no tree of keys and values alone: one that is static,
+    quantized, offloaded or recurrent, or whose layers all have windows, if these have dropped tokens.
 
     Example:
         >>> import kvlayers, torch
@@ -52,7 +51,8 @@ def register_export_support() -> None:
         >>> torch.utils._pytree.tree_unflatten(leaves, spec).get_seq_length()
         3
     """
-    for kind in (Cache, *_subclasses(Cache)):
+    kinds: list[type[Cache]] = [Cache, *_subclasses(Cache)]
+    for kind in kinds:
         flatten, rebuild, names = _TREES.get(kind, (_refuse, _refuse_to_rebuild, ()))
         _register(kind, flatten, rebuild, names)
 
@@ -115,12 +115,14 @@ def _describe(layer: Any, layers: list[Any]) -> dict[str, Any] | None:
         counting = (
             index
             for index, other in enumerate(layers)
-            if type(other) is DynamicLayer and facts["holds"] == (other.keys is not None) and other.length == layer.length
+            if type(other) is DynamicLayer
+            and facts["holds"] == (other.keys is not None)
+            and other.length == layer.length
         )
         facts |= {"window": layer.sliding_window, "counted_by": next(counting, None)}
         if facts["counted_by"] is None and layer.length > layer.store.length:
             raise UnsupportedLayerError(
-                f"expected a window that holds all of its tokens, or a layer of full attention beside it, which says how "
+                "expected a window that holds all of its tokens, or a layer of full attention beside it, which says how "
                 f"many they were, but saw {layer.store.length} of {layer.length} tokens: export with "
                 "kvlayers.ExportableDecoder, which has a reservation for all of them."
             )
@@ -153,7 +155,7 @@ def _rebuild_pair(children: Iterable[Any], context: Context) -> EncoderDecoderCa
 def _refuse(cache: Any) -> tuple[Children, Context]:
     raise UnsupportedLayerError(
         f"expected a DynamicCache, which torch can take apart into keys and values, but saw a {type(cache).__name__}: "
-        "export with a DynamicCache, or, for a static cache, with kvlayers.ExportableDecoder."
+        "export with a DynamicCache, with kvlayers.ExportableDecoder for a static cache, or without install()."
     )
 
 

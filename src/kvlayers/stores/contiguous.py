@@ -31,8 +31,9 @@ class ContiguousStore(TokenStore):
     `limit` is the most tokens that the store may hold, `None` for no limit. `front_room` slots are left free before the
     tokens wherever they are moved, for those that are attended to in front of them.
 
-    If autograd follows the states, or `torch.export` traces the code, they are concatenated instead, and the buffers that
-    result have no spare room: no write ever changes a tensor that a backward pass still needs, nor an input of a program.
+    If autograd follows the states, or `torch.export` traces the code, they are concatenated instead, and the buffers
+    that result have no spare room: no write ever changes a tensor that a backward pass still needs, nor an input of a
+    program.
     """
 
     def __init__(self, limit: int | None = None, front_room: int = 0) -> None:

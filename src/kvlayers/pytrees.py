@@ -37,8 +37,8 @@ def register_export_support() -> None:
     (FSDP2 does, to cast them), and a module would update a copy of the cache that it was given. transformers' exporters
     do it by themselves under `install()`.
 
-    At export, `UnsupportedLayerError` is raised for a cache that is no tree of keys and values alone: one that is static,
-    quantized, offloaded or recurrent, or whose layers all have windows, if these have dropped tokens.
+    At export, `UnsupportedLayerError` is raised for a cache that is no tree of keys and values alone: one that is
+    static, quantized, offloaded or recurrent, or whose layers all have windows, if these have dropped tokens.
 
     Example:
         >>> import kvlayers, torch
@@ -122,8 +122,8 @@ def _describe(layer: Any, layers: list[Any]) -> dict[str, Any] | None:
         facts |= {"window": layer.sliding_window, "counted_by": next(counting, None)}
         if facts["counted_by"] is None and layer.length > layer.store.length:
             raise UnsupportedLayerError(
-                "expected a window that holds all of its tokens, or a layer of full attention beside it, which says how "
-                f"many they were, but saw {layer.store.length} of {layer.length} tokens: export with "
+                "expected a window that holds all of its tokens, or a layer of full attention beside it, which says "
+                f"how many they were, but saw {layer.store.length} of {layer.length} tokens: export with "
                 "kvlayers.ExportableDecoder, which has a reservation for all of them."
             )
     return facts

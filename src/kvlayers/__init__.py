@@ -8,7 +8,7 @@ import importlib.util
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .supported import check_installed
+from .supported import check_installed, is_command
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CachePathError,
         CapacityError,
         ConfigError,
+        InterruptedPassError,
         KVLayersError,
         LayerIndexError,
         LegacyFormatError,
@@ -73,7 +74,11 @@ if TYPE_CHECKING:
     from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
     from .summary import CacheSummary, LayerSummary
 
-check_installed()
+if not is_command():
+    # The command checks by itself, and does not wait for transformers before it answers `--help`.
+    from . import first_import  # noqa: F401
+
+    check_installed()
 
 _NAMES = {
     "cache": ("Cache",),
@@ -93,6 +98,7 @@ _NAMES = {
         "CachePathError",
         "CapacityError",
         "ConfigError",
+        "InterruptedPassError",
         "KVLayersError",
         "LayerIndexError",
         "LegacyFormatError",
@@ -183,6 +189,7 @@ __all__ = [
     "HybridChunkedCache",
     "HybridLayer",
     "HybridMambaAttentionDynamicCache",
+    "InterruptedPassError",
     "KVLayersError",
     "LayerIndexError",
     "LayerState",
@@ -273,4 +280,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -167,6 +167,16 @@ ATTENTION_LAYER = upstream.CacheLayerMixin
 DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if Version("5.23") <= TRANSFORMERS else ()
 """What stands for a layer that holds nothing, in versions that have one for each layer of a model."""
 
+STATIC_LAYER: Any = upstream.StaticLayer
+QUANTO_LAYER: type = upstream.QuantoQuantizedLayer
+HQQ_LAYER: type = upstream.HQQQuantizedLayer
+
+
+class _NoFp8Layer:
+    """Stands for transformers' fp8 layer, in versions that have none."""
+
+
+FP8_LAYER: type = upstream.Fp8QuantizedLayer if Version("5.23") <= TRANSFORMERS else _NoFp8Layer
 
 _HAS_INDEXERS = Version("5.11") <= TRANSFORMERS
 INDEXED_LAYER: tuple[Any, ...] = (upstream.DynamicIndexedLayer,) if _HAS_INDEXERS else ()
@@ -420,4 +430,9 @@ def makes_its_own_cache(model: Any, name: str) -> bool:
     if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
         return False
     overridden = getattr(type(model), MAKES_STATIC_CACHE) is not getattr(GenerationMixin, MAKES_STATIC_CACHE)
-    return overridden or (model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)
+    return overridden or masks_the_whole_reservation(model)
+
+
+def masks_the_whole_reservation(model: Any) -> bool:
+    """Whether `generate()` makes masks of a model for all slots of a static cache, in eager code as well."""
+    return bool(model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)

@@ -81,8 +81,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     Example:
         >>> import kvlayers, transformers
         >>> config = transformers.BartConfig(decoder_layers=2)
-        >>> kvlayers.EncoderDecoderCache(kvlayers.QuantizedCache(config=config), kvlayers.DynamicCache())
-        EncoderDecoderCache(self=QuantizedCache(2 x QuantizedLayer(length=0)), cross=DynamicCache())
+        >>> kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache())
+        EncoderDecoderCache(self=DynamicCache(2 x DynamicLayer, 0 tokens, 0 B), cross=DynamicCache(0 tokens, 0 B))
     """
 
     self_attention_cache: Any
@@ -196,6 +196,17 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             )
         for part in parts:
             part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
+    @override
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer of self-attention has seen; see `Cache.get_seq_length`."""
+        seen: int = self.self_attention_cache.get_seq_length(layer_idx)
+        return seen
+
+    @override
+    def forget_pass(self) -> None:
+        for part in self._parts():
+            part.forget_pass()
 
     @override
     def layers_for(self, count: int) -> list[Any]:

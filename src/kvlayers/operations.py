@@ -58,6 +58,10 @@ class LayerwiseOperations(ABC):
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
 
+    @abstractmethod
+    def forget_pass(self) -> None:
+        """Take the next update for the beginning of a forward pass, as all layers have changed."""
+
     def operable(self) -> Iterator[Operable]:
         """The layers, those of transformers behind an adapter that gives them the operations of ours."""
         for layer in self.layers:
@@ -137,6 +141,7 @@ class LayerwiseOperations(ABC):
             layer.check_removal(tokens)
         for layer, tokens in removals:
             layer.remove_newest(tokens)
+        self.forget_pass()
 
     def _token_count(self) -> int:
         return max((layer.length or 0 for layer in self.operable()), default=0)
@@ -225,6 +230,7 @@ class LayerwiseOperations(ABC):
         """Forget all tokens; the memory is kept for the next ones."""
         for layer in self.operable():
             layer.reset()
+        self.forget_pass()
 
     def activate_past_recording(self) -> None:
         """From now on, let windows hold all that comes between one crop and the next, which may take it back."""
@@ -251,13 +257,13 @@ class LayerwiseOperations(ABC):
             n: how many; one that is no list where not given.
 
         Raises:
-            OptionError: `n` is no whole number, or negative.
+            OptionError: `n` is no whole number, or less than 1.
         """
         if n is None:
             return self._fork()
         count = whole_number(n, "the number of forks")
-        if count < 0:
-            raise OptionError(f"expected a number of forks, at least 0, but saw {count}.")
+        if count < 1:
+            raise OptionError(f"expected a number of forks, at least 1, but saw {count}.")
         return [self._fork() for _ in range(count)]
 
     def _fork(self) -> Self:
@@ -306,6 +312,7 @@ class LayerwiseOperations(ABC):
         self.layers = layers
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
+        self.forget_pass()
 
 
 def _batch_of(state: LayerState) -> int | None:

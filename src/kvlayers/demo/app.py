@@ -1,6 +1,4 @@
-"""The command `kvlayers demo`."""
-
-from typing import Annotated
+"""What the command `kvlayers demo` does."""
 
 import torch
 import typer
@@ -15,49 +13,24 @@ from ..dynamic_cache import DynamicCache
 from ..measuring.contenders import OURS
 from . import report, text
 from .loading import load
-from .model import HUB_NAME, LoadedModel, find_device
+from .model import LoadedModel, find_device
 from .runs import Row, compare, contenders, continue_text
 
-PROMPT = "Once upon a time, a programmer"
-CONTEXT_OF_PROMPT = 2048
 
-
-def demo(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help=f"Text to continue. Default: '{PROMPT}', after {CONTEXT_OF_PROMPT} tokens of context."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"Model directory, or name on the hub. Default: {HUB_NAME}, wherever it is found."),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Tokens of real text (Python's documentation) before the prompt. "
-            f"Default: 0 with a prompt, {CONTEXT_OF_PROMPT} without.",
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 48,
-    trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 3,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: as torch chooses.")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON; all else goes to stderr.")] = False,
+def run_demo(
+    prompt: str,
+    model: str | None,
+    context: int,
+    tokens: int,
+    trials: int,
+    threads: int | None,
+    dtype: Dtype,
+    device: str | None,
+    as_json: bool,
 ) -> None:
-    """A language model continues a text through kvlayers, then through every cache, to compare.
-
-    Exits with 1 where a cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside, and with 2
-    where there is no such model, or device.
-    """
+    """Run the demo; the arguments are those of the command."""
     # With JSON on stdout, what is for people goes elsewhere.
     console = Console(stderr=as_json)
-    if context is None:
-        context = CONTEXT_OF_PROMPT if prompt is None else 0
-    prompt = PROMPT if prompt is None else prompt
     if threads is not None:
         torch.set_num_threads(threads)
     with one_line_errors("demo"), few_words():

@@ -14,6 +14,7 @@ from ..errors import ConfigError, OptionError, StateMismatchError
 from ..layers import SlidingLayer
 from ..layers.dispatch import attention_part
 from ..sink_cache import SinkCache, left_padding_of
+from ..static_cache import StaticCache
 
 
 def padding_mask(model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -43,7 +44,7 @@ def prepare(
             another output of the encoder.
         CapacityError: too little is reserved for cross-attention.
         OptionError: a cache without cross-attention for a model that has it.
-        ConfigError: as `check_rotation`, and as `SinkCache`.
+        ConfigError: as `check_rotation`, and as `SinkCache`; or a static cache whose model is given masks of all slots.
     """
     if (
         model.config.is_encoder_decoder
@@ -60,6 +61,12 @@ def prepare(
         cache.check_encoded(encoded)
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     check_windows(model, own)
+    if isinstance(own, StaticCache) and compat.masks_the_whole_reservation(model):
+        raise ConfigError(
+            f"expected a cache that grows, as this version of transformers gives {type(model).__name__} masks of all "
+            f"slots of a static one, but saw a {type(own).__name__}: pass cache_implementation='static' instead, or a "
+            "DynamicCache."
+        )
     if isinstance(own, SinkCache):
         check_rotation(model)
         if attention_mask is not None:

@@ -290,6 +290,9 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         if prefixes.is_own(past):
             # It is of that name.
             generation_config.cache_implementation = None
+        if isinstance(past, Cache) and generation_config.use_cache is False:
+            # A config may say so (that of MPT does): then all tokens would be passed to the cache at every step.
+            generation_config.use_cache = model_kwargs["use_cache"] = True
         attention_mask = given.padding_mask(model_kwargs)
         # A draft model is given its own cache again and again, within one call.
         outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")

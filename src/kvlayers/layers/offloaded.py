@@ -12,7 +12,7 @@ from ..errors import CapacityError, UnsupportedLayerError
 from ..offload.prefetcher import Prefetcher
 from ..stores.base import Mover
 from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState
+from .base import CacheLayer, LayerState, attribute_within, public_names
 from .token_layer import TokenLayer
 
 
@@ -214,7 +214,19 @@ class OffloadedLayer(CacheLayer):
     def prefetch(self) -> None:
         """Nothing: the states of the next layer are brought by themselves."""
 
+    @override
+    def recount(self, length: int) -> None:
+        with self._at_home() as layer:
+            layer.recount(length)
+
     # What the layer within says
+
+    def __getattr__(self, name: str) -> Any:
+        """What this kind of layer has besides, such as a window or a reservation."""
+        return attribute_within(self, "layer", name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *public_names(self.layer)})
 
     @property
     @override

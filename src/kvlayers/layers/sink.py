@@ -14,7 +14,7 @@ from ..stores.base import Fact, StatePair
 from .base import LayerState, whole_number
 from .dynamic import check_rollback
 from .sinks import NAMES, PADDING_NAME, Sinks
-from .sliding import window_room
+from .sliding import take_back, window_room
 from .token_layer import TokenLayer, seen_tokens
 
 
@@ -89,7 +89,12 @@ class SinkLayer(TokenLayer):
             kept = min(self._needed(seen + tokens), behind + tokens)
             attended = store.pass_through(key_states, value_states, behind, kept, front if all_stand else None)
         else:
-            attended = store.extend(key_states, value_states, behind, front if all_stand else None)
+            held = store.length
+            try:
+                attended = store.extend(key_states, value_states, behind, front if all_stand else None)
+            except BaseException:
+                take_back(store, held)
+                raise
         if front is not None and not all_stand:
             attended = self._with_some(sinks.stands_before(first), front, attended)
         self._sinks, self._seen = sinks, seen + tokens
@@ -119,6 +124,11 @@ class SinkLayer(TokenLayer):
         beyond = self._store.length - self._needed(self._seen)
         if beyond > 0:
             self._store.drop_oldest(beyond)
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return min(self._seen, self.num_sink_tokens + self._store.length)
 
     @property
     def rotary(self) -> Rotary | None:

@@ -7,7 +7,7 @@ from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
 from ..stores.base import Fact
-from .base import LayerState, whole_number
+from .base import LayerState, not_of_so_many, whole_number
 from .dynamic import check_rollback
 from .token_layer import TokenLayer, seen_tokens
 
@@ -60,7 +60,12 @@ class SlidingLayer(TokenLayer):
             attended = store.pass_through(key_states, value_states, past, kept)
             self._seen = seen + tokens
             return attended
-        attended = store.extend(key_states, value_states, past)
+        held = store.length
+        try:
+            attended = store.extend(key_states, value_states, past)
+        except BaseException:
+            take_back(store, held)
+            raise
         self._seen = seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
@@ -89,6 +94,13 @@ class SlidingLayer(TokenLayer):
     @override
     def length(self) -> int:
         return self._seen
+
+    @override
+    def recount(self, length: int) -> None:
+        held = self._store.length
+        if not min(length, self.sliding_window - 1) <= held <= length:
+            raise not_of_so_many(length, held)
+        self._seen = length
 
     @property
     @override
@@ -150,6 +162,12 @@ class SlidingLayer(TokenLayer):
                 f"expected a state with the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, or with more "
                 f"of them, but saw {held}: take the state again."
             )
+
+
+def take_back(store: TokenStore, held: int) -> None:
+    """Let a store hold `held` tokens again, where an update was interrupted behind what it had added to them."""
+    if store.length > held:
+        store.truncate(held)
 
 
 def check_window(sliding_window: object) -> None:

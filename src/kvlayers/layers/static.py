@@ -71,6 +71,20 @@ class StaticLayer(DynamicLayer):
         return self._store.capacity
 
     @property
+    def max_batch_size(self) -> int | None:
+        """Sequences reserved for, `None` while that is open."""
+        return self._store.reserved_batch_size
+
+    @override
+    def recount(self, length: int) -> None:
+        """Go on from `length` tokens, as `truncate`.
+
+        Raises:
+            RollbackError: fewer are held.
+        """
+        self.truncate(length)
+
+    @property
     def reserved(self) -> FixedStore:
         """The memory, and what attention reads of it."""
         return self._store

@@ -56,7 +56,7 @@ class StaticSlidingLayer(SlidingLayer):
         whole_from = sliding_window - 1 if fits_window else None
         super().__init__(sliding_window, store=FixedStore(room, max_batch_size, buckets, whole_from, grow))
         self.room = room
-        self.max_cache_len = max_cache_len
+        self._expected = max_cache_len
         self.token_limit = None if grow else token_limit if fits_window else max_cache_len
 
     # The store counts what it takes in, as compiled code cannot count here without becoming code for one length.
@@ -141,7 +141,22 @@ class StaticSlidingLayer(SlidingLayer):
     @property
     @override
     def capacity(self) -> int | None:
-        return min(self.max_cache_len, self.sliding_window)
+        return self.max_cache_len
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens that a query attends to at most: the window, or what was reserved if that is less."""
+        return min(self._expected, self.sliding_window)
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Sequences reserved for, `None` while that is open."""
+        return self._store.reserved_batch_size
+
+    @property
+    def cumulative_length_int(self) -> int:
+        """As `length`, by the name of transformers, whose layer counts in a tensor as well."""
+        return self.length
 
     @override
     def activate_past_recording(self) -> None:
@@ -158,7 +173,7 @@ class StaticSlidingLayer(SlidingLayer):
         return (
             isinstance(other, StaticSlidingLayer)
             and self.sliding_window == other.sliding_window
-            and self.max_cache_len >= other.max_cache_len
+            and self._expected >= other._expected
             and (self.token_limit is None) == (other.token_limit is None)
             and self._store.covers(other._store, batch_size)
         )
@@ -166,7 +181,7 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def reservation(self) -> dict[str, Fact]:
         return {
-            "max_cache_len": None if self._store.grow else self.max_cache_len,
+            "max_cache_len": None if self._store.grow else self._expected,
             "token_limit": self.token_limit,
         }
 

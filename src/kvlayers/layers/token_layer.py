@@ -27,6 +27,11 @@ class TokenLayer(CacheLayer):
         return self._store
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
+        return self._store.length
+
+    @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
         return None if self._store.key_form is None else self._store.hand_out()[0]
@@ -57,6 +62,29 @@ class TokenLayer(CacheLayer):
     def batch_size(self) -> int | None:
         form = self._store.key_form
         return None if form is None else form[0]
+
+    @property
+    def num_heads(self) -> int | None:
+        """KV heads, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form[1]
+
+    @property
+    def k_head_dim(self) -> int | None:
+        """head_dim of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form[2]
+
+    @property
+    def v_head_dim(self) -> int | None:
+        """head_dim of the values, `None` before the first states."""
+        form = self._store.value_form
+        return None if form is None else form[2]
+
+    @property
+    def head_dim(self) -> int | None:
+        """As `k_head_dim`, by its name in transformers 4."""
+        return self.k_head_dim
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -116,6 +144,11 @@ class TokenLayer(CacheLayer):
         """See `TokenStore.relocate`."""
         self._store.relocate(move)
 
+    @property
+    def kind(self) -> str:
+        """Name of the kind of layer, by which its saved states are known."""
+        return type(self).__name__
+
     def settings(self) -> dict[str, Fact]:
         """What the layer was made with and a state of it depends on."""
         return self._store.settings()
@@ -127,7 +160,7 @@ class TokenLayer(CacheLayer):
     @override
     def state(self) -> LayerState:
         facts = {**self.settings(), **self.reservation(), "length": self.length}
-        return LayerState(type(self).__name__, self._store.state(), facts)
+        return LayerState(self.kind, self._store.state(), facts)
 
     @override
     def load_state(self, state: LayerState) -> None:
@@ -136,9 +169,9 @@ class TokenLayer(CacheLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        if state.kind != type(self).__name__:
+        if state.kind != self.kind:
             raise StateMismatchError(
-                f"expected the state of a {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
         for name, value in self.settings().items():

@@ -68,6 +68,29 @@ class Row:
         return statistics.median(statistics.median(trial.step_seconds) for trial in self.trials)
 
     @property
+    def step_range(self) -> tuple[float, float]:
+        """The least and the greatest median step of a trial; for a single trial, the quartiles of its steps."""
+        medians = [statistics.median(trial.step_seconds) for trial in self.trials]
+        if len(medians) > 1:
+            return min(medians), max(medians)
+        steps = self.trials[0].step_seconds
+        if len(steps) == 1:
+            return steps[0], steps[0]
+        first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def step_spread(self) -> float:
+        """Half of the range, as a part of the median."""
+        least, greatest = self.step_range
+        return (greatest - least) / 2 / self.step_seconds
+
+    def is_as_fast_as(self, other: "Row") -> bool:
+        """Whether its steps cannot be told from those of another cache: the ranges of the two overlap."""
+        (least, greatest), (other_least, other_greatest) = self.step_range, other.step_range
+        return least <= other_greatest and other_least <= greatest
+
+    @property
     def nbytes(self) -> int:
         """The most bytes that any trial held at its end."""
         return max(trial.nbytes for trial in self.trials)

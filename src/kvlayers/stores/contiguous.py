@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from .. import compat
 from ..attention.single_query import attended_by_one_query
-from ..errors import StateMismatchError
+from ..errors import InterruptedPassError, StateMismatchError
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, TokenBuffer
@@ -50,6 +50,7 @@ class ContiguousStore(TokenStore):
         self._admitted: tuple[StateForm, StateForm] | None = None
         self._sharing: Sharing | None = None
         self._handed_out: tuple[int, int, StatePair] | None = None
+        self._is_lost = False
 
     @abstractmethod
     def _make_room(self, tokens: int) -> None:
@@ -75,6 +76,11 @@ class ContiguousStore(TokenStore):
         key_form, value_form = checked_forms(keys, values)
         self._admitted = None
         if key_form != self._key_form or value_form != self._value_form:
+            if self._is_lost:
+                raise InterruptedPassError(
+                    "expected the tokens that were held, but saw them lost, as moving them was interrupted: reset() "
+                    "the cache, and pass all tokens again."
+                )
             if self._start != self._end:
                 raise mismatch((key_form, value_form), (self._key_form, self._value_form), self.length)
             check_one_batch(key_form, value_form)
@@ -222,8 +228,14 @@ class ContiguousStore(TokenStore):
         if tracked or compat.is_exporting():
             self._adopt(keys.clone(), values.clone())
             return
-        self.clear()
-        self.append(keys, values)
+        held = self.length
+        try:
+            self.clear()
+            self.append(keys, values)
+        except BaseException:
+            if held:
+                self._lose()
+            raise
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -253,6 +265,7 @@ class ContiguousStore(TokenStore):
     @override
     def clear(self) -> None:
         self._start = self._end = min(self.front_room, self._capacity)
+        self._is_lost = False
         if self._tracks_gradients:
             self._release()
 
@@ -374,9 +387,12 @@ class ContiguousStore(TokenStore):
         else:
             keys = TokenBuffer.allocate(self._key_form, capacity)
             values = TokenBuffer.allocate(self._value_form, capacity)
-        self._hold_alone(keys, values)
+        # Without a call between: an interrupt finds all of it done, or nothing.
+        sharing, self._sharing, self._keys, self._values = self._sharing, None, keys, values
         self._start, self._end, self._capacity = free, free + length, capacity
         self._tracks_gradients = False
+        if sharing is not None:
+            sharing.leave(self)
 
     def _hold_alone(self, keys: TokenBuffer | None, values: TokenBuffer | None) -> None:
         """Hold buffers that no other store holds."""
@@ -388,9 +404,19 @@ class ContiguousStore(TokenStore):
     def _shift_to_front(self) -> None:
         key_buffer, value_buffer = self._buffers()
         length, free = self.length, self.front_room
-        key_buffer.shift_to_front(self._start, length, free)
-        value_buffer.shift_to_front(self._start, length, free)
+        try:
+            key_buffer.shift_to_front(self._start, length, free)
+            value_buffer.shift_to_front(self._start, length, free)
+        except BaseException:
+            self._lose()
+            raise
         self._start, self._end = free, free + length
+
+    def _lose(self) -> None:
+        """Hold nothing and refuse to go on, as keys and values are no longer of the same tokens."""
+        self._release()
+        self._key_form = self._value_form = None
+        self._is_lost = True
 
     def _release(self) -> None:
         self._hold_alone(None, None)

@@ -265,8 +265,12 @@ class FixedStore(ContiguousStore):
             for buffer in self._buffers():
                 buffer.tensor[:, :, :kept].copy_(buffer.tensor.narrow(2, start, kept).clone())
         else:
-            for buffer in self._buffers():
-                buffer.shift_to_front(start, kept)
+            try:
+                for buffer in self._buffers():
+                    buffer.shift_to_front(start, kept)
+            except BaseException:
+                self._lose()
+                raise
         for buffer in self._buffers():
             buffer.tensor[:, :, kept:].zero_()
         self._stand_at(kept, total)
@@ -274,6 +278,13 @@ class FixedStore(ContiguousStore):
     @override
     def _shift_to_front(self) -> None:
         self.move_to_front(self.length)
+
+    @override
+    def _lose(self) -> None:
+        super()._lose()
+        # Its free slots would not be zeros.
+        self._rows = self.reserved_batch_size
+        self._reserved = self._cursor = self._passed_on_device = None
 
     # The reservation
 

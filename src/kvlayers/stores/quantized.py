@@ -110,7 +110,6 @@ class QuantizedStore(TokenStore):
 
         Raises:
             StateMismatchError: keys and values do not match each other.
-            OptionError: a group size does not divide its head_dim.
         """
         check_one_batch(key_form, value_form)
         if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):
@@ -231,8 +230,14 @@ class QuantizedStore(TokenStore):
         recent = DenseStore(length_hint=self.quantization.residual_length + size)
         _put(recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
         blocks.reserve(count)
-        for some in quantized:
-            blocks.append(some)
+        before = blocks.tokens
+        try:
+            for some in quantized:
+                blocks.append(some)
+        except BaseException:
+            # Interrupted: what is in the residual still must not be packed as well, nor one side of it.
+            blocks.truncate(before)
+            raise
         self._sinks, self._recent = new_sinks, recent
         self._forget_runs()
 

@@ -39,7 +39,7 @@ Factory = Callable[[LayerSpec], Any]
 CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
     """What the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
 
@@ -47,6 +47,10 @@ class Reservation:
     max_batch_size: int | None = None
     buckets: Buckets | None = None
     grow: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that it was made of, which are those of a `StaticLayer`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
@@ -83,11 +87,11 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
 
     def window(spec: LayerSpec) -> StaticSlidingLayer:
         return StaticSlidingLayer(
-            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **vars(reserved)
+            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **reserved.options()
         )
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: StaticLayer(**vars(reserved)),
+        "full_attention": lambda spec: StaticLayer(**reserved.options()),
         **dict.fromkeys(WINDOWED, window),
     }
     return _layers(config, kinds, checkpoints, reserved.max_cache_len)

@@ -128,7 +128,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether masks are made for what compiled code reads."""
+        """Whether generate() may compile the forward pass around it."""
         return bool(self.attention.is_compileable)
 
     # Convolution states and recurrent states

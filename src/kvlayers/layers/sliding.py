@@ -90,6 +90,10 @@ class SlidingLayer(TokenLayer):
         self.record_past = False
         self._keep_window()
 
+    def resume_at(self, seen: int) -> None:
+        """Take the tokens that are held for the newest of `seen` tokens."""
+        self._seen = seen
+
     @property
     @override
     def length(self) -> int:

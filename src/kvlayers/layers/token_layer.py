@@ -64,8 +64,8 @@ class TokenLayer(CacheLayer):
             return store.keys if side == "keys" else store.values
         if store.key_form is None:
             return None
-        store.hand_out()
-        return store.newest_keys(store.length) if side == "keys" else store.newest_values(store.length)
+        keys, values = store.hand_out()
+        return keys if side == "keys" else values
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:

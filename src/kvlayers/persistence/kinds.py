@@ -93,7 +93,7 @@ def _sink(record: LayerRecord, made: Made) -> SinkLayer:
 
 def _reserved(record: LayerRecord, made: Made) -> dict[str, Any]:
     """What a static layer reserves: its own count of tokens, or, where it grows, that which it began with."""
-    reserved = vars(made.reservation) if "max_cache_len" in made.options else {"grow": False}
+    reserved = made.reservation.options() if "max_cache_len" in made.options else {"grow": False}
     own = record.facts["max_cache_len"]
     return reserved if own is None else {**reserved, "max_cache_len": own}
 

@@ -265,10 +265,9 @@ class QuantizedStore(TokenStore):
         return returned
 
     @override
-    def hand_out(self) -> None:
+    def hand_out(self) -> StatePair:
         # Handles cannot be written to, and know when they have become untrue.
-        if not self._old_tokens:
-            self._recent.hand_out()
+        return self.newest(self.length) if self._old_tokens else self._recent.hand_out()
 
     def _returned(self, history: History) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""

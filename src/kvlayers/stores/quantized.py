@@ -19,6 +19,7 @@ from .buffer import StateForm, form_of
 from .dense import DenseStore
 from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
 from .quantization import Quantization, block_tokens, blocks_beyond
+from .residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""
@@ -51,7 +52,7 @@ class QuantizedStore(TokenStore):
         self._admitted: tuple[StateForm, StateForm] | None = None
         self._blocks: PackedBlocks | None = None
         self._sinks = DenseStore()
-        self._recent = DenseStore()
+        self._recent = unpacked_residual()
         self._edition = Edition()
         self._old_runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
         self._held: Attended | None = None
@@ -148,7 +149,7 @@ class QuantizedStore(TokenStore):
         self._forms = forms
         self._blocks = PackedBlocks(quantizers, forms, size, hint)
         self._sinks = DenseStore(length_hint=given.sink_tokens)
-        self._recent = DenseStore()
+        self._recent = unpacked_residual()
         self._recent.reserve_form(*forms)
         self._changed()
 
@@ -228,8 +229,11 @@ class QuantizedStore(TokenStore):
         if sinks:
             new_sinks = self._sinks.fork()
             _put(new_sinks, _tokens_of(parts, 0, sinks))
-        recent = DenseStore(length_hint=self.quantization.residual_length + size)
-        _put(recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
+        rest = held + keys.shape[2] - packed
+        recent = residual_behind_blocks(size)
+        room, old = self.quantization.residual_length + size, self._old_tokens + packed
+        recent.length_hint = most_in_residual(room, self.length_hint, old, rest)
+        _put(recent, _tokens_of(parts, packed, rest))
         blocks.reserve(count)
         for some in quantized:
             blocks.append(some)
@@ -330,7 +334,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def reserve(self, tokens: int) -> None:
-        """Nothing: packed blocks grow by little, and the residual does not grow at all."""
+        """Nothing: packed blocks and the residual grow by little."""
 
     @override
     def shrink(self, tokens: int) -> None:
@@ -365,7 +369,8 @@ class QuantizedStore(TokenStore):
         """What is returned next is made anew; what was returned stays true."""
         self._old_runs = self._held = None
         self._recent_may_move = False
-        self._recent.length_hint = self._room
+        recent = self._recent
+        recent.length_hint = most_in_residual(self._room, self.length_hint, self._old_tokens, recent.length)
 
     # Copies
 
@@ -448,12 +453,13 @@ class QuantizedStore(TokenStore):
             self.clear()
             return
         self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
-        _put(self._recent, (tensors["keys"], tensors["values"]))
         if "sink_keys" in tensors:
             _put(self._sinks, (tensors["sink_keys"], tensors["sink_values"]))
         if "block_ends" in tensors and self._blocks is not None:
             self._blocks.load_state(tensors)
+            self._recent = residual_behind_blocks(self._blocks.block_tokens)
         self._changed()
+        _put(self._recent, (tensors["keys"], tensors["values"]))
 
 
 def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:

@@ -100,7 +100,8 @@ def _quantized(store: QuantizedStore, intake: Intake) -> int:
     most_blocks = None if hint is None else blocks_beyond(hint, room, size)
     capacity = DenseStore(most_blocks, GROWTH_DIVISOR, MINIMUM_GROWTH).grown_capacity(blocks)
     packed = [packed_forms(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)]
-    return pair_bytes(forms, given.sink_tokens + residual.grown_capacity(tokens - old)) + sum(pair_bytes(side, capacity) for side in packed)
+    exact = given.sink_tokens + residual.grown_capacity(tokens - old)
+    return pair_bytes(forms, exact) + sum(pair_bytes(side, capacity) for side in packed)
 
 
 def bits_of_packed(store: QuantizedStore, forms: Forms) -> float:

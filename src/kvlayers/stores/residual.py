@@ -6,7 +6,7 @@ GROWTH_DIVISOR = 16
 """A full residual behind packed blocks grows by one part in so many."""
 
 GROWTHS_A_BLOCK = 2
-"""Times that it grows while a block's tokens come in, at most. Packing the first block frees nearly half of its bytes or
+"""Times that it grows while a block fills, at most. Packing the first block frees nearly half of its bytes or
 more, so half a block of spare room leaves the sum at the bytes of the tokens in full precision, or below."""
 
 

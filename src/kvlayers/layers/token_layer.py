@@ -27,6 +27,11 @@ class TokenLayer(CacheLayer):
         return self._store
 
     @property
+    def is_opaque(self) -> bool:  # type: ignore[override]
+        """Whether compiled code calls `update` as an operator, rather than be traced through it."""
+        return self._store.is_opaque
+
+    @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
         return None if self._store.key_form is None else self._store.newest_keys(self._store.length)

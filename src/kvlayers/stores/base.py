@@ -28,10 +28,17 @@ class TokenStore(ABC):
     which tokens are worth keeping is the layer's business.
     """
 
+    is_opaque = False
+    """Whether compiled code calls the layer that has the store by an operator, rather than be traced through it."""
+
     @property
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
+
+    def count(self, tokens: int) -> None:
+        """See `CacheLayer.count`. Only for a store that is opaque."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -45,12 +45,15 @@ class QuantizedStore(TokenStore):
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
     """
 
+    is_opaque = True
+
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._admitted: tuple[StateForm, StateForm] | None = None
         self._blocks: PackedBlocks | None = None
+        self._length = 0
         self._sinks = DenseStore()
         self._recent = unpacked_residual()
         self._edition = Edition()
@@ -70,7 +73,14 @@ class QuantizedStore(TokenStore):
     @property
     @override
     def length(self) -> int:
-        return self._old_tokens + self._recent.length
+        return self._length
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._length = self._length + tokens
+
+    def _recount(self) -> None:
+        self._length = self._old_tokens + self._recent.length
 
     @property
     @override
@@ -152,6 +162,7 @@ class QuantizedStore(TokenStore):
         self._recent = unpacked_residual()
         self._recent.reserve_form(*forms)
         self._changed()
+        self._length = 0
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -159,11 +170,13 @@ class QuantizedStore(TokenStore):
         if self._recent_may_move:
             self._changed()
         keys, values = self._as_held(keys).detach(), self._as_held(values).detach()
-        blocks = self._blocks_to_pack(keys.shape[2])
+        new = keys.shape[2]
+        blocks = self._blocks_to_pack(new)
         if blocks:
             self._pack(keys, values, blocks)
         else:
             _put(self._recent, (keys, values))
+        self._length += new
 
     def _as_held(self, states: Tensor) -> Tensor:
         """States in full precision and in the dtype of those that are held."""
@@ -206,6 +219,7 @@ class QuantizedStore(TokenStore):
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
             self._sinks, self._blocks, self._recent = fresh._sinks, fresh._blocks, fresh._recent
             self._forget_runs()
+            self._recount()
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
@@ -316,6 +330,7 @@ class QuantizedStore(TokenStore):
             self._blocks.drop_oldest(from_blocks)
         from_recent = count - from_sinks - from_blocks
         self._recent.drop_oldest(from_recent)
+        self._length -= count
         self._recent_may_move = self._recent_may_move or from_recent > 0
         # What was returned stays true, and only what is returned next has fewer tokens.
         self._old_runs = self._held = None
@@ -330,6 +345,7 @@ class QuantizedStore(TokenStore):
                 self._blocks.truncate(length - sinks)
             if sinks < self._sinks.length:
                 self._sinks.truncate(sinks)
+        self._recount()
         self._changed()
 
     @override
@@ -358,6 +374,7 @@ class QuantizedStore(TokenStore):
         self._recent.clear()
         if self._blocks is not None:
             self._blocks.clear()
+        self._length = 0
         self._changed()
 
     def _changed(self) -> None:
@@ -460,6 +477,7 @@ class QuantizedStore(TokenStore):
             self._recent = residual_behind_blocks(self._blocks.block_tokens)
         self._changed()
         _put(self._recent, (tensors["keys"], tensors["values"]))
+        self._recount()
 
 
 def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:

@@ -143,7 +143,7 @@ def calls_operators(layer: Any, keys: Tensor, values: Tensor) -> bool:
 
 def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, values: Tensor) -> StatePair:
     """As `layer.update`, for TorchDynamo to trace."""
-    batch, kv_heads, new, _ = keys.shape
+    batch, new = keys.shape[0], keys.shape[2]
     tokens = layer.mask_sizes(new)[0]
     take_in(handle.number, layer_idx, keys, values)
     layer.count(new)

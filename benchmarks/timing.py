@@ -57,7 +57,7 @@ class Disagreements:
         if seen == greedy:
             return
         gap = float(expected[greedy] - expected[seen])
-        allowed = roundings(where["cache"], where["tokens"])
+        allowed = roundings(where["cache"])
         tie = allowed > 0 and is_tie(expected, greedy, seen, self.dtype, allowed)
         self.found.append({**where, "expected": greedy, "seen": seen, "logit_gap": gap, "tie": tie})
 

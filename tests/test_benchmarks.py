@@ -408,3 +408,13 @@ def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark
     assert figures[sinks.RECOMPUTED]["perplexity"] > 1
     with pytest.raises(SystemExit):
         sinks.main(["--quick", "--window", "4"])
+
+
+@pytest.mark.real_model
+def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    import batches
+
+    output = tmp_path / "batches.json"
+    assert batches.main(["--cases", "2x16", "--steps", "3", "--trials", "1", "--output", str(output)]) == 0
+    seconds = json.loads(output.read_text())["results"]["2x16"]
+    assert [len(seconds[name]) for name in batches.NAMES] == [2, 2, 2, 2]

@@ -5,6 +5,7 @@ Importing it changes nothing in transformers; `install()` does, and `uninstall()
 
 import importlib
 import importlib.util
+import threading
 from typing import TYPE_CHECKING, Any
 
 from .supported import check_installed
@@ -250,11 +251,16 @@ __all__ = [
 ]
 
 
+_importing = threading.RLock()
+
 if not TYPE_CHECKING:
     # Of a module with a `__getattr__`, type checkers believe that it has any name.
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+            # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in
+            # them. No module of this package asks for a public name while it is imported, so nobody waits for ever.
+            with _importing:
+                value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
         elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
             value = importlib.import_module(f".{name}", __name__)
         else:

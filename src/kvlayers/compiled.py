@@ -4,6 +4,7 @@ The sources need no header but those of the language, so that compiling takes se
 """
 
 import ctypes
+import functools
 import glob
 import hashlib
 import logging
@@ -14,7 +15,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +35,26 @@ FLAGS = (
     "-Wno-psabi",
 )
 COMPILE_SECONDS = 120
+
+Made = TypeVar("Made")
+
+
+def once(make: Callable[[], Made]) -> Callable[[], Made]:
+    """Decorator for a function whose result is kept. Threads that call it first at the same time wait for one of them.
+
+    (`functools.cache` lets each of them do the work.)
+    """
+    making, made = threading.Lock(), list[Made]()
+
+    @functools.wraps(make)
+    def kept() -> Made:
+        if not made:
+            with making:
+                if not made:
+                    made.append(make())
+        return made[0]
+
+    return kept
 
 
 def compiled_library(source: pathlib.Path, *functions: str) -> ctypes.CDLL | None:

@@ -4,14 +4,13 @@ Where there is no C++ compiler, `library()` is `None` and attention goes in plai
 """
 
 import ctypes
-import functools
 import pathlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..compiled import compiled_library
+from ..compiled import compiled_library, once
 from ..quantizers.hadamard import rotation_size
 from .history import DenseRun, History, PackedRun
 
@@ -211,7 +210,7 @@ def _loaded() -> ctypes.CDLL:
     return kernel
 
 
-@functools.cache
+@once
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; `None` where it cannot be compiled, which is logged once."""
     return compiled_library(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine")

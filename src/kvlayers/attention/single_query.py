@@ -12,26 +12,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-MINIMUM_TOKENS = 1024
-"""Tokens from which on keys are marked. Below, there is little to win, and every sum stays in transformers' order."""
+FLOAT32_TOKENS_ON_CPU = 128
+"""Tokens from which grouping saves time in float32."""
+
+FLOAT32_GROUP_ON_CPU = 4
+"""Query heads of a KV head from which grouping saves time in float32."""
 
 
 def attended_by_one_query(keys: Tensor) -> Tensor:
-    """View of `keys`, `[batch, kv_heads, tokens, head_dim]`, marked for SDPA where that saves time.
+    """View of `keys`, `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
+
+    Torch's CPU kernel multiplies half-precision rows one by one so slowly that grouping wins at every length. In
+    float32 it wins once every thread has two heads to read, of more tokens than a few.
 
     Args:
         keys: what the one new token of each sequence attends to.
     """
-    if keys.shape[2] < MINIMUM_TOKENS or keys.device.type != "cpu" or torch.compiler.is_compiling():
+    if not keys.is_cpu or torch.compiler.is_compiling():
         return keys
+    if keys.dtype.itemsize > 2:
+        batch, kv_heads, tokens, _ = keys.shape
+        if tokens < FLOAT32_TOKENS_ON_CPU or batch * kv_heads < 2 * torch.get_num_threads():
+            return keys
     return keys.as_subclass(SharedKeys)
 
 
 class SharedKeys(Tensor):
     """Keys that the query heads of a group read together. To every other function, the tensor that they are."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """As of any tensor, without the detour by `__torch_function__`: models read it several times in each layer."""
+        with DisableTorchFunctionSubclass():
+            return self.size()
 
     @classmethod
     @override
@@ -42,7 +59,7 @@ class SharedKeys(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
@@ -64,17 +81,24 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    one_query = query.dim() == value.dim() == 4 and query.shape[2] == 1 and query.shape[0] == key.shape[0]
-    whole_groups = one_query and (enable_gqa or query.shape[1] == key.shape[1]) and query.shape[1] % key.shape[1] == 0
-    if not whole_groups or value.shape[:3] != key.shape[:3] or attn_mask is not None or is_causal or dropout_p:
+    group = _group_of_one_query(query.size(), key.size(), value.size(), enable_gqa)
+    worse = group < FLOAT32_GROUP_ON_CPU and query.dtype.itemsize > 2
+    if not group or worse or attn_mask is not None or is_causal or dropout_p:
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    batch, heads, _, head_dim = query.shape
-    groups = heads // key.shape[1]
-    rows = query.reshape(batch, key.shape[1], groups, head_dim)
-    if groups == 1 and query.dtype == torch.bfloat16:
-        # A bfloat16 product with one row takes a path that is slower than that with two.
-        rows = rows.expand(batch, heads, 2, head_dim)
+    if group == 1:
+        # Two rows of half precision take less time than one.
+        return scaled_dot_product_attention(query.expand(-1, -1, 2, -1), key, value, scale=scale)[:, :, :1]
+    batch, kv_heads, _, head_dim = key.size()
+    rows = query.reshape(batch, kv_heads, group, head_dim)
     attended = scaled_dot_product_attention(rows, key, value, scale=scale)
-    return attended[:, :, :groups].reshape(batch, heads, 1, value.shape[3])
+    return attended.reshape(batch, kv_heads * group, 1, value.size(3))
+
+
+def _group_of_one_query(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> int:
+    """Query heads that share a KV head if there is one query token, and 0 if there are more or shapes do not match."""
+    if len(query) != 4 or len(value) != 4 or query[2] != 1 or query[0] != key[0] or value[:3] != key[:3]:
+        return 0
+    group, rest = divmod(query[1], key[1])
+    return group if not rest and (enable_gqa or group == 1) else 0

@@ -5,8 +5,7 @@ with the next draft where they are few, else on their own, which leaves a checkp
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -70,20 +69,44 @@ def _draft_class(kind: type[Cache]) -> type[Cache]:
     return type(f"Draft{kind.__name__}", (kind,), {"crop": crop})
 
 
-@contextmanager
-def allowed(model: Any, generation_config: Any) -> Iterator[None]:
-    """Let transformers' checks pass a model with recurrent states; `check_rollback` looks at the cache itself."""
+class ModelView:
+    """A model as one method of transformers sees it: the model itself, except for some attributes.
+
+    The method gets the view as its `self`. So nothing is set on the model or on its class, where other threads that
+    generate with the same model would find it.
+
+    Args:
+        model: the model.
+        attributes: what the method sees instead of the attributes of the model.
+    """
+
+    def __init__(self, model: Any, **attributes: Any) -> None:
+        self.__model = model
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass of the model."""
+        return self.__model(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__model)
+
+
+def as_checked(model: Any, generation_config: Any) -> Any:
+    """A model as transformers' check of the mode sees it: without recurrent states, if a cache can roll them back.
+
+    `check_rollback` looks at the cache itself.
+    """
     needs_hidden_states = getattr(generation_config, "use_mtp", None) or (
         getattr(generation_config, "speculation_type", None) is not None
     )
-    if not model._is_stateful or needs_hidden_states or "_is_stateful" in vars(model):
-        yield
-        return
-    model._is_stateful = False
-    try:
-        yield
-    finally:
-        del model._is_stateful
+    if not model._is_stateful or needs_hidden_states:
+        return model
+    return ModelView(model, _is_stateful=False)
 
 
 def check_rollback(model: Any, cache: Any) -> None:
@@ -131,8 +154,9 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
         cache.activate_past_recording()
     if not isinstance(cache, Cache) or rolling(cache) is cache:
         return original(model, input_ids, **kwargs)
-    with _passing_what_is_missing(model, cache, kwargs["generation_config"]) as loop:
-        output = original(model, input_ids, **{**kwargs, "past_key_values": loop.cache})
+    loop = _Loop(model, cache, kwargs["generation_config"])
+    view = ModelView(model, prepare_inputs_for_generation=loop.prepare)
+    output = original(view, input_ids, **{**kwargs, "past_key_values": loop.cache})
     is_output = isinstance(output, ModelOutput)
     loop.complete(output.sequences if is_output else output)
     if is_output:
@@ -170,8 +194,7 @@ class _Loop:
             elif wanted is not None:
                 wanted = max(missing, wanted)
             next_sequence_length = wanted
-        return type(self._model).prepare_inputs_for_generation(
-            self._model,
+        return self._model.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             is_first_iteration=is_first_iteration,
@@ -184,17 +207,3 @@ class _Loop:
         if self._last is not None and seen < end:
             tokens, kwargs = self._last
             pass_tokens(self._model, sequences[:, :end], cut(kwargs, tokens - end), self.cache, seen)
-
-
-@contextmanager
-def _passing_what_is_missing(model: Any, cache: Cache, generation_config: Any) -> Iterator[_Loop]:
-    loop = _Loop(model, cache, generation_config)
-    before = vars(model).get("prepare_inputs_for_generation")
-    model.prepare_inputs_for_generation = loop.prepare
-    try:
-        yield loop
-    finally:
-        if before is None:
-            del model.prepare_inputs_for_generation
-        else:
-            model.prepare_inputs_for_generation = before

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from .. import model_types
 from .calls import by_name, generates_as_transformers, whole_config
-from .install import installed
+from .install import own_call
 from .keeping import KeepingLoop, OncePerToken
 from .ladder import AS_ASKED, Rung
 
@@ -73,7 +73,7 @@ class Call:
         if max_time is not None:
             changes["max_time"] = max(max_time - (time.monotonic() - self._started), 0.0)
         _change_options(arguments, changes)
-        with installed():
+        with own_call():
             return self._model.generate(*self._unnamed, **arguments)
 
     def let_go_of_the_callers_cache(self) -> None:

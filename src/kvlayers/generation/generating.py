@@ -7,7 +7,7 @@ from transformers.generation.utils import GenerationMixin
 from ..errors import OptionError
 from ..prefix import PrefixStore
 from . import in_use
-from .install import installed
+from .install import own_call
 
 
 def generate(
@@ -45,12 +45,12 @@ def generate(
     """
     prefixes = in_use.required(prefix_store, namespace)
     if prefixes is None:
-        with installed():
+        with own_call():
             return model.generate(*args, **kwargs)
     if isinstance(model, GenerationMixin) and type(model).generate is not GenerationMixin.generate:
         raise OptionError(
             f"expected a model whose generate() is that of transformers, but {type(model).__name__} has one of its "
             "own, which may never ask for what a prefix_store has: leave prefix_store out for it."
         )
-    with in_use.using(prefixes), installed():
+    with in_use.using(prefixes), own_call():
         return model.generate(*args, **kwargs)

@@ -18,8 +18,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import transformers
@@ -47,6 +49,12 @@ COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """Ways of generating whose steps transformers compiles; with a prefill in chunks, it compiles those in every way."""
 
 _added_names: tuple[str, ...] = ()
+_offering = threading.Lock()
+
+_changing = threading.RLock()
+"""Held while `install` and `uninstall` change more than one thing, and while a block begins."""
+
+_of_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() goes by kvlayers", default=None)
 
 
 def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy_names: bool = False) -> None:
@@ -65,18 +73,24 @@ def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy
     """
     counted = in_use.counting(prefix_store, namespace)
     old_names.check_wanted(legacy_names)
-    if legacy_names:
-        old_names.PRESENCE.begin()
-    if counted is not None:
-        in_use.use_for_all(counted)
-    _presence.begin()
+    with _changing:
+        if legacy_names:
+            old_names.PRESENCE.begin()
+        if counted is not None:
+            in_use.use_for_all(counted)
+        _presence.begin()
 
 
 def uninstall() -> None:
-    """Put everything back as it was before `install`, also inside of an `installed()` block."""
-    in_use.use_for_all(None)
-    old_names.PRESENCE.end()
-    _presence.end()
+    """Put everything back as it was before `install`, also inside of an `installed()` block.
+
+    Calls of `generate()` that other threads have begun end as they began: for calls that begin later, nothing is
+    installed, and the last of the earlier ones to end puts the methods of transformers back.
+    """
+    with _changing:
+        in_use.use_for_all(None)
+        old_names.PRESENCE.end()
+        _presence.end()
 
 
 def is_installed() -> bool:
@@ -94,11 +108,13 @@ def installed(
     """
     counted = in_use.counting(prefix_store, namespace)
     old_names.check_wanted(legacy_names)
-    with (
-        _presence.block(),
-        contextlib.nullcontext() if counted is None else in_use.using(counted),
-        old_names.PRESENCE.block() if legacy_names else contextlib.nullcontext(),
-    ):
+    with contextlib.ExitStack() as stack:
+        with _changing:
+            stack.enter_context(_presence.block())
+            if legacy_names:
+                stack.enter_context(old_names.PRESENCE.block())
+        if counted is not None:
+            stack.enter_context(in_use.using(counted))
         yield
 
 
@@ -123,22 +139,55 @@ _presence = Presence(_wake, _sleep)
 def _offer_names() -> None:
     """Let a `GenerationConfig` accept the names of the registry, beside those of transformers and of others."""
     global _added_names
-    theirs = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
-    names = registry.cache_names() if is_installed() else []
-    _added_names = tuple(name for name in names if name not in theirs)
-    configuration.ALL_CACHE_IMPLEMENTATIONS = theirs + _added_names
+    with _offering:
+        theirs = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
+        names = registry.cache_names() if _presence.is_in_place else []
+        _added_names = tuple(name for name in names if name not in theirs)
+        configuration.ALL_CACHE_IMPLEMENTATIONS = theirs + _added_names
 
 
 registry.on_change(_offer_names)
 
 
+@contextmanager
+def _call() -> Iterator[bool]:
+    """The length of a call of `generate()`, which is told whether it goes by kvlayers.
+
+    That is decided once, so that all methods of one call agree, whatever other threads install or uninstall meanwhile.
+    A call within another one, of a draft model for example, goes by what the outer call goes by.
+    """
+    with _presence.call() as wanted, old_names.PRESENCE.call():
+        goes_by_kvlayers = wanted or bool(_of_call.get())
+        token = _of_call.set(goes_by_kvlayers)
+        try:
+            yield goes_by_kvlayers
+        finally:
+            _of_call.reset(token)
+
+
+@contextmanager
+def own_call() -> Iterator[None]:
+    """The length of a call that goes by kvlayers, installed or not. Calls of other threads do not, unless it is."""
+    with _presence.own_call():
+        token = _of_call.set(True)
+        try:
+            yield
+        finally:
+            _of_call.reset(token)
+
+
 def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for what stands in for `original` while kvlayers is installed, and passes through to it after."""
+    """Decorator for what stands in for `original` in calls that go by kvlayers, and passes through to it in others.
+
+    A model with a `generate()` of its own calls the other methods alone: then it counts what is installed.
+    """
 
     def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (replacement if is_installed() else original)(self, *args, **kwargs)
+            of_call = _of_call.get()
+            wanted = is_installed() if of_call is None else of_call
+            return (replacement if wanted else original)(self, *args, **kwargs)
 
         return method
 
@@ -146,8 +195,12 @@ def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @_wrapper(original)
+    @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _call() as goes_by_kvlayers:
+            return (by_kvlayers if goes_by_kvlayers else original)(self, *args, **kwargs)
+
+    def by_kvlayers(self: Any, *args: Any, **kwargs: Any) -> Any:
         going_by = in_use.current()
         if going_by is None:
             return generate_plainly(self, *args, **kwargs)
@@ -353,11 +406,9 @@ def _wrap_validate_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if generation_mode != GenerationMode.ASSISTED_GENERATION:
-            original(self, generation_mode, generation_config, *args, **kwargs)
-            return
-        with assisted.allowed(self, generation_config):
-            original(self, generation_mode, generation_config, *args, **kwargs)
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        model = assisted.as_checked(self, generation_config) if is_assisted else self
+        original(model, generation_mode, generation_config, *args, **kwargs)
 
     return validate_generation_mode
 

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib.metadata
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -57,6 +58,7 @@ CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
 
 _factories: dict[str, CacheFactory] = {}
+_changing = threading.Lock()
 _listeners: list[Callable[[], None]] = []
 
 
@@ -77,18 +79,26 @@ def register(name: str) -> Callable[[Factory], Factory]:
     """
     if not isinstance(name, str) or not name.strip():
         raise RegistryError(f"expected a name for the cache, but saw {name!r}: pass a string that is not empty.")
-    if name in _factories:
-        raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {_factories[name].__module__}."
-            f"{_factories[name].__qualname__}: choose another, or unregister('{name}') first."
-        )
+    _check_free(name)
 
     def keep(factory: Factory) -> Factory:
-        _factories[name] = factory
+        with _changing:
+            # Another thread may have taken it since.
+            _check_free(name)
+            _factories[name] = factory
         _tell_listeners()
         return factory
 
     return keep
+
+
+def _check_free(name: str) -> None:
+    taken_by = _factories.get(name)
+    if taken_by is not None:
+        raise RegistryError(
+            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}.{taken_by.__qualname__}: "
+            f"choose another, or unregister('{name}') first."
+        )
 
 
 def unregister(name: str) -> None:
@@ -97,9 +107,8 @@ def unregister(name: str) -> None:
     Raises:
         RegistryError: there is no such name.
     """
-    if name not in _factories:
+    if _factories.pop(name, None) is None:
         raise unknown_name(name)
-    del _factories[name]
     _tell_listeners()
 
 
@@ -185,13 +194,14 @@ def _config_of(model_or_config: object) -> PretrainedConfig:
 
 
 def _factory(name: str) -> CacheFactory:
-    if name not in _factories:
-        for point in _entry_points():
-            if point.name == name:
-                factory: CacheFactory = point.load()
-                return factory
-        raise unknown_name(name)
-    return _factories[name]
+    registered = _factories.get(name)
+    if registered is not None:
+        return registered
+    for point in _entry_points():
+        if point.name == name:
+            factory: CacheFactory = point.load()
+            return factory
+    raise unknown_name(name)
 
 
 @functools.cache

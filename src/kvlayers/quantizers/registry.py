@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ BackendFactory = Callable[[], Backend]
 Factory = TypeVar("Factory", bound=BackendFactory)
 
 _factories: dict[str, BackendFactory] = {}
+_changing = threading.Lock()
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:
@@ -25,17 +27,25 @@ def register_quantizer(name: str) -> Callable[[Factory], Factory]:
     """
     if not isinstance(name, str) or not name.strip():
         raise RegistryError(f"expected a name for the backend, but saw {name!r}: pass a string that is not empty.")
-    if name in _factories:
-        raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {_factories[name].__module__}: choose another, or "
-            f"unregister_quantizer('{name}') first."
-        )
+    _check_free(name)
 
     def keep(factory: Factory) -> Factory:
-        _factories[name] = factory
+        with _changing:
+            # Another thread may have taken it since.
+            _check_free(name)
+            _factories[name] = factory
         return factory
 
     return keep
+
+
+def _check_free(name: str) -> None:
+    taken_by = _factories.get(name)
+    if taken_by is not None:
+        raise RegistryError(
+            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}: choose another, or "
+            f"unregister_quantizer('{name}') first."
+        )
 
 
 def unregister_quantizer(name: str) -> None:
@@ -44,9 +54,8 @@ def unregister_quantizer(name: str) -> None:
     Raises:
         RegistryError: there is no such name.
     """
-    if name not in _factories:
+    if _factories.pop(name, None) is None:
         raise RegistryError(f"expected the name of a backend ({', '.join(quantizer_names())}), but saw {name!r}.")
-    del _factories[name]
 
 
 def quantizer_names() -> list[str]:
@@ -76,8 +85,9 @@ def backend(name: str) -> Backend:
 
 
 def _factory(name: str) -> BackendFactory:
-    if isinstance(name, str) and name in _factories:
-        return _factories[name]
+    registered = _factories.get(name) if isinstance(name, str) else None
+    if registered is not None:
+        return registered
     for point in _entry_points():
         if point.name == name:
             factory: BackendFactory = point.load()

@@ -1,14 +1,13 @@
 """The search for the grid of each group, compiled for CPUs. `native.py` says what it does, and does it elsewhere."""
 
 import ctypes
-import functools
 import pathlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..compiled import compiled_library
+from ..compiled import compiled_library, once
 from .grouping import smallest_positive
 
 SOURCE = pathlib.Path(__file__).with_name("search.cpp")
@@ -24,7 +23,7 @@ class _Search(ctypes.Structure):
     ]
 
 
-@functools.cache
+@once
 def library() -> ctypes.CDLL | None:
     """The compiled search; `None` where it cannot be compiled, which is logged once."""
     return compiled_library(SOURCE, "kvlayers_search")

@@ -16,14 +16,15 @@ def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
     Raises:
         StateMismatchError: they are not.
     """
-    if keys.dim() != 4 or values.dim() != 4:
+    key_shape, value_shape = keys.shape, values.shape
+    if len(key_shape) != 4 or len(value_shape) != 4:
         raise StateMismatchError(
             "expected keys and values [batch, kv_heads, tokens, head_dim], but saw shapes "
-            f"{tuple(keys.shape)} and {tuple(values.shape)}: reshape them before the update."
+            f"{tuple(key_shape)} and {tuple(value_shape)}: reshape them before the update."
         )
-    if keys.shape[2] != values.shape[2]:
+    if key_shape[2] != value_shape[2]:
         raise StateMismatchError(
-            f"expected keys and values of as many tokens, but saw {keys.shape[2]} and {values.shape[2]}: pass the "
+            f"expected keys and values of as many tokens, but saw {key_shape[2]} and {value_shape[2]}: pass the "
             "states of one forward pass together."
         )
     return form_of(keys), form_of(values)

@@ -1,6 +1,7 @@
 """Tokens side by side in a pair of buffers: what dense and fixed stores share."""
 
 import copy
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from .admission import check_dense_state, check_one_batch, checked_forms, mismat
 from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, TokenBuffer
 from .sharing import Sharing
+
+_first_fork = threading.Lock()
 
 
 class ContiguousStore(TokenStore):
@@ -108,7 +111,11 @@ class ContiguousStore(TokenStore):
         end = self._end
         self._keys.write(end, keys)  # type: ignore[union-attr]
         self._values.write(end, values)  # type: ignore[union-attr]
-        self._end = end + tokens
+        self._advance(tokens)
+
+    def _advance(self, tokens: int) -> None:
+        """Count `tokens` that were written behind `_end`."""
+        self._end += tokens
 
     @override
     def extend(
@@ -302,9 +309,12 @@ class ContiguousStore(TokenStore):
         return type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer and not self._tracks_gradients
 
     def _shared_state(self) -> dict[str, Any]:
-        if self._sharing is None:
-            self._sharing = Sharing()
-            self._sharing.join(self)
+        # Threads may fork one store at the same time: all of the forks must be told of each other.
+        with _first_fork:
+            if self._sharing is None:
+                sharing = Sharing()
+                sharing.join(self)
+                self._sharing = sharing
         return dict(self.__dict__)
 
     def __getstate__(self) -> dict[str, Any]:

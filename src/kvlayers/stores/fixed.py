@@ -127,6 +127,7 @@ class FixedStore(ContiguousStore):
             return self._place.next is None
         return self._end + tokens > self.capacity
 
+    @override
     def _advance(self, tokens: int) -> None:
         if self.is_step(tokens):
             self._place = self._place.next  # type: ignore[assignment]

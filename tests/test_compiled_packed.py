@@ -131,7 +131,7 @@ def test_two_updates_in_one_graph_attend_each_to_what_it_was_given() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padded_batches_and_attention_in_plain_torch(attention: str) -> None:
     torch._dynamo.reset()
-    config = tf.LlamaConfig(**SIZES)
+    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     config._attn_implementation = attention
     model = tf.LlamaForCausalLM(config).eval()
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)

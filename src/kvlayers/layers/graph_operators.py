@@ -97,7 +97,7 @@ def attend(
         options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": shares_heads}
         arguments = (query.detach(), keys, values)
         # Within an operator torch does not ask what is given to a function how it is computed.
-        kind = type(keys)
+        kind: Any = type(keys)
         attended: Tensor = kind.__torch_function__(scaled_dot_product_attention, (kind,), arguments, options)
         return attended.contiguous()
 
@@ -261,5 +261,7 @@ def _attend(
         return scaled_dot_product_attention(
             *states, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    arguments = key.tokens, value.size(3), attn_mask, is_causal, scale
-    return attend(key.number, key.layer_idx, query, *arguments)
+    of_keys: Any = key
+    arguments = of_keys.tokens, value.size(3), attn_mask, is_causal, scale
+    attended: Tensor = attend(of_keys.number, of_keys.layer_idx, query, *arguments)
+    return attended

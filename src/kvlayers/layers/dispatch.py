@@ -21,7 +21,7 @@ from .linear_attention import LinearAttentionLayer
 from .offloaded import OffloadedLayer
 from .quantized import quantized_layer
 from .sinking import Sinking
-from .sliding import SlidingLayer
+from .sliding import SlidingLayer, window_room
 from .static import StaticLayer
 from .static_sliding import StaticSlidingLayer
 from .token_layer import TokenLayer
@@ -193,7 +193,8 @@ def quantized_layers(
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
         # A window drops its oldest tokens, so that none of them stays for good.
         in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
-        return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window))
+        window = spec.options["sliding_window"]
+        return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
 
     kinds: dict[str, Factory] = {
         "full_attention": lambda spec: quantized_layer(quantization.of_layer(spec.index), length_hint),

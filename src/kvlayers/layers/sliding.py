@@ -106,6 +106,10 @@ class SlidingLayer(TokenLayer):
             raise not_of_so_many(length, held)
         self._seen = length
 
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
+
     @property
     @override
     def capacity(self) -> int | None:

@@ -206,6 +206,9 @@ class ContiguousStore(TokenStore):
         """States that making room cannot move: a copy, where they are a view of what was returned before."""
         if self._keys is None or self._values is None:
             return states
+        if torch.compiler.is_compiling():
+            # No address can be asked for there, and asking would break the graph in each layer.
+            return states.clone()
         storage = states.untyped_storage().data_ptr()
         buffers = (self._keys, self._values)
         if any(buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):

@@ -46,12 +46,14 @@ def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
     assert layer.nbytes == bytes_reached(layer.layer if isinstance(layer, OffloadedLayer) else layer)
     if oracle.length:
         kept = oracle.length - oracle.first_attended(oracle.length)
-        assert layer.keys.shape[2] >= kept
-        start = oracle.length - layer.keys.shape[2]
+        # Not `keys` and `values`, which are handed out for good, and so change what a fork shares.
+        held_keys, held_values = layer.peek()
+        assert held_keys.shape[2] >= kept
+        start = oracle.length - held_keys.shape[2]
         recorded = oracle.keys[:, :, start:], oracle.values[:, :, start:]
-        keys, values = oracle.attended_next() if layer.keys.shape[2] == kept else recorded
-        oracle.check_states(layer.keys, keys)
-        oracle.check_states(layer.values, values)
+        keys, values = oracle.attended_next() if held_keys.shape[2] == kept else recorded
+        oracle.check_states(held_keys, keys)
+        oracle.check_states(held_values, values)
         assert layer.batch_size == oracle.keys.shape[0]
         assert layer.nbytes >= oracle.least_bytes(kept)
 

@@ -112,9 +112,9 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
         kvlayers.StateMismatchError,
         lambda cache: cache.load_state(kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))]).state()),
     ),
-    "putting fewer tokens in place": (
+    "putting more tokens in place than were seen": (
         kvlayers.StateMismatchError,
-        lambda cache: cache.key_cache.__setitem__(2, states(1, 2, 3, 8)),
+        lambda cache: cache.key_cache.__setitem__(0, states(1, 2, 14, 8)),
     ),
     "moving a layer that cannot": (kvlayers.UnsupportedLayerError, lambda cache: cache.offload(2)),
     "asking for a recurrent state": (kvlayers.UnsupportedLayerError, lambda cache: cache.get_conv_state(0)),
@@ -331,12 +331,12 @@ def test_arguments_that_static_caches_once_took_are_looked_at(kind: Any) -> None
     given = {"max_cache_len": 8, "max_batch_size": 1, "device": "cpu", "dtype": torch.float16}
     keys, _ = kind(config=LLAMA, **given).update(states(1, 2, 3, 8), states(1, 2, 3, 8), 0)
     assert keys.dtype == torch.float32
-    for wrong in ({"dtype": "float16"}, {"device": 1.5}):
+    for wrong in ({"dtype": "floaty"}, {"dtype": 16}, {"device": 1.5}):
         with pytest.raises(kvlayers.OptionError, match=f"expected {next(iter(wrong))}"):
             kind(config=LLAMA, **{**given, **wrong})
 
 
-@pytest.mark.parametrize("size", [0, -3, 2.5, "8", None, True])
+@pytest.mark.parametrize("size", [0, -3, 2.5, "eight", "0", None, True])
 def test_a_size_that_is_no_number_of_tokens_is_refused(size: Any) -> None:
     with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
         kvlayers.StaticCache(LLAMA, max_cache_len=size)
@@ -478,3 +478,34 @@ def test_a_damaged_recurrent_state_is_refused() -> None:
     ]
     with pytest.raises(kvlayers.StateMismatchError, match="conv_states"):
         kvlayers.DynamicCache(config=model.config).load_state(dataclasses.replace(state, layers=tuple(layers)))
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (lambda: kvlayers.DynamicCache(), "a DynamicCache"),
+        (lambda: transformers.DynamicCache(), "a DynamicCache"),
+        (lambda: kvlayers.DynamicLayer, "the class DynamicLayer"),
+        (lambda: torch.zeros(1), "a Tensor"),
+        (lambda: None, "a NoneType"),
+    ],
+)
+def test_what_is_no_layer_makes_no_cache(thing: Any, said: str) -> None:
+    words = f"expected a layer of kvlayers or of transformers, but saw {said}"
+    with pytest.raises(kvlayers.OptionError, match=words):
+        kvlayers.Cache(layers=[kvlayers.DynamicLayer(), thing()])
+    cache = kvlayers.Cache(layer_class_to_replicate=thing)
+    with pytest.raises(kvlayers.OptionError, match=words):
+        cache.update(states(*GOOD), states(*GOOD), 0)
+    assert len(cache.layers) == 0
+
+
+def test_a_cache_in_the_place_of_a_list_of_layers() -> None:
+    for wrong in (kvlayers.DynamicCache(), kvlayers.DynamicLayer()):
+        with pytest.raises(kvlayers.OptionError, match=f"expected a list of layers, but saw a {type(wrong).__name__}"):
+            kvlayers.Cache(layers=wrong)
+
+
+def test_every_layer_of_transformers_makes_a_cache() -> None:
+    layers = [transformers.cache_utils.DynamicLayer(), transformers.cache_utils.StaticLayer(max_cache_len=8)]
+    assert len(kvlayers.Cache(layers=(*layers, kvlayers.DynamicLayer())).layers) == 3

@@ -1,7 +1,10 @@
 """The commands: what they print, as a table and as JSON, and how they end."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from models import COMMON
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.cli.quantities import amount_of_bytes, tokens  # noqa: E402
+from kvlayers.amounts import amount_of_bytes, tokens  # noqa: E402
 
 pytestmark = pytest.mark.fast
 
@@ -42,13 +45,31 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(run: Any, model: Pat
     plan = kvlayers.plan(CONFIG, 4096, 2, torch.bfloat16, 600 * 1024)
     assert "4096 tokens, batch 2, bfloat16, 600 KiB for the cache" in result.output
     rows = [line.split() for line in result.output.splitlines()]
-    lines = {row[0]: row for row in rows[4 : 4 + len(plan.caches)]}
-    assert list(lines) == [cache.name for cache in plan.caches]
-    for cache in plan.caches:
+    firsts = [group[0] for group in plan.groups()]
+    lines = {row[0]: row for row in rows[4 : 4 + len(firsts)]}
+    assert list(lines) == [cache.name for cache in firsts]
+    for cache in firsts:
         longest = "no end" if cache.longest_context is None else str(cache.longest_context)
         assert " ".join(lines[cache.name]).endswith(f" {cache.fidelity} {longest}")
-    assert f"Use {plan.recommended.name}: {plan.recommended.reason}" in result.output
+    for note in plan.notes:
+        assert note in result.output
     assert "--json says why): sliding_window" in result.output
+
+
+def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_positions_lack(
+    run: Any, model: Path
+) -> None:
+    result = run("plan", model, "--context", "4k")
+    plan = kvlayers.plan(CONFIG, 4096)
+    firsts = [group[0] for group in plan.groups()]
+    assert sorted(cache.name for group in plan.groups() for cache in group) == [cache.name for cache in plan.caches]
+    figures = [row[1:] for row in plan.rows()[1:]]
+    assert len(set(figures)) == len(firsts) < len(plan.caches)
+    assert [cache.device_bytes for cache in firsts] == sorted(cache.device_bytes for cache in firsts)
+    assert {"dynamic", "int4", "sink"} <= {cache.name for cache in firsts}
+    assert "int4 (quantized)" in result.output
+    assert "the model has positions for 256 tokens, and 4096 are planned" in result.output
+    assert "positions" not in run("plan", model, "--context", 256).output
 
 
 @pytest.mark.parametrize("where", ["", "config.json"])
@@ -95,13 +116,77 @@ def test_a_saved_cache_is_shown(run: Any, saved: Path) -> None:
     assert said["layers"] == list(seen.layers)
 
 
+def test_bits_and_backend_of_a_saved_cache_are_shown(run: Any, tmp_path: Path) -> None:
+    mixed = kvlayers.QuantizedCache(config=CONFIG, key_nbits=[8, 4], value_nbits=[8, 2])
+    for name, cache in (("mixed", mixed), ("fp8", kvlayers.QuantizedCache("fp8"))):
+        for index in range(2):
+            cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), index)
+        cache.save(tmp_path / name)
+    assert re.search(
+        r"bits +8 \(native\) in layer 0; 4 for keys, 2 for values \(native\) in layer 1 +\n",
+        run("inspect", tmp_path / "mixed").output,
+    )
+    assert re.search(r"bits +8 \(fp8\) in layers 0 to 1 +\n", run("inspect", tmp_path / "fp8").output)
+    said = json.loads(run("inspect", tmp_path / "mixed", "--json").stdout)
+    assert (said["bits"], said["backends"]) == ([[8, 8], [4, 2]], ["native", "native"])
+
+
+def test_a_saved_cache_in_full_precision_says_so(run: Any, saved: Path) -> None:
+    assert re.search(r"bits +full precision +\n", run("inspect", saved).output)
+    assert kvlayers.inspect_cache(saved).bits == (None,) * CONFIG.num_hidden_layers
+
+
+HELP = """
+import sys
+from kvlayers.__main__ import make_app
+for command in ("", "plan", "bench", "fidelity", "calibrate", "inspect", "demo"):
+    try:
+        make_app()([*command.split(), "--help"])
+    except SystemExit as end:
+        assert not end.code
+heavy = {"torch", "transformers", "numpy", "huggingface_hub", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def started_as_command(directory: Path, content: str) -> list[str]:
+    """A script of the name that the command has once it is installed."""
+    (directory / "kvlayers").write_text(content)
+    return [sys.executable, str(directory / "kvlayers")]
+
+
+def test_help_imports_nothing_that_takes_long(tmp_path: Path) -> None:
+    subprocess.run(started_as_command(tmp_path, HELP), check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_path: Path, how: str) -> None:
+    (tmp_path / "transformers-4.40.dist-info").mkdir()
+    (tmp_path / "transformers-4.40.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 4.40.0\n")
+    script = started_as_command(tmp_path, "from kvlayers.__main__ import main; main()")
+    command = script if how == "script" else [sys.executable, "-m", "kvlayers"]
+    path = os.pathsep.join([str(tmp_path), str(Path(kvlayers.__file__).parents[1])])
+    ran = subprocess.run(
+        [*command, "plan", "x", "--context", "1k"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("kvlayers: expected transformers <6,>=4.57, but saw 4.40.0: install")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["plan", "{model}", "--context", "32q"], "a number of tokens.*saw '32q'"),
         (["plan", "{model}", "--context", "0"], "at least 1, but saw 0"),
         (["plan", "{model}", "--context", "1k", "--memory", "lots"], "a number of bytes.*saw 'lots'"),
-        (["plan", "{model}", "--context", "1k", "--memory", "1kB"], "memory of at least .* bytes for 1024 tokens"),
+        (
+            ["plan", "{model}", "--context", "1k", "--memory", "1kB"],
+            r"at least \d+\.\d KiB \(\d+ bytes\) for 1024 tokens.*saw 1000 bytes",
+        ),
         (["plan", "{model}", "--context", "1k", "--name", "dinamic"], "did you mean 'dynamic'"),
         (["plan", "{model}", "--context", "1k", "--encoder-length", "5"], "without an encoder"),
         (["plan", "no/model", "--context", "1k"], "directory, its config.json, or its name.*no/model"),
@@ -125,11 +210,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_quantities_are_read_as_people_write_them() -> None:
-    assert [tokens(text) for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
-    read = [amount_of_bytes(text) for text in ("5", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
+    assert [tokens(text, "context") for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
+    read = [amount_of_bytes(text, "memory") for text in ("5", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
     assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40]
     for wrong in ("", "-1k", "k", "1 KiB of", "1e3", "0x10"):
-        with pytest.raises(kvlayers.OptionError, match="expected a number of"):
-            tokens(wrong)
-        with pytest.raises(kvlayers.OptionError, match="expected a number of"):
-            amount_of_bytes(wrong)
+        with pytest.raises(kvlayers.OptionError, match="expected --context to be a number of tokens"):
+            tokens(wrong, "--context")
+        with pytest.raises(kvlayers.OptionError, match="expected memory to be a number of bytes"):
+            amount_of_bytes(wrong, "memory")

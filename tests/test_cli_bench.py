@@ -19,9 +19,13 @@ from web_page import check_self_contained
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
+from rich.console import Console  # noqa: E402
+
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.cli import bench as bench_command  # noqa: E402
 from kvlayers.cli import reports  # noqa: E402
+from kvlayers.cli.bench_results import BenchResults  # noqa: E402
+from kvlayers.cli.bench_view import show  # noqa: E402
+from kvlayers.demo import loading  # noqa: E402
 from kvlayers.measuring import contenders, decoding  # noqa: E402
 from kvlayers.measuring.texts import rows  # noqa: E402
 
@@ -261,7 +265,10 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
         (["."], "a causal language model"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(llama: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.delattr(loading, "load_weights")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "binary").write_bytes(b"\x80\xff")
@@ -276,11 +283,54 @@ def test_bad_input_is_one_line_and_exit_code_2(llama: Path, tmp_path: Path, argu
     assert not (tmp_path / "kvlayers-bench.html").exists()
 
 
-def test_a_report_that_cannot_be_written_is_said_before_a_model_is_loaded(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(bench_command, "load")
-    assert bench(llama, "--report", "no/such/report.html").exit_code == 2
+def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.Row:
+    library, name = cache.split()
+    made = [decoding.Trial(1.0, steps, nbytes, torch.zeros(1, 2)) for steps in trials]
+    return decoding.Row(contenders.Contender(library, name, object), made)
+
+
+def test_how_far_trials_are_apart_says_what_is_noise() -> None:
+    reference = row_of("transformers dynamic", [4.0, 5.0, 9.0], [6.0, 6.0, 6.0], [5.5, 5.5, 5.5])
+    assert reference.step_range == (5.0, 6.0)
+    assert reference.step_spread == pytest.approx(0.5 / 5.5)
+    inside, outside = row_of("kvlayers dynamic", [4.0], [5.0]), row_of("kvlayers static", [4.0], [4.9])
+    assert inside.is_as_fast_as(reference)
+    assert not outside.is_as_fast_as(reference)
+    # One trial has its steps alone.
+    assert row_of("kvlayers dynamic", [1.0, 2.0, 3.0, 4.0, 9.0]).step_range == (2.0, 4.0)
+    assert row_of("kvlayers dynamic", [1.0]).step_range == (1.0, 1.0)
+
+
+def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row_of("transformers dynamic", [5.0], [6.0], nbytes=40),
+        row_of("kvlayers dynamic", [4.0], [5.0], nbytes=40),
+        row_of("kvlayers int4", [4.9], [5.5], nbytes=10),
+        row_of("kvlayers static", [2.0], [2.2], nbytes=40),
+    ]
+    states = {(row.contender.library, row.contender.cache): "rounded" for row in rows}
+    results = BenchResults("m", torch.float32, torch.device("cpu"), 1, 1, 2, states, {}, {}, {8: rows[:3]})
+    show(Console(width=100), results)
+    shown = capsys.readouterr().out
+    lines = {" ".join(line.split()[:2]): line for line in shown.splitlines()}
+    assert "4500 ms ±11%" in lines["kvlayers dynamic"]
+    assert "≈1.22" in lines["kvlayers dynamic"]
+    assert "≈: within noise" in shown
+    assert "dynamic is the fastest of kvlayers (within noise of int4), 1.22 times as fast" in " ".join(shown.split())
+    assert "as transformers dynamic, which is within noise" in " ".join(shown.split())
+    plain_rows = results.plain()["results"][0]["caches"]
+    assert [row["within_noise"] for row in plain_rows] == [False, True, True]
+    assert plain_rows[1]["step_seconds_range"] == (4.0, 5.0)
+    # What is to be pasted is a line of its own, and a name that there is.
+    pasted = re.findall(
+        r"^To use it: kvlayers.install\(\); model.generate\(..., cache_implementation='(.*)'\)$", shown, re.M
+    )
+    assert pasted == ["dynamic", "int4"]
+    results.lengths[8] = rows
+    show(Console(width=100), results)
+    assert "static is the fastest of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvlayers
 from model_directories import random_text, save_with_tokenizer, word_tokenizer
-from models import fresh_model
+from models import COMMON, fresh_model
 from web_page import check_self_contained
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
@@ -23,6 +23,8 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.cli import reports  # noqa: E402
 from kvlayers.cli.files import text_in  # noqa: E402
+from kvlayers.cli.output import pasted  # noqa: E402
+from kvlayers.demo import loading  # noqa: E402
 from kvlayers.measuring import settings as settings_module  # noqa: E402
 from kvlayers.measuring.fidelity import Budget, Fidelity, bytes_of, smallest_within  # noqa: E402
 from kvlayers.measuring.settings import setting, settings  # noqa: E402
@@ -180,7 +182,10 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     assert "…" not in result.output
     assert cells["int4"][1] == f"{kl['int4']:.2g}"
 
+    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int4')\n" in result.output
+
     within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
+    assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
     assert (within["recommended"], within["well"], code) == ("int4", True, 0)
     assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None}
 
@@ -272,6 +277,18 @@ def test_settings_go_by_the_names_that_people_write() -> None:
     assert bytes_of(setting("k4v2").make, config, 4096) < bytes_of(setting("4").make, config, 4096)
 
 
+def test_what_is_recommended_can_be_pasted() -> None:
+    """Every setting is a name that there is, or a name with its options."""
+    config = tf.LlamaConfig(**COMMON)
+    for each in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2"):
+        line = pasted(each.generate_options)
+        arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
+        made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
+        assert made.quantization == each.make(config).quantization
+    assert setting("4").generate_options == {"cache_implementation": "int4"}
+    assert setting("3").generate_options == {"cache_implementation": "quantized", "cache_config": {"nbits": 3}}
+
+
 def test_passages_begin_at_lines_where_there_are_any() -> None:
     class Letters:
         def __call__(self, text: str) -> Any:
@@ -310,7 +327,10 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
         (["no/model"], "no/model cannot be loaded"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(llama: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.delattr(loading, "load_weights")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "binary").write_bytes(b"\x80\xff")

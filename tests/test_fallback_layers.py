@@ -364,7 +364,44 @@ def test_a_model_whose_layers_share_nothing_is_given_no_cache_with_shared_ones()
         pytest.skip(f"transformers {transformers.__version__} leaves out the layers that share")
     with pytest.raises(kvlayers.UnsupportedLayerError, match="layer 2 holds nothing"):
         tiny_model("gemma3")(prompt(2, PROMPT), past_key_values=cache)
-    assert repr(cache).endswith("2 x DummyLayer)")
+    assert "2 x DummyLayer, " in repr(cache)
+
+
+@versions.static_indexers
+@pytest.mark.parametrize("family", INDEXERS)
+def test_a_reservation_of_an_indexer_that_is_too_small_grows_or_is_a_named_error(family: str) -> None:
+    config, ids = model_of(family).config, prompt(2, PROMPT)
+    small, growing, enough = (
+        kvlayers.StaticCache(config, max_cache_len=tokens, grow=grow)
+        for tokens, grow in ((PROMPT + 2, False), (PROMPT + 2, True), (3 * PROMPT, False))
+    )
+    for cache in (small, growing, enough):
+        logits(family, ids, cache)
+    held = small.state()
+    with pytest.raises(kvlayers.CapacityError, match=f"at most {PROMPT + 2} tokens, .* {PROMPT} held and 3 new"):
+        logits(family, prompt(2, 3), small)
+    # Without a mask, too, and for keys of the indexer as for those of attention.
+    layer = small.layers[1]
+    new = layer.keys.new_zeros(2, layer.keys.shape[1], 3, layer.keys.shape[3])
+    with pytest.raises(kvlayers.CapacityError, match="12 held and 3 new"):
+        small.update(new, layer.values[:, :, :3], 1)
+    with pytest.raises(kvlayers.CapacityError, match="12 held and 3 new"):
+        small.update_indexer(layer.indexer_keys[:, :3], 1)
+    for before, after in zip(held.layers, small.state().layers, strict=True):
+        assert all(torch.equal(before.tensors[name], states) for name, states in after.tensors.items())
+    for seed, tokens in enumerate((1, 3, 1, 9)):
+        more = prompt(2, tokens, seed)
+        expected = logits(family, more, enough)
+        # Sums over other numbers of slots, of which all but the same ones are masked, round differently.
+        torch.testing.assert_close(logits(family, more, growing), expected, rtol=1e-4, atol=1e-4)
+        if growing.get_seq_length() <= PROMPT + 2:
+            torch.testing.assert_close(logits(family, more, small), expected, rtol=1e-4, atol=1e-4)
+    assert growing.get_max_length() == 2 * (PROMPT + 2)
+    twin = kvlayers.StaticCache(config, max_cache_len=PROMPT + 2, grow=True)
+    twin.load_state(growing.state())
+    expected = logits(family, prompt(2, 1), enough)
+    for cache in (growing.fork(), twin):
+        torch.testing.assert_close(logits(family, prompt(2, 1), cache), expected, rtol=1e-4, atol=1e-4)
 
 
 # Where they cannot

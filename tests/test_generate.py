@@ -10,6 +10,7 @@ import transformers
 
 import kvlayers
 import versions
+from kvlayers import compat
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
 
 NEW_TOKENS = 14
@@ -256,3 +257,47 @@ def test_a_cache_with_windows_of_another_model_is_refused(made_for: str, given_t
     with kvlayers.installed(), pytest.raises(kvlayers.ConfigError, match="made for another model"):
         model.generate(prompt(), past_key_values=cache, max_new_tokens=4)
     assert cache.get_seq_length() == 0
+
+
+def _with_alibi(family: str) -> Any:
+    special = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": versions.NO_END}
+    config = {
+        "mpt": lambda: transformers.MptConfig(
+            d_model=32, n_heads=4, n_layers=2, max_seq_len=64, expansion_ratio=2, **special
+        ),
+        "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, **special),
+    }[family]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)
+    return model
+
+
+def test_a_cache_that_is_given_is_used_though_the_config_says_otherwise() -> None:
+    # As that of MPT does. transformers then passes the whole sequence to the cache at every step.
+    model, ids = _with_alibi("mpt"), prompt(2, 12)
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, use_cache=False, **how)
+    assert model.generation_config.use_cache is False
+    for cache in (kvlayers.DynamicCache(config=model.config), kvlayers.QuantizedCache(config=model.config)):
+        with kvlayers.installed():
+            output = model.generate(ids, past_key_values=cache, **how)
+        assert cache.get_seq_length() == 15
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+    assert model.generation_config.use_cache is False
+
+
+def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_by_name() -> None:
+    model, ids = _with_alibi("bloom"), prompt(2, 12)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=32)
+    how = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **how)
+    with kvlayers.installed():
+        assert torch.equal(model.generate(ids, cache_implementation="static", **how), expected)
+        if compat.masks_the_whole_reservation(model):
+            with pytest.raises(kvlayers.ConfigError, match="cache_implementation='static'"):
+                model.generate(ids, past_key_values=cache, **how)
+        else:
+            assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)

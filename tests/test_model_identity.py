@@ -38,15 +38,6 @@ def test_it_changes_with_weights_and_modes(model: Any) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_weights_are_looked_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    module = "kvlayers.generation.model_identity.weights_id"
-    monkeypatch.setattr(module, lambda looked_at: calls.append(looked_at) or "id")
-    for _ in range(3):
-        model_identity(model)
-    assert len(calls) == 1
-
-
 def test_adapters_that_are_switched_are_noticed(model: Any) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -91,7 +82,7 @@ def test_weights_that_are_not_in_memory_are_refused() -> None:
         model_identity(model)
 
 
-def test_a_write_that_no_sample_sees_is_noticed(model: Any) -> None:
+def test_a_write_to_one_element_is_noticed(model: Any) -> None:
     weight = model.model.embed_tokens.weight
     seen = [model_identity(model)]
     for _ in range(2):

@@ -151,12 +151,13 @@ def sink(**options: Any) -> Any:
     return lambda request: kvlayers.SinkCache(config=request.config, **options)
 
 
+@pytest.mark.filterwarnings("ignore:expected a group size that divides")
 def test_caches_of_other_options_are_planned_by_a_name_of_their_own() -> None:
     own = {
         "three_bits": quantized(nbits=3, q_group_size=4, residual_length=32, sink_tokens=0),
         "no_hint": quantized(length_hint=None),
         "quantized_windows": quantized(quantize_sliding=True, residual_length=16, key_nbits=8),
-        "quanto": quantized(backend="quanto", nbits=2, axis_key=-1),
+        "quanto": quantized(backend="quanto", nbits=2, axis_key=-1, q_group_size=7),
         "hqq": quantized(backend="hqq", nbits=1),
         "unhinted": lambda request: kvlayers.DynamicCache(config=request.config),
         "of_its_own": static(max_cache_len=2000),
@@ -250,7 +251,7 @@ def test_what_is_recommended_is_the_most_faithful_that_fits() -> None:
         assert plan.recommended.name in (name, {"int4": "quantized"}.get(name)), memory
         assert plan.recommended.fits
         assert plan.recommended.is_exact is (name == "dynamic")
-        assert repr(plan).endswith(f"Use {plan.recommended.name!r}: {plan.recommended.reason}")
+        assert f"\nUse {plan.recommended.name!r}: {plan.recommended.reason}" in repr(plan)
 
 
 def test_the_host_is_for_what_has_four_bits_and_fits_nowhere_else() -> None:
@@ -269,7 +270,7 @@ def test_a_budget_that_nothing_fits_says_the_least_that_is_needed() -> None:
         (cache for cache in kvlayers.plan(LLAMA, 4000).caches if cache.fidelity != "evicting"),
         key=lambda cache: cache.device_bytes,
     )
-    with pytest.raises(kvlayers.CapacityError, match=f"at least {least.device_bytes} bytes for 4000 tokens"):
+    with pytest.raises(kvlayers.CapacityError, match=rf"at least .* \({least.device_bytes} bytes\) for 4000 tokens"):
         kvlayers.plan(LLAMA, 4000, memory=least.device_bytes - 1)
     assert kvlayers.plan(LLAMA, 4000, memory=least.device_bytes).recommended.device_bytes == least.device_bytes
     with pytest.raises(kvlayers.CapacityError, match="at most [0-9]+ tokens, with"):
@@ -302,9 +303,10 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"context_length": 10.5}, kvlayers.OptionError, "context_length.*10.5"),
         (LLAMA, {"context_length": True}, kvlayers.OptionError, "context_length.*True"),
         (LLAMA, {"batch_size": -1}, kvlayers.OptionError, "batch_size.*sequences"),
-        (LLAMA, {"memory": "24GiB"}, kvlayers.OptionError, "memory.*24GiB"),
+        (LLAMA, {"memory": "24 gigs"}, kvlayers.OptionError, "memory to be a number of bytes.*24 gigs"),
+        (LLAMA, {"context_length": "32q"}, kvlayers.OptionError, "context_length to be a number of tokens.*32q"),
         (LLAMA, {"memory": 0}, kvlayers.OptionError, "memory.*bytes"),
-        (LLAMA, {"dtype": "bfloat16"}, kvlayers.OptionError, "torch.bfloat16"),
+        (LLAMA, {"dtype": "bfloat"}, kvlayers.OptionError, "torch.bfloat16 or 'bfloat16'"),
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),
         (LLAMA, {"encoder_length": 5}, kvlayers.OptionError, "without an encoder"),
         (LLAMA, {"names": ["dinamic"]}, kvlayers.RegistryError, "did you mean 'dynamic'"),

@@ -30,7 +30,7 @@ def union(caches: list[kvlayers.DynamicCache]) -> int:
     found: dict[int, int] = {}
     for cache in caches:
         for layer in cache.layers:
-            for states in (layer.keys, layer.values):
+            for states in layer.peek():
                 storage = states.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -367,7 +368,6 @@ FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
     "no channels": ((torch.zeros(1, 1, 3, 0), torch.zeros(1, 1, 3, 8)), StateMismatchError),
     "devices that differ": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8, device="meta")), StateMismatchError),
     "whole numbers": ((torch.zeros(1, 1, 3, 8).long(), torch.zeros(1, 1, 3, 8).long()), StateMismatchError),
-    "a head_dim that the group does not divide": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 12)), OptionError),
 }
 
 
@@ -506,13 +506,25 @@ def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, l
 
 
 @pytest.mark.parametrize("option", ["q_group_size", "value_group_size"])
-def test_a_group_size_that_does_not_divide_head_dim_is_refused_at_once(option: str) -> None:
+def test_a_group_size_that_does_not_divide_head_dim_is_made_smaller_with_a_warning_at_once(option: str) -> None:
     config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=2)
-    with pytest.raises(OptionError, match=r"divides the head_dim 48 .*1, 2, 3, 4, 6, 8, 12, 16, 24, 48.* saw 32"):
-        kvlayers.QuantizedCache(config=config, **{option: 32})
-    kvlayers.QuantizedCache(config=config, **{option: 16})
-    # Keys are grouped along the tokens, where any size goes.
-    kvlayers.QuantizedCache(config=config, key_group_size=32)
+    with pytest.warns(UserWarning, match="head_dim 48 of the values, but saw 32: groups of 24") as seen:
+        cache = kvlayers.QuantizedCache(config=config, **{option: 32}, residual_length=0, sink_tokens=0)
+    assert {warning.filename for warning in seen} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = kvlayers.QuantizedCache(
+            config=config, **{option: 24, "key_group_size": 32 if option == "q_group_size" else None},
+            residual_length=0, sink_tokens=0,
+        )  # fmt: skip
+        # Keys are grouped along the tokens, where any size goes.
+        kvlayers.QuantizedCache(config=config, key_group_size=32)
+    torch.manual_seed(0)
+    for tokens in (130, 1):
+        states = torch.randn(1, 2, tokens, 48), torch.randn(1, 2, tokens, 48)
+        for one, other in zip(cache.update(*states, 0), same.update(*states, 0), strict=True):
+            assert torch.equal(one + 0, other + 0)
+    assert cache.nbytes == same.nbytes
 
 
 # Quantizers of others

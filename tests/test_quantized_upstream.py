@@ -3,6 +3,7 @@
 import copy
 import inspect
 import itertools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
+from kvlayers import compat
 from kvlayers.attention import cpu
 from kvlayers.attention.history import History
+from kvlayers.layers import quantized
 from models import COMMON, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -67,6 +70,9 @@ NAMESAKES = {
     kvlayers.QuantoQuantizedCache: upstream.QuantizedCache,
     kvlayers.HQQQuantizedCache: upstream.QuantizedCache,
     kvlayers.QuantizedLayer: upstream.CacheLayerMixin,
+    quantized.QuantoQuantizedLayer: compat.QUANTO_LAYER,
+    quantized.HQQQuantizedLayer: compat.HQQ_LAYER,
+    quantized.Fp8QuantizedLayer: compat.FP8_LAYER,
 }
 
 
@@ -84,6 +90,61 @@ def test_no_public_member_is_still_that_of_transformers(ours: type) -> None:
         if not owner.__module__.startswith("kvlayers") and owner is not object:
             inherited.append(f"{owner.__name__}.{name}")
     assert inherited == []
+
+
+UPSTREAM_CLASSES = {"quanto": compat.QUANTO_LAYER, "hqq": compat.HQQ_LAYER, "fp8": compat.FP8_LAYER}
+
+
+@pytest.mark.parametrize("backend", UPSTREAM_CLASSES)
+def test_layers_of_a_backend_are_instances_of_the_class_of_transformers_and_of_no_other(
+    backend: str, tmp_path: pathlib.Path
+) -> None:
+    cache = cache_of(backend, residual_length=0, sink_tokens=0)
+    bare = kvlayers.QuantizedCache(needs(backend), residual_length=0, sink_tokens=0)
+    bits = kvlayers.QuantizedCache(backend, nbits=[max(bare.quantization.keys.nbits, 4)])
+    pair = states(130)
+    for each in (cache, bare):
+        each.update(*pair, 0)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
+    again = kvlayers.QuantizedCache(backend, CONFIG, residual_length=0, sink_tokens=0)
+    again.load_state(cache.state())
+    assert cache.state().layers[0].kind == "QuantizedLayer"
+    new = states(1)
+    expected = [attended + 0 for attended in copy.deepcopy(cache).update(*new, 0)]
+    for each in (cache, bare, bits, cache.fork(), loaded, again):
+        layer = each.layers[0]
+        assert isinstance(layer, kvlayers.QuantizedLayer)
+        assert [name for name, kind in UPSTREAM_CLASSES.items() if isinstance(layer, kind)] == [backend]
+        if each is not bits:
+            assert all(torch.equal(a + 0, b) for a, b in zip(each.update(*new, 0), expected, strict=True))
+    native = kvlayers.QuantizedCache(config=CONFIG).layers[0]
+    assert not isinstance(native, tuple(UPSTREAM_CLASSES.values()))
+
+
+@pytest.mark.parametrize(
+    ("backend", "axis", "head_dim", "asked", "used"), [("quanto", 0, 4, 8, 4), ("hqq", 1, 24, 16, 12)]
+)
+def test_generate_takes_a_group_size_that_does_not_divide_head_dim_as_transformers_does(
+    backend: str, axis: int, head_dim: int, asked: int, used: int
+) -> None:
+    needs(backend)
+    config = transformers.LlamaConfig(**{**COMMON, "hidden_size": 4 * head_dim, "head_dim": head_dim})
+    model = transformers.LlamaForCausalLM(config).eval()
+
+    def generated(size: int) -> Any:
+        cache_config = {"backend": backend, "q_group_size": size, "axis_key": axis, "axis_value": axis}
+        return model.generate(
+            prompt(2, 12), max_new_tokens=4, do_sample=False, cache_implementation="quantized",
+            cache_config=cache_config | {"residual_length": 0}, return_dict_in_generate=True,
+        )  # fmt: skip
+
+    generated(asked)
+    with kvlayers.installed():
+        with pytest.warns(UserWarning, match=f"but saw {asked}: groups of {used}"):
+            output = generated(asked)
+        assert torch.equal(output.sequences, generated(used).sequences)
+    assert isinstance(output.past_key_values.layers[0], UPSTREAM_CLASSES[backend])
 
 
 def test_arguments_come_in_the_order_of_transformers() -> None:

@@ -408,10 +408,15 @@ def test_options_that_a_backend_does_not_take(name: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "nbits", "axis"), [("native", 4, None), ("fp8", 8, None), ("quanto", 4, 0), ("hqq", 4, 1)]
 )
-def test_a_group_size_along_channels_divides_the_head_dim(name: str, nbits: int, axis: int | None) -> None:
-    made(name, nbits, "values", 40, axis=axis, group_size=20)
-    with pytest.raises(OptionError, match=r"divides the head_dim 40 of the values \(1, 2, 4, 5, .*\), but saw 64"):
-        backend(name).quantizer(SideOptions("values", nbits, axis=axis, group_size=64), 40)
+def test_a_group_size_that_does_not_divide_the_head_dim_becomes_the_largest_that_does(
+    name: str, nbits: int, axis: int | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert made(name, nbits, "values", 40, axis=axis, group_size=20).format.group_channels == 20
+    assert not [warning for warning in recwarn if "group size" in str(warning.message)]
+    for head_dim, asked, used in ((40, 64, 40), (80, 64, 40), (96, 64, 48), (4, 8, 4), (7, 6, 1)):
+        with pytest.warns(UserWarning, match=f"head_dim {head_dim} of the values, but saw {asked}: groups of {used}"):
+            quantizer = made(name, nbits, "values", head_dim, axis=axis, group_size=asked)
+        assert quantizer.format.group_channels == used
 
 
 @pytest.mark.parametrize(("name", "package", "extra"), [("quanto", "optimum-quanto", "quanto"), ("hqq", "hqq", "hqq")])

@@ -1,5 +1,6 @@
 """Names: who makes the cache that `cache_implementation` asks for, and that it is the one asked for."""
 
+import contextlib
 import functools
 import importlib.metadata
 import subprocess
@@ -16,7 +17,7 @@ from transformers.generation.utils import GenerationMixin
 import kvlayers
 import versions
 from kvlayers.generation import registry
-from models import prompt, tiny_model
+from models import fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
 
@@ -34,6 +35,7 @@ CLASSES = {
     "int4": kvlayers.QuantizedCache,
     "int2": kvlayers.QuantizedCache,
 }
+TRANSFORMERS_NAMES = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
 # Backend, bits of the keys and bits of the values.
 QUANTIZED = {
     "quantized": ("native", 4, 4),
@@ -58,8 +60,52 @@ def test_the_cache_that_is_used_is_the_one_asked_for(name: str, installed: None,
     assert type(used_cache(cache_implementation=name)) is CLASSES[name]
     config = transformers.GenerationConfig(cache_implementation=name, pad_token_id=0)
     assert type(used_cache(generation_config=config)) is CLASSES[name]
-    config.save_pretrained(tmp_path)
+    save(config, tmp_path)
     assert type(used_cache(generation_config=transformers.GenerationConfig.from_pretrained(tmp_path))) is CLASSES[name]
+
+
+def save(config: Any, path: Path) -> None:
+    """Save a config, with a warning if only kvlayers knows the name of its cache."""
+    known = config.cache_implementation in TRANSFORMERS_NAMES
+    with contextlib.nullcontext() if known else pytest.warns(UserWarning, match="in the field 'kvlayers'"):
+        config.save_pretrained(path)
+
+
+@pytest.mark.parametrize("options", [None, {"residual_length": 32}])
+def test_a_model_that_is_saved_with_a_name_of_kvlayers_can_be_loaded_anywhere(
+    options: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    ids, first, second = prompt(1, 6), tmp_path / "first", tmp_path / "second"
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "return_dict_in_generate": True}
+    with kvlayers.installed():
+        model = fresh_model("llama")
+        model.generation_config.cache_implementation, model.generation_config.cache_config = "int4", options
+        with pytest.warns(UserWarning, match="transformers does not know the cache 'int4'") as caught:
+            model.save_pretrained(first)
+        assert [warning.filename for warning in caught if warning.category is UserWarning] == [__file__]
+        assert model.generation_config.cache_implementation == "int4"
+    # Without kvlayers, and saved again there.
+    plain = transformers.AutoModelForCausalLM.from_pretrained(first)
+    assert plain.generation_config.cache_implementation is None
+    assert type(plain.generate(ids, **call).past_key_values) is transformers.DynamicCache
+    plain.save_pretrained(second)
+    with kvlayers.installed():
+        for path in (first, second):
+            config = transformers.GenerationConfig.from_pretrained(path)
+            assert (config.cache_implementation, config.cache_config) == ("int4", options)
+            assert "kvlayers" not in vars(config)
+        # Loaded before install().
+        config = transformers.GenerationConfig(pad_token_id=0, max_new_tokens=3, return_dict_in_generate=True)
+        for given in (call, {"generation_config": config, "attention_mask": call["attention_mask"]}):
+            cache = plain.generate(ids, **given).past_key_values
+            assert bits(cache) == ("native", 4, 4)
+            assert facts(cache)["residual_length"] == (32 if options else 128)
+        static = plain.generate(ids, cache_implementation="static", **call).past_key_values
+        assert type(static) is kvlayers.StaticCache
+        plain.generate(ids, past_key_values=kvlayers.DynamicCache(), **call)
+        plain.generation_config.kvlayers["cache_implementation"] = "int44"
+        with pytest.raises(kvlayers.RegistryError, match="did you mean 'int4'"):
+            plain.generate(ids, **call)
 
 
 def test_without_a_name_the_cache_is_ours_too(installed: None) -> None:
@@ -97,7 +143,7 @@ def test_a_name_of_ones_own_is_accepted_everywhere_while_installed(tmp_path: Pat
 
         try:
             config = transformers.GenerationConfig(cache_implementation="mine", pad_token_id=0)
-            config.save_pretrained(tmp_path)
+            save(config, tmp_path)
             loaded = transformers.GenerationConfig.from_pretrained(tmp_path)
             loaded.max_new_tokens = 3
             assert type(used_cache(generation_config=loaded)) is Mine
@@ -139,12 +185,8 @@ def test_a_quantized_name_has_its_backend_and_its_bits(name: str, installed: Non
     assert isinstance(cache, transformers.QuantizedCache)
     assert facts(cache)["residual_length"] == 128
     hybrid = used_cache("gemma3", cache_implementation=name)
-    assert [type(layer) for layer in hybrid.layers] == [
-        kvlayers.SlidingLayer,
-        kvlayers.SlidingLayer,
-        kvlayers.QuantizedLayer,
-        kvlayers.SlidingLayer,
-    ]
+    kinds = kvlayers.SlidingLayer, kvlayers.SlidingLayer, kvlayers.QuantizedLayer, kvlayers.SlidingLayer
+    assert all(isinstance(layer, kind) for layer, kind in zip(hybrid.layers, kinds, strict=True))
     assert bits(hybrid) == QUANTIZED[name]
 
 
@@ -175,7 +217,7 @@ def test_a_cache_config_reaches_a_quantized_cache(name: str, kind: str, installe
     config = transformers.GenerationConfig(cache_implementation=name, cache_config=given, pad_token_id=0)
     for _ in range(2):
         check(used_cache("llama", generation_config=config))
-    config.save_pretrained(tmp_path)
+    save(config, tmp_path)
     loaded = transformers.GenerationConfig.from_pretrained(tmp_path)
     assert loaded.cache_config == GIVEN
     check(used_cache("llama", generation_config=loaded))
@@ -206,7 +248,6 @@ def test_windows_are_quantized_by_name_where_that_is_asked_for(installed: None) 
         ({"backend": "quantoo"}, r"fp8, hqq, native, quanto.* saw 'quantoo'"),
         ({"backend": "fp8", "nbits": 4}, "one of 8, but saw 4"),
         ({"axis_key": 0}, "axis_key of the native backend to be left out"),
-        ({"value_group_size": 3}, "divides the head_dim 8"),
         ({"residual_length": -1}, "residual_length"),
     ],
     ids=str,

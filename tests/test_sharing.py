@@ -197,9 +197,8 @@ def test_several_forks_are_as_independent_as_one() -> None:
         keys, _ = fork.update(new, new, layer_idx=0)
         assert torch.equal(keys, torch.cat([states, new], dim=2))
     assert torch.equal(cache.layers[0].keys, states)
-    assert cache.fork(0) == []
     pair = kvlayers.EncoderDecoderCache(cache, kvlayers.DynamicCache())
     assert [type(fork) for fork in pair.fork(2)] == [type(pair)] * 2
-    for number in (-1, 1.5, "two"):
+    for number in (0, -1, 1.5, "two"):
         with pytest.raises(kvlayers.OptionError, match="number of forks"):
             cache.fork(number)  # type: ignore[call-overload]

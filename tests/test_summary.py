@@ -1,5 +1,8 @@
 """What a cache says of itself, beside what it really holds."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert layers.bytes == {"device": cache.layers[0].nbytes, "host": 0, "disk": 0}
     assert summary.bytes == {"device": cache.nbytes, "host": 0, "disk": 0}
     assert repr(summary).splitlines()[0] == f"DynamicCache: 40 tokens, batch 3, {cache.nbytes // 1024} KiB"
-    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "126", "KiB"]
+    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "40", "126", "KiB"]
 
 
 def test_bits_are_those_of_keys_and_values() -> None:
@@ -104,4 +107,73 @@ def test_it_is_a_table_for_rich_and_for_notebooks() -> None:
     page = summary._repr_html_()
     assert page.count("<tr>") == 2
     assert f"<caption>{summary.title}</caption>" in page
-    assert "<td>QuantizedLayer</td><td>400</td><td>4</td>" in page
+    assert "<td>QuantizedLayer</td><td>400</td><td>400</td><td>4</td>" in page
+
+
+class Hostile(kvlayers.DynamicCache):
+    """A cache whose class is called what no class should be."""
+
+
+Hostile.__name__ = "<script>alert(1)</script>"
+
+
+def test_caches_plans_and_explanations_are_html_in_notebooks_and_believe_no_name() -> None:
+    cache = filled(Hostile(config=LLAMA))
+    assert cache._repr_html_() == cache.summary()._repr_html_()
+    cache.prefix_notes = ("<img src=x>",)
+    with kvlayers_named("<b>", lambda request: kvlayers.DynamicCache(config=request.config)):
+        plan = kvlayers.plan(LLAMA, 100, names=["<b>", "int4"])
+    pages = [cache._repr_html_(), cache.explain()._repr_html_(), plan._repr_html_()]
+    for page in pages:
+        assert not re.search("<(script|img|b)\\b", page)
+        assert "&lt;" in page
+    assert pages[2].count("<tr") == 3
+    assert pages[2].count("font-weight: bold") == 1
+    assert pages[2].count("<p>") == len(plan.notes)
+
+
+@contextmanager
+def kvlayers_named(name: str, factory: Any) -> Iterator[None]:
+    kvlayers.register(name)(factory)
+    try:
+        yield
+    finally:
+        kvlayers.unregister(name)
+
+
+def test_the_representation_says_tokens_bits_batch_and_bytes() -> None:
+    assert repr(kvlayers.DynamicCache()) == "DynamicCache(0 tokens, 0 B)"
+    quantized = filled(kvlayers.QuantizedCache(config=LLAMA, key_nbits=4, value_nbits=2), tokens=400)
+    held = quantized.summary().title.rpartition(", ")[2]
+    assert repr(quantized) == f"QuantizedCache(2 x QuantizedLayer of 4/2 bits, 400 tokens, batch 3, {held})"
+    each = kvlayers.QuantizedCache(config=LLAMA, nbits=[2, 8])
+    assert repr(each).startswith("QuantizedCache(1 x QuantizedLayer of 2 bits, 1 x QuantizedLayer of 8 bits, 0 tokens")
+    # Layers that hold other bytes are of one kind all the same.
+    uneven = filled(kvlayers.DynamicCache(config=LLAMA), layers=1)
+    assert repr(uneven).startswith("DynamicCache(2 x DynamicLayer, 40 tokens, batch 3, ")
+
+
+WINDOWED = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (lambda: kvlayers.DynamicCache(config=WINDOWED), WINDOW - 1),
+        (lambda: kvlayers.StaticCache(WINDOWED, 64), WINDOW - 1),
+        (lambda: kvlayers.SinkCache(16, 4, config=LLAMA), 15),
+        (lambda: kvlayers.DynamicCache(config=LLAMA), 40),
+        (
+            lambda: kvlayers.Cache(layers=[tf.cache_utils.DynamicSlidingWindowLayer(WINDOW) for _ in range(2)]),
+            WINDOW - 1,
+        ),
+    ],
+    ids=["window", "static window", "sink", "full", "transformers"],
+)
+def test_a_window_holds_fewer_tokens_than_it_has_seen(make: Any, held: int) -> None:
+    cache = filled(make())
+    [layers] = cache.summary().layers
+    assert (layers.tokens, layers.held) == (40, held)
+    head, row = repr(cache.summary()).splitlines()[1:]
+    assert head.split()[2:4] == ["seen", "held"]
+    assert row.split()[4:6] == ["40", str(held)]

@@ -1,5 +1,6 @@
 """What transformers' caches get wrong must come out right here, and what they offer must all be ours."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -33,10 +34,13 @@ NAMESAKES = {
 }
 
 
-@pytest.mark.parametrize("ours", NAMESAKES, ids=lambda ours: ours.__name__)
-def test_no_public_member_is_still_that_of_transformers(ours: type) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [*NAMESAKES.items(), (kvlayers.HybridLayer, compat.LINEAR_LAYER)],
+    ids=lambda kind: kind.__name__,
+)
+def test_no_public_member_is_still_that_of_transformers(ours: type, theirs: type) -> None:
     """So that a release of transformers cannot change what a cache of ours does."""
-    theirs = NAMESAKES[ours]
     assert issubclass(ours, theirs)
     special = ("__init__", "__iter__", "__len__", "__getitem__", "__repr__", "__deepcopy__")
     names = {name for base in theirs.__mro__[:-1] for name in vars(base) if not name.startswith("_")} | set(special)
@@ -232,3 +236,25 @@ def test_cache_types_are_those_that_modelling_code_asks_for() -> None:
     assert isinstance(kvlayers.StaticCache(LLAMA, 4), transformers.StaticCache)
     assert isinstance(kvlayers.DynamicCache(), transformers.DynamicCache)
     assert not isinstance(kvlayers.DynamicCache(), transformers.StaticCache)
+
+
+@pytest.mark.parametrize("library", [upstream, kvlayers], ids=["transformers", "kvlayers"])
+def test_what_is_caught_of_transformers_is_caught_of_kvlayers(library: Any) -> None:
+    cache = library.StaticCache(config=LLAMA, max_cache_len=8)
+    told = {"cache_kwargs": {"cache_position": torch.arange(9)}} if compat.UPDATES_BY_CACHE_POSITION else {}
+    with pytest.raises((IndexError, RuntimeError)):
+        cache.update(*states(9), 0, **told)
+    with pytest.raises(ValueError, match="backend"):
+        library.QuantizedCache("of nobody", LLAMA)
+    pytest.importorskip("optimum.quanto", reason="it checks the options of quanto")
+    model, ids = tiny_model("llama"), prompt()
+    with contextlib.nullcontext() if library is upstream else kvlayers.installed():
+        for wrong in ({"nbits": 60}, {"axis_key": 5}):
+            with pytest.raises(ValueError, match="60|5"):
+                model.generate(
+                    ids, max_new_tokens=2, cache_implementation="quantized", cache_config={"backend": "quanto", **wrong}
+                )
+        with pytest.raises(ValueError, match="cache_implementation"):
+            model.generate(
+                ids, max_new_tokens=2, cache_implementation="quantized", past_key_values=library.DynamicCache()
+            )

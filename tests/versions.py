@@ -57,6 +57,9 @@ DRAFTS_MAY_HAVE_A_LEAST_LENGTH = Version("5.6") <= TRANSFORMERS
 SAYS_WHAT_IT_CAN_CROP = Version("5.17") <= TRANSFORMERS
 """Whether a cache of transformers has `is_croppable`."""
 
+LAYERS_LET_GO_AT_RESET = Version("5.18") <= TRANSFORMERS
+"""Whether a layer of transformers that grows holds nothing after `reset()`, rather than zeros."""
+
 prefills_apart = pytest.mark.skipif(
     not compat.PREFILLS_APART, reason=f"transformers {TRANSFORMERS} has no _prefill, which came with 5.0"
 )

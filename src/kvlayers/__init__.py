@@ -8,7 +8,7 @@ import importlib.util
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .supported import check_installed
+from .supported import check_installed, is_command
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         CachePathError,
         CapacityError,
         ConfigError,
+        InterruptedPassError,
         KVLayersError,
         LayerIndexError,
         LegacyFormatError,
         ModelMismatchError,
         OptionError,
         PrefixError,
+        PromptMismatchError,
         ReadOnlyStatesError,
         RegistryError,
         RollbackError,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from .export import ExportableDecoder
     from .generation.generating import generate
     from .generation.install import install, installed, is_installed, uninstall
+    from .generation.known_ids import PromptMismatchWarning
     from .generation.ladder import DEFAULT_LADDER, Rung
     from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
     from .generation.reservations import free_reservations
@@ -72,7 +75,11 @@ if TYPE_CHECKING:
     from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
     from .summary import CacheSummary, LayerSummary
 
-check_installed()
+if not is_command():
+    # The command checks by itself, and does not wait for transformers before it answers `--help`.
+    from . import first_import  # noqa: F401
+
+    check_installed()
 
 _NAMES = {
     "cache": ("Cache",),
@@ -92,12 +99,14 @@ _NAMES = {
         "CachePathError",
         "CapacityError",
         "ConfigError",
+        "InterruptedPassError",
         "KVLayersError",
         "LayerIndexError",
         "LegacyFormatError",
         "ModelMismatchError",
         "OptionError",
         "PrefixError",
+        "PromptMismatchError",
         "ReadOnlyStatesError",
         "RegistryError",
         "RollbackError",
@@ -109,6 +118,7 @@ _NAMES = {
     "export": ("ExportableDecoder",),
     "generation.generating": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
+    "generation.known_ids": ("PromptMismatchWarning",),
     "generation.ladder": ("DEFAULT_LADDER", "Rung"),
     "generation.registry": ("CacheRequest", "cache_names", "make_cache", "register", "unregister"),
     "generation.reservations": ("free_reservations",),
@@ -181,6 +191,7 @@ __all__ = [
     "HybridChunkedCache",
     "HybridLayer",
     "HybridMambaAttentionDynamicCache",
+    "InterruptedPassError",
     "KVLayersError",
     "LayerIndexError",
     "LayerState",
@@ -201,6 +212,8 @@ __all__ = [
     "PrefixStatistics",
     "PrefixStore",
     "Prefetcher",
+    "PromptMismatchError",
+    "PromptMismatchWarning",
     "Quantization",
     "QuantizedCache",
     "QuantizedCacheConfig",
@@ -270,4 +283,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+from .supported import check_installed
+
 if TYPE_CHECKING:
     import typer
 
@@ -14,18 +16,24 @@ def main() -> None:
     if missing:
         print(f'kvlayers: its commands need {" and ".join(missing)}: pip install "kvlayers[cli]"', file=sys.stderr)
         raise SystemExit(2)
+    try:
+        check_installed()
+    except ImportError as error:
+        print(f"kvlayers: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     make_app()()
 
 
 def make_app() -> "typer.Typer":
-    """The command line with all its commands."""
+    """The command line with all its commands. None of them imports torch before it is run."""
     import typer
 
     from .cli.bench import bench
+    from .cli.calibrate import calibrate
+    from .cli.demo import demo
     from .cli.fidelity import fidelity
     from .cli.inspect import inspect
     from .cli.plan import plan
-    from .demo.app import demo
     from .version import __version__
 
     def show_version(wanted: bool) -> None:
@@ -43,7 +51,7 @@ def make_app() -> "typer.Typer":
     ) -> None:
         """A drop-in key-value cache library for Hugging Face transformers."""
 
-    for command in (plan, bench, fidelity, inspect, demo):
+    for command in (plan, bench, fidelity, calibrate, inspect, demo):
         app.command()(command)
     return app
 

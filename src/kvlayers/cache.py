@@ -1,8 +1,8 @@
 """The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
 
 import functools
-import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from . import compat
-from .errors import ConfigError, LayerIndexError, OptionError, UnsupportedLayerError
-from .layers import CacheLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
+from . import compat, forward_pass
+from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionError, UnsupportedLayerError
+from .layers import CacheLayer, HybridLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
 from .legacy import LegacySurface
@@ -22,10 +22,14 @@ from .offload import Offloading, Prefetcher, TrafficMeter
 from .operations import LayerwiseOperations
 from .options import checks_options
 from .recurrent import RecurrentSurface
+from .seen_tokens import SeenTokens
 
 if TYPE_CHECKING:
     from .explanation import Explanation
     from .summary import CacheSummary
+
+LAYERS = (LayerOperations, compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)
+"""What a cache can be made of."""
 
 OF_OURS = (CacheLayer, LinearAttentionLayer)
 """What takes states in as layers of kvlayers do. Made once, as each layer asks at each token."""
@@ -43,7 +47,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         offload_directory: where the files are made, for "disk".
 
     Raises:
-        OptionError: an option that does not exist, or options of offloading that contradict each other.
+        OptionError: an option that does not exist, options of offloading that contradict each other, or something in
+            the place of a layer that is none, such as a cache.
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         ConfigError: both or neither of the two arguments are given.
     """
@@ -51,8 +56,15 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     layers: list[Any]
     prefix_notes: tuple[str, ...] = ()
     """What a store of prefixes had of the prompts of the call that made the cache; see `explain`."""
+    _grows = False
+    """Whether reservations of transformers' own layers are made larger when they are too small."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """By layer, how often code that updates it was traced."""
+    _at = forward_pass.NO_PASS
+    """Index of the layer that the newest forward pass has updated last."""
+    _in_step = -1
+    """Index up to which layers have seen what the first one has, but for the pass that is under way."""
+    _began: forward_pass.PassStart | None = None
 
     @checks_options
     def __init__(
@@ -69,6 +81,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 "expected either layers or layer_class_to_replicate, but saw "
                 f"{'neither' if layers is None else 'both'}: pass the layers of the model, or what makes one."
             )
+        if layers is not None and not isinstance(layers, list | tuple):
+            raise OptionError(f"expected a list of layers, but saw a {type(layers).__name__}: pass its layers.")
         if layers is not None and len({id(layer) for layer in layers}) != len(layers):
             raise ConfigError("expected a layer of its own for each layer of the model, but saw one that comes twice.")
         placement = Offloading(offload_only_non_sliding, offload_device, offload_directory)
@@ -129,7 +143,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         Args:
             path: of the file, which is replaced as a whole where there is one.
             token_ids: tokens that the cache has seen, int64 `[batch, tokens]`, to be found in the file again.
-            config: config of the model, so that the file is refused for another one.
+            config: config of the model, or the model, so that the file is refused for another one.
 
         Raises:
             CachePathError: the file cannot be written.
@@ -149,8 +163,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             >>> _ = cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
             >>> cache.summary()  # doctest: +NORMALIZE_WHITESPACE
             DynamicCache: 3 tokens, batch 1, 384 B
-            layers  kind          tokens  device
-            0       DynamicLayer       3   384 B
+            layers  kind          seen  held  device
+            0       DynamicLayer     3     3   384 B
         """
         # Late, as few ask for it.
         from .summary import summary_of
@@ -208,11 +222,15 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             LayerIndexError: no layer has that index.
             StateMismatchError: states of another batch size, kv_heads, head_dim, dtype or device than those held.
             CapacityError: more tokens than fit.
+            InterruptedPassError: an earlier forward pass ended before this layer, so that it lacks tokens.
         """
         if not 0 <= layer_idx < len(self.layers):
             return self._update_new_layer(key_states, value_states, layer_idx)
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             self._note_trace(layer_idx)
+        elif not self._at < layer_idx <= self._in_step:
+            self._follow(layer_idx, key_states.shape[-2])
         layer = self.layers[layer_idx]
         if isinstance(layer, compat.DUMMY_LAYER):
             raise UnsupportedLayerError(
@@ -220,16 +238,93 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 "of the model that uses it."
             )
         if isinstance(layer, OF_OURS):
-            return layer.update(key_states, value_states)
-        return theirs.update(layer, key_states, value_states, cache_kwargs)
+            attended = layer.update(key_states, value_states)
+        else:
+            attended = theirs.update(layer, key_states, value_states, cache_kwargs)
+        if not compiling:
+            self._at = layer_idx
+        return attended
 
     def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._follow(layer_idx, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
+        if not compiling:
+            self._at = layer_idx
         return attended
+
+    # Forward passes that were interrupted
+
+    def _follow(self, layer_idx: int, tokens: int) -> None:
+        """Note that a layer is about to be updated, where a pass begins or goes further than the one before.
+
+        Where passes end at the same layer, that is so once a pass. Models may leave out their last layers (early exit),
+        so that only an update of such a layer tells: it would have seen fewer tokens than those before it.
+
+        Raises:
+            InterruptedPassError: it would.
+        """
+        if layer_idx <= self._at:
+            self._in_step = min(self._in_step, self._at)
+            in_module = forward_pass.in_module()
+            # Only where there are layers behind, or may be, can this pass go further than the one before.
+            may_go_on = self._in_step < len(self.layers) - 1 or self.layer_class_to_replicate is not None
+            module = forward_pass.outermost_module() if in_module and may_go_on else None
+            self._began = forward_pass.PassStart(layer_idx, self._seen_by(layer_idx), tokens, in_module, module)
+            if in_module and layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], HybridLayer):
+                self._check_parts(self.layers[layer_idx], tokens)
+        if layer_idx > self._in_step:
+            began = self._began
+            if began is not None and began.module is not None and tokens == began.tokens:
+                seen = self._seen_by(layer_idx)
+                uneven = None not in (seen, began.length) and seen != began.length
+                if uneven and forward_pass.outermost_module() == began.module:
+                    raise self._interrupted(layer_idx)
+            self._in_step = layer_idx
+
+    def _check_parts(self, layer: HybridLayer, tokens: int) -> None:
+        """Raise where a pass was interrupted between the parts of its first layer. Either part may come first."""
+        attended, recurrent = layer.attention.length, layer.linear.length
+        if recurrent and recurrent not in (attended, attended + tokens):
+            raise forward_pass.interrupted([attended, recurrent], recurrent=True)
+
+    def _check_in_step(self) -> None:
+        """Raise `InterruptedPassError` where the newest forward pass ended before the earlier ones did.
+
+        Not within a module, where it may be under way.
+        """
+        began = self._began
+        if began is None or not began.in_module or forward_pass.in_module(forward_pass.NO_PASS):
+            return
+        behind = any(self._seen_by(index) == began.length for index in range(self._at + 1, self._in_step + 1))
+        if began.length is not None and behind and self._seen_by(began.layer) != began.length:
+            raise self._interrupted(self._in_step)
+
+    def _seen_by(self, layer_idx: int) -> int | None:
+        """Tokens that a layer has seen, `None` where it does not know without being waited for."""
+        if layer_idx >= len(self.layers):
+            return 0
+        layer = self.layers[layer_idx]
+        if isinstance(layer, LayerOperations):
+            return layer.length
+        seen = layer.get_seq_length() if isinstance(layer, compat.ATTENTION_LAYER) else None
+        return seen if isinstance(seen, int) else None
+
+    def _interrupted(self, last: int) -> InterruptedPassError:
+        # Of layers that are made as they are needed, the last one may not be there yet.
+        seen = [self._seen_by(index) for index in range(max(len(self.layers), last + 1))]
+        return forward_pass.interrupted(seen, any(layer.is_recurrent for layer in self.operable()))
+
+    def forget_pass(self) -> None:
+        """Take the next update for the beginning of a forward pass, and look at each layer if one was interrupted."""
+        if self._at < self._in_step:
+            self._in_step = -1
+        self._at = forward_pass.NO_PASS
 
     def layers_for(self, count: int) -> list[Any]:
         """The layers, and as many new ones as make `count`, where layers are made as they are needed."""
@@ -294,9 +389,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
         Raises:
             UnsupportedLayerError: neither attends, nor does any layer with a recurrent state know.
+            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
+                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
         """
         if layer_idx >= len(self.layers):
             return 0
+        if layer_idx == 0 and not torch.compiler.is_compiling() and self._at < self._in_step:
+            self._check_in_step()
         layer = self.layers[layer_idx]
         if not isinstance(layer, LinearAttentionLayer):
             layer = self.layers[self._attending(layer_idx)]
@@ -304,7 +403,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             layer = next((other for other in self.layers if isinstance(other, compat.ATTENTION_LAYER)), layer)
         seen = layer.get_seq_length()
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
-        return seen if torch.compiler.is_compiling() else int(seen)
+        if torch.compiler.is_compiling():
+            return seen  # type: ignore[no-any-return]
+        return SeenTokens(seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.
@@ -319,13 +420,22 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if layer_idx >= len(self.layers):
             return query_length, 0
         asked = self.layers[self._attending(layer_idx)]
-        if isinstance(asked, CacheLayer) and asked.capacity is not None:
-            for layer in self.layers:
-                if isinstance(layer, CacheLayer):
-                    layer.make_room(query_length)
-        if not isinstance(asked, CacheLayer):
-            return theirs.mask_sizes(asked, query_length)
-        return asked.get_mask_sizes(query_length)
+        if isinstance(asked, CacheLayer):
+            if asked.capacity is not None:
+                self._make_room(query_length)
+            return asked.get_mask_sizes(query_length)
+        if theirs.is_reserved(asked) and not torch.compiler.is_compiling():
+            self._make_room(query_length)
+        return theirs.mask_sizes(asked, query_length)
+
+    def _make_room(self, tokens: int) -> None:
+        """Be ready for `tokens` more in every layer, before any layer takes them in."""
+        for layer in self.layers:
+            if isinstance(layer, CacheLayer):
+                layer.make_room(tokens)
+            elif theirs.is_reserved(layer) and not torch.compiler.is_compiling():
+                make_room = theirs.grow if self._grows else theirs.check_room
+                make_room(layer, tokens)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
@@ -416,10 +526,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return len(self.layers)
 
     def __repr__(self) -> str:
-        # Not all layers of transformers have a representation without an address.
-        shown_layers = ("DummyLayer" if isinstance(layer, compat.DUMMY_LAYER) else repr(layer) for layer in self.layers)
-        groups = ((shown, len(list(same))) for shown, same in itertools.groupby(shown_layers))
-        return f"{type(self).__name__}({', '.join(f'{count} x {shown}' for shown, count in groups)})"
+        return self.summary().line
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        return self.summary()._repr_html_()
 
 
 def _reserves(layer: Any) -> bool:
@@ -430,7 +541,16 @@ def _reserves(layer: Any) -> bool:
 
 
 def _placed(prefetcher: Prefetcher | None, only_non_sliding: bool, layer: Any) -> Any:
+    if not isinstance(layer, LAYERS):
+        raise OptionError(
+            f"expected a layer of kvlayers or of transformers, but saw {_said_of(layer)}: a cache is made of layers, "
+            "such as those of cache.layers."
+        )
     return layer if prefetcher is None else offloaded(layer, prefetcher, only_non_sliding)
+
+
+def _said_of(thing: object) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
 
 
 def _made(make_layer: Callable[[], Any], place: Callable[[Any], Any]) -> Any:

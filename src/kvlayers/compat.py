@@ -1,8 +1,10 @@
 """All that depends on a version of transformers or torch. Nothing else in kvlayers asks which one is installed."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -81,6 +83,10 @@ CROPS_DRAFTS_TO_LENGTHS = Version("5.15") > TRANSFORMERS
 PREFILLS_APART = Version("5.0") <= TRANSFORMERS
 """From here on `generate()` has a method for the first forward pass, `_prefill`."""
 
+PREFILL_SUBTRACTS_LENGTHS = Version("5.4") <= TRANSFORMERS
+"""From here on that method takes as many of the newest tokens as there are more than the cache has seen: all of them
+where that is none. Before, it took them by their positions, and found none."""
+
 RESERVES_AHEAD = Version("5.13") <= TRANSFORMERS
 """From here on a model says what states a static cache is reserved for."""
 
@@ -150,6 +156,14 @@ def is_exporting() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
+_OF_GENERATE = os.path.join(os.path.dirname(transformers.__file__), "generation", "utils.py")
+
+
+def is_prefill_of_generate(code: CodeType) -> bool:
+    """Whether `code` is that of the first forward pass of `generate()`, which subtracts the length of the cache."""
+    return code.co_name == "_prefill" and PREFILL_SUBTRACTS_LENGTHS and code.co_filename == _OF_GENERATE
+
+
 def may_be_exporting() -> bool:
     """Whether code may be traced to be exported, so that what it reads must serve any number of tokens."""
     return torch.compiler.is_exporting() if TELLS_EXPORTING else torch.compiler.is_compiling()
@@ -164,6 +178,16 @@ ATTENTION_LAYER = upstream.CacheLayerMixin
 DUMMY_LAYER: tuple[type, ...] = (upstream.DummyLayer,) if Version("5.23") <= TRANSFORMERS else ()
 """What stands for a layer that holds nothing, in versions that have one for each layer of a model."""
 
+STATIC_LAYER: Any = upstream.StaticLayer
+QUANTO_LAYER: type = upstream.QuantoQuantizedLayer
+HQQ_LAYER: type = upstream.HQQQuantizedLayer
+
+
+class _NoFp8Layer:
+    """Stands for transformers' fp8 layer, in versions that have none."""
+
+
+FP8_LAYER: type = upstream.Fp8QuantizedLayer if Version("5.23") <= TRANSFORMERS else _NoFp8Layer
 
 _HAS_INDEXERS = Version("5.11") <= TRANSFORMERS
 INDEXED_LAYER: tuple[Any, ...] = (upstream.DynamicIndexedLayer,) if _HAS_INDEXERS else ()
@@ -417,4 +441,9 @@ def makes_its_own_cache(model: Any, name: str) -> bool:
     if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
         return False
     overridden = getattr(type(model), MAKES_STATIC_CACHE) is not getattr(GenerationMixin, MAKES_STATIC_CACHE)
-    return overridden or (model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)
+    return overridden or masks_the_whole_reservation(model)
+
+
+def masks_the_whole_reservation(model: Any) -> bool:
+    """Whether `generate()` makes masks of a model for all slots of a static cache, in eager code as well."""
+    return bool(model.config.model_type == "bloom" and TRANSFORMERS < BLOOM_MASKS_WHAT_IS_THERE)

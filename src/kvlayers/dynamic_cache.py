@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from . import compat, legacy, windowed_states
+from . import compat, legacy, model_types, windowed_states
+from .amounts import tokens
 from .cache import Cache
 from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import Checkpoints, DynamicLayer, SlidingLayer
@@ -21,33 +23,36 @@ from .options import checks_options
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     """Grows in place as tokens come: full attention keeps all of them, sliding and chunked attention a window.
 
+    Example:
+        >>> import kvlayers, torch, transformers
+        >>> config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> cache = kvlayers.DynamicCache(config=model, length_hint="1k")
+        >>> output = model(torch.ones(1, 8, dtype=torch.int64), past_key_values=cache)
+        >>> cache
+        DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, 4.00 KiB)
+        >>> cache.crop(-2)
+        >>> cache.get_seq_length()
+        6
+
     Args:
-        ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
-            and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
-        config: config of the model. Without it, every layer is taken for full attention.
+        config: the model, or its config. Without it, every layer is taken for full attention.
+        length_hint: the most tokens that are expected, where known, such as 4096 or "4k": memory then grows no further
+            than that.
         offloading: hold states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
-        length_hint: the most tokens that are expected, where known: memory then grows no further than that.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
         offload_directory: where the files are made, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments.
+        ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
+            and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
 
     Raises:
         ConfigError: the config does not describe the model's layers.
         OptionError: an option that does not exist, or a config in the place of states.
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         LegacyFormatError: states that are nested in another way.
-
-    Example:
-        >>> import torch, kvlayers
-        >>> cache = kvlayers.DynamicCache()
-        >>> keys, values = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), layer_idx=0)
-        >>> keys.shape, cache.get_seq_length()
-        (torch.Size([1, 2, 5, 8]), 5)
-        >>> cache.crop(-2)
-        >>> cache.get_seq_length()
-        3
     """
 
     @checks_options
@@ -57,13 +62,20 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         config: object | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
-        length_hint: int | None = None,
+        length_hint: int | str | None = None,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        if isinstance(ddp_cache_data, transformers.PretrainedConfig):
-            raise OptionError("expected states as the first argument, but saw a config: pass it as config=....")
+        if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
+            raise OptionError(
+                f"expected states as the first argument, but saw a {type(ddp_cache_data).__name__}: pass it as "
+                "config=...."
+            )
+        if config is not None:
+            config = model_types.config_of(config)
+        if length_hint is not None:
+            length_hint = tokens(length_hint, "length_hint")
         if checkpoints is not None and config is None:
             raise OptionError("expected a config beside checkpoints, to say what layers are recurrent, but saw none.")
         given = legacy.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))

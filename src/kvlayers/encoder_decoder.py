@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     Example:
         >>> import kvlayers, transformers
         >>> config = transformers.BartConfig(decoder_layers=2)
-        >>> kvlayers.EncoderDecoderCache(kvlayers.QuantizedCache(config=config), kvlayers.DynamicCache())
-        EncoderDecoderCache(self=QuantizedCache(2 x QuantizedLayer(length=0)), cross=DynamicCache())
+        >>> kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache())
+        EncoderDecoderCache(self=DynamicCache(2 x DynamicLayer, 0 tokens, 0 B), cross=DynamicCache(0 tokens, 0 B))
     """
 
     self_attention_cache: Any
@@ -196,6 +196,17 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             )
         for part in parts:
             part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
+    @override
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer of self-attention has seen; see `Cache.get_seq_length`."""
+        seen: int = self.self_attention_cache.get_seq_length(layer_idx)
+        return seen
+
+    @override
+    def forget_pass(self) -> None:
+        for part in self._parts():
+            part.forget_pass()
 
     @override
     def layers_for(self, count: int) -> list[Any]:
@@ -332,12 +343,16 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return (windowed_states.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
     def to_legacy_cache(self) -> legacy.LegacyStates:
-        """The states as `((keys, values, cross_keys, cross_values), ...)`; the pairs alone before there is an encoder.
+        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; the pairs alone without an encoder.
 
         Raises:
             LegacyFormatError: a layer has dropped tokens, which tuples cannot say.
         """
-        own, cross = (part.to_legacy_cache() for part in self._parts())
+        return super().to_legacy_cache()
+
+    @override
+    def as_tuples(self, states_of: Callable[[Any], legacy.StatePair]) -> legacy.LegacyStates:
+        own, cross = (part.as_tuples(states_of) for part in self._parts())
         if not cross:
             return own  # type: ignore[no-any-return]
         if len(own) != len(cross):

@@ -14,6 +14,10 @@ class StateMismatchError(KVLayersError, ValueError):
     """States do not fit those that are held: another batch size, kv_heads, head_dim, dtype, device or rank."""
 
 
+class PromptMismatchError(StateMismatchError):
+    """A prompt begins with other tokens than those that the cache has seen, under `install(strict_prompts=True)`."""
+
+
 class LayerIndexError(KVLayersError, IndexError):
     """The cache has no layer at that index."""
 
@@ -22,7 +26,7 @@ class BatchIndexError(KVLayersError, IndexError):
     """Batch indices are empty, out of range, or not whole numbers."""
 
 
-class CapacityError(KVLayersError, ValueError):
+class CapacityError(KVLayersError, ValueError, IndexError):
     """More tokens than a fixed reservation can hold, or more bytes than a budget has."""
 
 
@@ -30,7 +34,7 @@ class RollbackError(KVLayersError, ValueError):
     """The cache cannot be put back to the length that was asked for."""
 
 
-class OptionError(KVLayersError, TypeError):
+class OptionError(KVLayersError, TypeError, ValueError):
     """An option that does not exist, is missing, or has a value of the wrong kind."""
 
 
@@ -48,6 +52,10 @@ class LegacyFormatError(KVLayersError, ValueError):
 
 class UnsupportedLayerError(KVLayersError, TypeError):
     """A layer class of transformers cannot do what was asked of it."""
+
+
+class InterruptedPassError(KVLayersError, RuntimeError):
+    """A forward pass was interrupted, and left layers that have seen different tokens: crop or reset the cache."""
 
 
 class StaleStatesError(KVLayersError, RuntimeError):

@@ -1,5 +1,6 @@
 """What happened to a cache that its answers do not show: prefixes, ways of attention, compilations."""
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ class Explanation:
             f"compiled: {_times(self.traces)}",
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 def _times(traces: int) -> str:

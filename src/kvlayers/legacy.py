@@ -2,13 +2,13 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor
 
 from . import compat
-from .attention.handle import as_dense
+from .attention.handle import PackedStates, as_dense
 from .deprecation import warn_of_old_use
 from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .windowed_states import WindowedStates, with_window
@@ -23,8 +23,8 @@ LegacyStates = tuple[tuple[Tensor, ...], ...]
 """`((keys, values), ...)`, or with cross-attention `((keys, values, cross_keys, cross_values), ...)`, one per layer."""
 
 
-def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates:
-    """Keys and values of each layer.
+def _to_pairs(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> LegacyStates:
+    """Keys and values of each layer, as `states_of` reads them.
 
     Raises:
         LegacyFormatError: a layer has dropped tokens or has states besides keys and values.
@@ -32,7 +32,7 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
     pairs: list[tuple[Tensor, Tensor]] = []
     empty: int | None = None
     for index, layer in enumerate(layers):
-        keys, values = layer.keys, layer.values
+        keys, values = states_of(layer)
         if layer.is_recurrent:
             raise LegacyFormatError(
                 f"expected layers of keys and values alone, but layer {index} has a recurrent state: use state() and "
@@ -59,10 +59,26 @@ def to_pairs(layers: "Iterable[CacheLayer | TransformersLayer]") -> LegacyStates
                 f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
                 f"{seen} and tuples cannot say so: use state() and load_state()."
             )
-        # What is read only while the cache stays as it is would not outlive the next update; and static layers of
-        # transformers have zeros behind their tokens.
-        pairs.append((as_dense(keys)[:, :, :seen], as_dense(values)[:, :, :seen]))
+        # Static layers of transformers have zeros behind their tokens.
+        pairs.append((keys[:, :, :seen], values[:, :, :seen]))
     return tuple(pairs)
+
+
+def copied_states(layer: Any) -> StatePair:
+    """Copies of the keys and values of a layer."""
+    keys, values = layer.peek()
+    return _copied(keys), _copied(values)
+
+
+def _copied(states: Tensor | None) -> Tensor | None:
+    # What stands for packed states is not copied, but brought to full precision.
+    return states.dense() if isinstance(states, PackedStates) else None if states is None else states.clone()
+
+
+def handed_out_states(layer: Any) -> StatePair:
+    """Keys and values of a layer, without a copy if they are held as they are: see `TokenLayer.keys`."""
+    keys, values = layer.keys, layer.values
+    return None if keys is None else as_dense(keys), None if values is None else as_dense(values)
 
 
 def check_takes_pairs(layers: Iterable[Any]) -> None:
@@ -306,12 +322,16 @@ class LegacySurface(ABC):
         return most - new_seq_length if most >= 0 and seen + new_seq_length > most else seen
 
     def to_legacy_cache(self) -> LegacyStates:
-        """The states as nested tuples, `((keys, values), ...)`: views of the cache's memory; copies where it is packed.
+        """Copies of the states as nested tuples, `((keys, values), ...)`.
 
         Raises:
             LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
         """
-        return to_pairs(self.operable())
+        return self.as_tuples(copied_states)
+
+    def as_tuples(self, states_of: Callable[[Any], StatePair]) -> LegacyStates:
+        """As `to_legacy_cache`, with the keys and values that `states_of` gives for a layer."""
+        return _to_pairs(self.operable(), states_of)
 
 
 def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:

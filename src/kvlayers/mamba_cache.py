@@ -5,6 +5,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from . import compat, model_types
 from .dynamic_cache import DynamicCache
@@ -70,7 +71,7 @@ class MambaCache(_RecurrentStates):
     Example:
         >>> import kvlayers, transformers
         >>> kvlayers.MambaCache(transformers.MambaConfig(num_hidden_layers=2), max_batch_size=1)
-        MambaCache(2 x LinearAttentionLayer(length=0))
+        MambaCache(2 x LinearAttentionLayer, 0 tokens, 0 B)
     """
 
     @checks_options
@@ -78,11 +79,11 @@ class MambaCache(_RecurrentStates):
         self,
         config: object,
         max_batch_size: int | None = None,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | str = torch.float16,
         device: torch.device | str | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        _check(config, max_batch_size, "max_batch_size", dtype, device)
+        config = _checked_config(config, max_batch_size, "max_batch_size", dtype, device)
         others = {spec.layer_type for spec in compat.layer_specs(config)} - {*RECURRENT, "dummy"}
         if others:
             raise ConfigError(
@@ -114,11 +115,11 @@ class HybridMambaAttentionDynamicCache(_RecurrentStates):
         self,
         config: object,
         batch_size: int | None = None,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | str = torch.float16,
         device: torch.device | str | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        _check(config, batch_size, "batch_size", dtype, device)
+        config = _checked_config(config, batch_size, "batch_size", dtype, device)
         layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
         if layer_types.isdisjoint((*RECURRENT, *HYBRID)):
             raise ConfigError(
@@ -128,11 +129,14 @@ class HybridMambaAttentionDynamicCache(_RecurrentStates):
         super().__init__(config=config, checkpoints=checkpoints)
 
 
-def _check(config: object, batch_size: object, name: str, dtype: object, device: object) -> None:
-    model_types.decoder_config(config)
+def _checked_config(
+    model_or_config: object, batch_size: object, name: str, dtype: object, device: object
+) -> PretrainedConfig:
+    """The config of a model, once the other arguments are what they should be."""
     if batch_size is not None:
         check_reserved(batch_size, name, "sequences")
     check_accepted(dtype, device)
+    return model_types.config_of(model_or_config)
 
 
 def _first(layer: Any, name: str) -> Tensor | None:

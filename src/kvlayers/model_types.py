@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+import torch
+
 # Transformers 5 spells it PreTrainedConfig, and has this name as well.
 from transformers import PretrainedConfig
 
@@ -21,16 +23,31 @@ KEEPS_STATES_IN_MODULES = ("recurrent_gemma",)
 """Model types whose recurrent states are attributes of their modules, out of the reach of any cache."""
 
 
-def decoder_config(config: object) -> PretrainedConfig:
-    """The config of the decoder's text model, which is `config` itself for a plain language model.
+def config_of(model_or_config: object) -> PretrainedConfig:
+    """The config of a model, or the config itself.
 
     Raises:
-        ConfigError: `config` is not a model config.
+        ConfigError: it is neither.
     """
-    if not isinstance(config, PretrainedConfig):
+    # By attribute, as a model that wraps another one (torch.compile) answers with its config.
+    found = (
+        getattr(model_or_config, "config", None) if isinstance(model_or_config, torch.nn.Module) else model_or_config
+    )
+    if not isinstance(found, PretrainedConfig):
         raise ConfigError(
-            f"expected a model config (a PreTrainedConfig), but saw a {type(config).__name__}: pass model.config."
+            f"expected a model, or a model config (a PreTrainedConfig), but saw a {type(model_or_config).__name__}: "
+            "pass the model itself, or model.config."
         )
+    return found
+
+
+def decoder_config(model_or_config: object) -> PretrainedConfig:
+    """The config of the decoder's text model, which is the config itself for a plain language model.
+
+    Raises:
+        ConfigError: neither a model nor a model config.
+    """
+    config = config_of(model_or_config)
     decoder = config.get_text_config(decoder=True)
     # T5 has a name of its own for the layers of its decoder, which transformers overlooks.
     layers = vars(config).get("num_decoder_layers") if config.is_encoder_decoder else None

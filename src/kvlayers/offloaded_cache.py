@@ -30,7 +30,7 @@ class OffloadedCache(DynamicCache):
         ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
         config: object | None = None,
         offload_only_non_sliding: bool = False,
-        length_hint: int | None = None,
+        length_hint: int | str | None = None,
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
@@ -57,7 +57,7 @@ class OffloadedStaticCache(StaticCache):
     def __init__(
         self,
         config: object,
-        max_cache_len: int,
+        max_cache_len: int | str,
         offload_only_non_sliding: bool = True,
         max_batch_size: int | None = None,
         buckets: Buckets | None = None,
@@ -66,7 +66,7 @@ class OffloadedStaticCache(StaticCache):
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
         device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__(
             config,

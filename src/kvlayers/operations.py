@@ -48,6 +48,11 @@ class LayerwiseOperations(ABC):
     """
 
     layers: list[Any]
+    known_ids: Tensor | None = None
+    """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
+    `install()` they are those of prompts, and of sequences that `generate()` has returned. Forks share the tensor."""
+    warned_of_prompt: bool = False
+    """Whether a `PromptMismatchWarning` was given, which comes once."""
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:
@@ -57,6 +62,10 @@ class LayerwiseOperations(ABC):
     @abstractmethod
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
+
+    @abstractmethod
+    def forget_pass(self) -> None:
+        """Take the next update for the beginning of a forward pass, as all layers have changed."""
 
     def operable(self) -> Iterator[Operable]:
         """The layers, those of transformers behind an adapter that gives them the operations of ours."""
@@ -137,6 +146,9 @@ class LayerwiseOperations(ABC):
             layer.check_removal(tokens)
         for layer, tokens in removals:
             layer.remove_newest(tokens)
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids[:, : self._token_count()]
+        self.forget_pass()
 
     def _token_count(self) -> int:
         return max((layer.length or 0 for layer in self.operable()), default=0)
@@ -201,6 +213,7 @@ class LayerwiseOperations(ABC):
                 self.check_select(rows.shape[0])
                 for layer in self.operable():
                     layer.expand(repeats)
+                self._select_known_ids(rows)
 
     def _select(self, rows: Tensor) -> None:
         if is_identity(rows, self.batch_size):
@@ -208,6 +221,12 @@ class LayerwiseOperations(ABC):
         self.check_select(rows.shape[0])
         for layer in self.operable():
             layer.select(rows)
+        self._select_known_ids(rows)
+
+    def _select_known_ids(self, rows: Tensor) -> None:
+        # Where the rows are: nobody waits for an accelerator.
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids.to(rows.device).index_select(0, rows)
 
     def check_select(self, batch_size: int) -> None:
         """Raise what selecting `batch_size` sequences would raise, whatever the indices."""
@@ -225,6 +244,8 @@ class LayerwiseOperations(ABC):
         """Forget all tokens; the memory is kept for the next ones."""
         for layer in self.operable():
             layer.reset()
+        self.known_ids = None
+        self.forget_pass()
 
     def activate_past_recording(self) -> None:
         """From now on, let windows hold all that comes between one crop and the next, which may take it back."""
@@ -251,13 +272,13 @@ class LayerwiseOperations(ABC):
             n: how many; one that is no list where not given.
 
         Raises:
-            OptionError: `n` is no whole number, or negative.
+            OptionError: `n` is no whole number, or less than 1.
         """
         if n is None:
             return self._fork()
         count = whole_number(n, "the number of forks")
-        if count < 0:
-            raise OptionError(f"expected a number of forks, at least 0, but saw {count}.")
+        if count < 1:
+            raise OptionError(f"expected a number of forks, at least 1, but saw {count}.")
         return [self._fork() for _ in range(count)]
 
     def _fork(self) -> Self:
@@ -303,9 +324,10 @@ class LayerwiseOperations(ABC):
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
-        self.layers = layers
+        self.layers, self.known_ids = layers, None
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
+        self.forget_pass()
 
 
 def _batch_of(state: LayerState) -> int | None:

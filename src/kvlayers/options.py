@@ -55,9 +55,26 @@ def checked_device(device: object) -> torch.device:
     return torch.device(place)
 
 
+def checked_dtype(given: object) -> torch.dtype:
+    """The floating-point dtype that is given as itself or by its name: `torch.bfloat16`, or "bfloat16".
+
+    Raises:
+        OptionError: it is none.
+    """
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(
+            f"expected dtype to be a floating-point torch.dtype or its name, but saw {given!r}: pass, for example, "
+            "torch.bfloat16 or 'bfloat16'."
+        )
+    return found
+
+
 def check_accepted(dtype: object, device: object) -> None:
     """Raise `OptionError` where what old code says of its states, and nothing follows from, is no such thing."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
+    if isinstance(dtype, str):
+        checked_dtype(dtype)
+    elif dtype is not None and not isinstance(dtype, torch.dtype):
         raise OptionError(f"expected dtype to be a torch.dtype, but saw {dtype!r}.")
     if device is not None and not isinstance(device, str | int | torch.device):
         raise OptionError(f"expected device to be a device of torch, but saw {device!r}.")

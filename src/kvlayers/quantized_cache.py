@@ -9,11 +9,13 @@ import transformers
 from typing_extensions import override
 
 from . import model_types
+from .amounts import tokens
 from .cache import Cache
 from .errors import OptionError
-from .layers import Checkpoints, QuantizedLayer
+from .layers import Checkpoints
 from .layers.base import whole_number
 from .layers.dispatch import quantized_layers
+from .layers.quantized import quantized_layer
 from .options import checks_options
 from .stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 
@@ -90,17 +92,26 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     The oldest `sink_tokens` and the newest `residual_length` tokens stay in full precision. Sliding and chunked
     attention stay in full precision as well, unless `quantize_sliding` is set, as their windows are small already.
 
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> kvlayers.QuantizedCache(config=config, nbits=2)
+        QuantizedCache(2 x QuantizedLayer of 2 bits, 0 tokens, 0 B)
+        >>> kvlayers.QuantizedCache(config=config, nbits=5)
+        Traceback (most recent call last):
+        kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
+
     Args:
         backend: what quantizes: `"native"` needs no other package; `"quanto"` and `"hqq"` are those of transformers;
             `"fp8"` holds float8 numbers; or a name that was registered with `register_quantizer`.
-        config: config of the model. Without it, every layer is taken for full attention.
+        config: config of the model, or the model. Without it, every layer is taken for full attention.
         nbits: bits of a code: 2, 3, 4 (the default) or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq; 8 for
             fp8. One number for all layers, or a sequence of one for each layer of the cache, in which `None` is the
             default; what is not quantized has one too, without effect.
         axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
         axis_value: the same for the values.
-        q_group_size: states that share a scale; 64 where head_dim allows it. It must divide head_dim where groups go
-            along the channels.
+        q_group_size: states that share a scale; 64 where head_dim allows it. If groups go along the channels and it
+            does not divide head_dim, the largest smaller size that does is used, with a warning.
         residual_length: newest tokens that stay in full precision, at least so many.
         key_nbits: bits of the keys alone.
         value_nbits: bits of the values alone.
@@ -108,7 +119,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         value_group_size: group size of the values alone.
         sink_tokens: oldest tokens that stay in full precision.
         quantize_sliding: whether windows of sliding and chunked attention are quantized too.
-        length_hint: the most tokens that are expected, where known: memory then grows no further than that.
+        length_hint: the most tokens that are expected, where known, such as 4096 or "4k": memory then grows no further
+            than that.
         offloading: hold codes and states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
@@ -117,18 +129,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             arguments.
 
     Raises:
-        OptionError: an option that does not exist, a value that the backend does not take, a group size that does not
-            divide head_dim, bits for another number of layers, or a backend whose package is missing.
+        OptionError: an option that does not exist, a value that the backend does not take, bits for another number of
+            layers, or a backend whose package is missing.
         ConfigError: the config does not describe the model's layers.
-
-    Example:
-        >>> import kvlayers, transformers
-        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
-        >>> kvlayers.QuantizedCache(config=config, nbits=2)
-        QuantizedCache(2 x QuantizedLayer(length=0))
-        >>> kvlayers.QuantizedCache(config=config, nbits=5)
-        Traceback (most recent call last):
-        kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
     """
 
     @checks_options
@@ -147,7 +150,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         value_group_size: int | None = None,
         sink_tokens: int | None = None,
         quantize_sliding: bool = False,
-        length_hint: int | None = None,
+        length_hint: int | str | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
         offload_device: str = "cpu",
@@ -161,8 +164,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             )
         if not isinstance(quantize_sliding, bool):
             raise OptionError(f"expected quantize_sliding to be True or False, but saw {quantize_sliding!r}.")
+        if config is not None:
+            config = model_types.config_of(config)
         if length_hint is not None:
-            length_hint = whole_number(length_hint, "length_hint")
+            length_hint = whole_number(tokens(length_hint, "length_hint"), "length_hint")
         given = {
             "nbits": nbits,
             "axis_key": axis_key,
@@ -207,8 +212,8 @@ def bare_layers(
 ) -> tuple[list[Any] | None, Callable[[], Any] | None]:
     """Layers of full attention without a config: all, where each has bits of its own, else what makes one more."""
     if quantization.count is None:
-        return None, functools.partial(QuantizedLayer, quantization.of_layer(0), length_hint)
-    return [QuantizedLayer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
+        return None, functools.partial(quantized_layer, quantization.of_layer(0), length_hint)
+    return [quantized_layer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
 
 
 class _CacheOfOneBackend(QuantizedCache):

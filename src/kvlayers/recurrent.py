@@ -1,7 +1,9 @@
 """What models with recurrent layers ask of a cache: convolution states, recurrent states and indexer keys."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import compat
@@ -11,13 +13,20 @@ from .layers import HybridLayer, LayerOperations, LinearAttentionLayer, theirs
 RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
 """Ours first: an instance of the very class is found without asking its bases, at every layer and token."""
 
-OURS = (LinearAttentionLayer, HybridLayer, LayerOperations)
+HOLDERS = (LinearAttentionLayer, HybridLayer)
+OURS = (*HOLDERS, LayerOperations)
 
 
-class RecurrentSurface:
+class RecurrentSurface(ABC):
     """The part of a cache's interface that linear-attention, hybrid and sparse-attention models call."""
 
     layers: list[Any]
+    _at: int
+    _in_step: int
+
+    @abstractmethod
+    def _follow(self, layer_idx: int, tokens: int) -> None:
+        """Note that a layer is about to be updated; see `Cache`."""
 
     def _recurrent(self, layer_idx: int) -> Any:
         """The layer at `layer_idx`, which has such states."""
@@ -83,13 +92,15 @@ class RecurrentSurface:
         """
         layer = self._recurrent(layer_idx)
         seen = self._state(theirs.by_index(layer.has_previous_state), state_idx)
-        return theirs.by_index(layer.conv_states)[state_idx] if seen else None
+        held = layer.held.conv if isinstance(layer, HOLDERS) else theirs.by_index(layer.conv_states)
+        return held[state_idx] if seen else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Recurrent state of a layer, `None` before the first tokens. Raises as `get_conv_state`."""
         layer = self._recurrent(layer_idx)
         seen = self._state(theirs.by_index(layer.has_previous_state), state_idx)
-        return theirs.by_index(layer.recurrent_states)[state_idx] if seen else None
+        held = layer.held.recurrent if isinstance(layer, HOLDERS) else theirs.by_index(layer.recurrent_states)
+        return held[state_idx] if seen else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
@@ -104,8 +115,14 @@ class RecurrentSurface:
             StateMismatchError: inputs of another batch size, channels, dtype, device or kernel than those held.
         """
         layer = self._recurrent(layer_idx)
+        # A layer that attends besides is followed by its keys.
+        followed = isinstance(layer, LinearAttentionLayer) and not torch.compiler.is_compiling()
+        if followed and not state_idx and not self._at < layer_idx <= self._in_step:
+            self._follow(layer_idx, conv_states.shape[-1])
         which = (state_idx,) if isinstance(layer, OURS) else theirs.which_state(state_idx)
         updated: Tensor = layer.update_conv_state(conv_states, *which, **layer_options)
+        if followed:
+            self._at = layer_idx
         return updated
 
     def update_recurrent_state(
@@ -136,5 +153,4 @@ class RecurrentSurface:
                 f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer).__name__}: make the cache "
                 "from the config of the model that uses it."
             )
-        updated: Tensor = layer.update_indexer(indexer_key_states)
-        return updated
+        return theirs.update_indexer(layer, indexer_key_states)

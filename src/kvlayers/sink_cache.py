@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from .amounts import tokens
 from .cache import Cache
 from .errors import ConfigError, OptionError, StateMismatchError
 from .layers import OffloadedLayer, SinkLayer, TokenLayer
 from .layers.dispatch import attention_part, sink_layers
 from .layers.sink import check_sinks, padding_of
 from .layers.sinking import Sinking
+from .model_types import config_of
 from .options import checks_options
 from .rotary import Rotary
 from .stores.quantization import Quantization
@@ -29,10 +31,20 @@ class SinkCache(Cache):
     How a model rotates its keys is read from its config, which may also come later: a cache without one is given it by
     `generate()` under `install()`, and by `prepare`.
 
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> cache = kvlayers.SinkCache(window_length=256, num_sink_tokens=4, config=config)
+        >>> cache, cache.get_max_length()
+        (SinkCache(2 x SinkLayer, 0 tokens, 0 B), 256)
+        >>> kvlayers.SinkCache(256, config=transformers.GPT2Config())
+        Traceback (most recent call last):
+        kvlayers.errors.ConfigError: ...
+
     Args:
-        window_length: tokens that a query attends to, the sinks and itself included.
+        window_length: tokens that a query attends to, the sinks and itself included: 4096, or "4k".
         num_sink_tokens: how many of them are sinks.
-        config: config of the model.
+        config: config of the model, or the model.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know.
         left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
         quantization: how the window is held in packed codes: a `Quantization`, or its options. In full precision where
@@ -44,22 +56,12 @@ class SinkCache(Cache):
     Raises:
         OptionError: an option that does not exist, or a window that is not larger than the sinks.
         ConfigError: a model without RoPE, with one that depends on the length, or whose RoPE is not known.
-
-    Example:
-        >>> import kvlayers, transformers
-        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
-        >>> cache = kvlayers.SinkCache(window_length=256, num_sink_tokens=4, config=config)
-        >>> cache, cache.get_max_length()
-        (SinkCache(2 x SinkLayer(length=0)), 256)
-        >>> kvlayers.SinkCache(256, config=transformers.GPT2Config())
-        Traceback (most recent call last):
-        kvlayers.errors.ConfigError: ...
     """
 
     @checks_options
     def __init__(
         self,
-        window_length: int,
+        window_length: int | str,
         num_sink_tokens: int = 4,
         config: object | None = None,
         rotary: Rotary | None = None,
@@ -69,7 +71,10 @@ class SinkCache(Cache):
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
+        window_length = tokens(window_length, "window_length")
         check_sinks(window_length, num_sink_tokens)
+        if config is not None:
+            config = config_of(config)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise OptionError(f"expected rotary to be a kvlayers.Rotary, but saw a {type(rotary).__name__}.")
         self.window_length = window_length
@@ -99,7 +104,7 @@ class SinkCache(Cache):
         """Tell an empty cache which model it is for, and which tokens are padding, where it does not know.
 
         Args:
-            config: config of the model.
+            config: config of the model, or the model.
             attention_mask: `[batch, tokens]`, 0 for padding on the left.
 
         Raises:
@@ -110,6 +115,7 @@ class SinkCache(Cache):
             raise StateMismatchError(
                 f"expected an empty cache, but {self.get_seq_length()} tokens have been seen: reset it first."
             )
+        config = config_of(config)
         padding = self._padding if attention_mask is None else left_padding_of(attention_mask)
         before, self._padding = self._padding, padding
         try:

@@ -9,6 +9,7 @@ import transformers
 from typing_extensions import override
 
 from . import compat, model_types
+from .amounts import tokens
 from .cache import Cache
 from .errors import ConfigError, OptionError
 from .layers import Checkpoints, StaticLayer, StaticSlidingLayer
@@ -25,9 +26,20 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     Eager code attends to the tokens that are there. Compiled code attends to a bucket, the smallest of a few sizes that
     holds them: it is compiled once for each, however many tokens come, and costs what they cost, not what is reserved.
 
+    Example:
+        >>> import torch, kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=1)
+        >>> cache = kvlayers.StaticCache(config, max_cache_len=4)
+        >>> _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), layer_idx=0)
+        >>> cache.get_seq_length(), cache.get_max_length()
+        (3, 4)
+        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        kvlayers.errors.CapacityError: expected at most 4 tokens, ... but saw 3 held and 2 new: reserve 5 or more ...
+
     Args:
-        config: config of the model.
-        max_cache_len: tokens to reserve: prompt and continuation together.
+        config: config of the model, or the model.
+        max_cache_len: tokens to reserve, prompt and continuation together: 4096, or "4k".
         offloading: hold states on the host, and on their device only while they are attended to. Such a cache is not
             compiled around.
         offload_only_non_sliding: leave layers that attend within a window on the device.
@@ -50,24 +62,13 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
         ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
             compiled around such a cache (those with alibi).
-
-    Example:
-        >>> import torch, kvlayers, transformers
-        >>> config = transformers.LlamaConfig(num_hidden_layers=1)
-        >>> cache = kvlayers.StaticCache(config, max_cache_len=4)
-        >>> _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), layer_idx=0)
-        >>> cache.get_seq_length(), cache.get_max_length()
-        (3, 4)
-        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        kvlayers.errors.CapacityError: expected at most 4 tokens, ... but saw 3 held and 2 new: reserve 5 or more ...
     """
 
     @checks_options
     def __init__(
         self,
         config: object,
-        max_cache_len: int,
+        max_cache_len: int | str,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
         max_batch_size: int | None = None,
@@ -78,11 +79,13 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
         device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         check_accepted(dtype, device)
+        config = model_types.config_of(config)
         self.check_config(config)
-        self._reservation = Reservation(max_cache_len, max_batch_size, buckets, grow)
+        self._reservation = Reservation(tokens(max_cache_len, "max_cache_len"), max_batch_size, buckets, grow)
+        self._grows = grow
         layers = static_layers(config, self._reservation, checkpoints)
         super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
         self.compiled = self._masks_are_of_buckets(config, compiled)

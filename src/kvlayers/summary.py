@@ -1,12 +1,11 @@
 """What a cache holds, for people: a table for a terminal, for rich, and for a notebook."""
 
-import html
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .amounts import plain_table, readable_bytes
+from .amounts import html_table, plain_table, readable_bytes
 from .layers import HybridLayer, OffloadedLayer, TokenLayer, TransformersLayer
 from .layers.dispatch import held_layer
 from .stores import QuantizedStore
@@ -26,6 +25,7 @@ class LayerSummary:
         layers: their indices in the cache.
         kind: name of the class, of both parts for a hybrid layer.
         tokens: those that it has seen, `None` for a layer that does not count them.
+        held: those of which it holds keys and values: fewer than it has seen in a window; `None` for a recurrent state.
         bits: of a key and of a value, where they are rounded: `(4, 4)`; else `None`.
         bytes: by tier, of each of the layers.
     """
@@ -33,18 +33,24 @@ class LayerSummary:
     layers: range
     kind: str
     tokens: int | None
+    held: int | None
     bits: tuple[int, int] | None
     bytes: dict[str, int]
+
+    @property
+    def shown_bits(self) -> str:
+        """Bits of a key and of a value: once if they are the same, and nothing in full precision."""
+        return "" if self.bits is None else "/".join(map(str, dict.fromkeys(self.bits)))
 
     def cells(self) -> tuple[str, ...]:
         """The summary as a row."""
         first, last = self.layers[0], self.layers[-1]
-        bits = "" if self.bits is None else "/".join(map(str, dict.fromkeys(self.bits)))
         return (
             str(first) if first == last else f"{first} to {last}",
             self.kind,
             "" if self.tokens is None else str(self.tokens),
-            bits,
+            "" if self.held is None else str(self.held),
+            self.shown_bits,
             *(readable_bytes(self.bytes[tier] * len(self.layers)) if self.bytes[tier] else "" for tier in TIERS),
         )
 
@@ -70,6 +76,20 @@ class CacheSummary:
     layers: tuple[LayerSummary, ...]
 
     @property
+    def line(self) -> str:
+        """What the cache is made of and holds, as its `repr`."""
+        kinds = itertools.groupby(
+            (
+                (layer.kind + (f" of {layer.shown_bits} bits" if layer.bits else ""), len(layer.layers))
+                for layer in self.layers
+            ),
+            key=lambda kind: kind[0],
+        )
+        made_of = [f"{sum(count for _, count in same)} x {kind}" for kind, same in kinds]
+        batch = [f"batch {self.batch_size}"] if self.batch_size >= 0 else []
+        return f"{self.kind}({', '.join([*made_of, f'{self.tokens} tokens', *batch, readable_bytes(self.nbytes)])})"
+
+    @property
     def title(self) -> str:
         """The whole cache in a line."""
         batch = f", batch {self.batch_size}" if self.batch_size >= 0 else ""
@@ -93,19 +113,11 @@ class CacheSummary:
         return drawn
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-        head, *rows = self._rows()
-        body = "".join(row(cells, "td") for cells in rows)
-        return (
-            f"<table><caption>{html.escape(self.title)}</caption><thead>{row(head, 'th')}</thead><tbody>{body}</tbody>"
-            "</table>"
-        )
+        return html_table(self.title, self._rows())
 
     def _rows(self) -> list[tuple[str, ...]]:
         """A head and a row for each group of layers, without the columns that nothing is in."""
-        table = [("layers", "kind", "tokens", "bits", *TIERS), *(layer.cells() for layer in self.layers)]
+        table = [("layers", "kind", "seen", "held", "bits", *TIERS), *(layer.cells() for layer in self.layers)]
         columns = [column for column in zip(*table, strict=True) if any(column[1:]) or column[0] == "kind"]
         return list(zip(*columns, strict=True))
 
@@ -142,7 +154,18 @@ def _of_layer(use: str, index: int, layer: Any) -> LayerSummary:
             quantization = held.store.quantization
             bits = quantization.keys.nbits, quantization.values.nbits
     kinds = " and ".join(map(_name, parts))
-    return LayerSummary(range(index, index + 1), f"{use} {kinds}".strip(), layer.length, bits, amounts)
+    return LayerSummary(range(index, index + 1), f"{use} {kinds}".strip(), layer.length, _held(parts[0]), bits, amounts)
+
+
+def _held(part: Any) -> int | None:
+    """Tokens of which a layer holds keys and values."""
+    held = held_layer(part)
+    if isinstance(held, TokenLayer):
+        return held.held_tokens
+    if part.attends:
+        keys = part.keys
+        return part.length if keys is None or keys.dim() != 4 else min(part.length or 0, int(keys.shape[2]))
+    return None
 
 
 def _name(part: Any) -> str:
@@ -158,7 +181,7 @@ def _tier(part: Any) -> str:
 
 def _grouped(layers: Sequence[LayerSummary]) -> Iterator[LayerSummary]:
     def alike(layer: LayerSummary) -> tuple[Any, ...]:
-        return layer.kind, layer.tokens, layer.bits, tuple(layer.bytes.items())
+        return layer.kind, layer.tokens, layer.held, layer.bits, tuple(layer.bytes.items())
 
     for _, same in itertools.groupby(layers, key=alike):
         first, *others = same

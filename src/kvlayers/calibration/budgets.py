@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..amounts import amount_of_bytes
 from ..errors import OptionError
 
 
@@ -10,7 +11,8 @@ class BytesBudget:
     """The most bytes that a packed token may take, over all layers that are quantized: least divergence within it.
 
     Attributes:
-        bytes_per_token: keys and values, scales and zeros included; `kvlayers.plan(...)["int4"].bytes_per_token` is
+        bytes_per_token: keys and values, scales and zeros included: 4320, or a text such as "4.2KiB", of which the
+            number is kept; `kvlayers.plan(...)["int4"].bytes_per_token` is
             that of 4 bits everywhere, in a model of full attention.
 
     Raises:
@@ -20,6 +22,8 @@ class BytesBudget:
     bytes_per_token: float
 
     def __post_init__(self) -> None:
+        if isinstance(self.bytes_per_token, str):
+            object.__setattr__(self, "bytes_per_token", amount_of_bytes(self.bytes_per_token, "bytes_per_token"))
         _check_positive(self.bytes_per_token, "bytes_per_token")
 
     def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:

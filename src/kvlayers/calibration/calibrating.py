@@ -8,23 +8,23 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..dynamic_cache import DynamicCache
-from ..errors import CapacityError, ConfigError
-from ..layers import QuantizedLayer
+from ..errors import CapacityError
 from ..layers.dispatch import attention_part
-from ..quantized_cache import QuantizedCache
+from ..options import checked_dtype
 from ..stores.buffer import StateForm, form_of
 from ..stores.quantization import Quantization
 from .budgets import Budget, DivergenceBudget
 from .checks import (
     check_budget,
     check_context,
-    check_dtype,
     check_finite,
     check_ids,
     check_sensitivities,
     checked_config,
     checked_count,
+    checked_layers,
     checked_quantization,
+    checked_tokens,
     checked_widths,
     most_bytes,
 )
@@ -47,9 +47,9 @@ def calibrate(
     quantization: Quantization | None = None,
     widths: Sequence[int] | None = None,
     passages: int = 4,
-    context_length: int = 1024,
-    scored_tokens: int = 64,
-    dtype: torch.dtype | None = None,
+    context_length: int | str = 1024,
+    scored_tokens: int | str = 64,
+    dtype: torch.dtype | str | None = None,
     sensitivities: Sequence[Sensitivity] | None = None,
 ) -> Calibration:
     """Choose bits for the keys and the values of each layer, so that predictions change least within a budget.
@@ -72,9 +72,10 @@ def calibrate(
         quantization: backend, groups, sinks and residual; its bits have no effect. The defaults where not given.
         widths: bits to choose from, all that the backend takes (from 2 on) where not given.
         passages: passages to read, taken from all texts in turn.
-        context_length: tokens of a passage before those that are scored.
+        context_length: tokens of a passage before those that are scored: 1024, or "1k".
         scored_tokens: tokens of a passage whose predictions are compared.
-        dtype: of the states that bytes are counted for, as scales are held in it; that of the model where not given.
+        dtype: of the states that bytes are counted for, as scales are held in it, or its name; that of the model where
+            not given.
         sensitivities: those of an earlier calibration of the model, for another budget: measured where not given.
 
     Raises:
@@ -84,22 +85,18 @@ def calibrate(
         StateMismatchError: predictions that are not finite.
     """
     check_budget(budget)
-    check_dtype(dtype)
+    counted_in = None if dtype is None else checked_dtype(dtype)
     config, kept = checked_config(model), checked_quantization(quantization)
     widths = checked_widths(widths, kept)
-    count, context = checked_count(passages, "passages"), checked_count(context_length, "context_length")
-    scored = checked_count(scored_tokens, "scored_tokens")
-    cache = QuantizedCache(config=config, backend=kept.backend)
-    quantized = [index for index, layer in enumerate(cache.layers) if isinstance(attention_part(layer), QuantizedLayer)]
-    if not quantized:
-        raise ConfigError(
-            "expected a model with layers of full attention, which are quantized, but saw none: use a DynamicCache."
-        )
+    count, context = checked_count(passages, "passages"), checked_tokens(context_length, "context_length")
+    scored = checked_tokens(scored_tokens, "scored_tokens")
+    layers, quantized = checked_layers(config, kept)
     ids = passages_of(model, texts, tokenizer, context + scored, count)
     check_ids(config, ids)
-    forms = _forms(model, ids[0], quantized, dtype)
+    forms = _forms(model, ids[0], quantized, counted_in)
     costs = part_costs(forms, kept, widths)
-    check_context(context, kept, forms[quantized[0]])
+    keys, values = forms[quantized[0]]
+    check_context(context, kept, keys[2], values[2])
     most = most_bytes(budget, costs)
     if sensitivities is None:
         with logging.tqdm(total=len(ids) * len(costs) * len(widths), desc="Sensitivity of layers") as bar:
@@ -107,7 +104,7 @@ def calibrate(
     else:
         check_sensitivities(sensitivities, costs)
     check_finite(sensitivities)
-    settings = Settings(sensitivities, costs, len(cache.layers), kept)
+    settings = Settings(sensitivities, costs, layers, kept)
     with logging.tqdm(desc="Settings in use") as bar:
         in_use = DivergenceInUse(model, ids, scored)
 

@@ -5,16 +5,18 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .. import model_types
+from ..amounts import exact_bytes, tokens
 from ..errors import CapacityError, ConfigError, OptionError, StateMismatchError
+from ..layers import QuantizedLayer
 from ..layers.base import whole_number
+from ..layers.dispatch import attention_part
 from ..measuring.texts import check_known
+from ..quantized_cache import QuantizedCache
 from ..quantizers.registry import backend
-from ..stores.buffer import StateForm
 from ..stores.quantization import Quantization, block_tokens
 from .budgets import Budget, BytesBudget, DivergenceBudget
 from .sensitivities import Sensitivity
@@ -31,12 +33,6 @@ def check_budget(budget: Budget) -> None:
             f"expected a BytesBudget or a DivergenceBudget, but saw a {type(budget).__name__}: pass, for example, "
             "kvlayers.BytesBudget(bytes_per_token=4320)."
         )
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise `OptionError` where a dtype is given that states cannot have."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(f"expected dtype to be a floating torch.dtype, such as torch.bfloat16, but saw {dtype!r}.")
 
 
 def checked_config(model: Any) -> PretrainedConfig:
@@ -67,6 +63,21 @@ def checked_quantization(quantization: Quantization | None) -> Quantization:
     return quantization or Quantization()
 
 
+def checked_layers(config: PretrainedConfig, quantization: Quantization) -> tuple[int, list[int]]:
+    """How many layers a cache has, and the indices of those that are quantized.
+
+    Raises:
+        ConfigError: none is.
+    """
+    layers = QuantizedCache(config=config, backend=quantization.backend).layers
+    quantized = [index for index, layer in enumerate(layers) if isinstance(attention_part(layer), QuantizedLayer)]
+    if not quantized:
+        raise ConfigError(
+            "expected a model with layers of full attention, which are quantized, but saw none: use a DynamicCache."
+        )
+    return len(layers), quantized
+
+
 def checked_widths(widths: Sequence[int] | None, quantization: Quantization) -> tuple[int, ...]:
     """Bits to choose from, sorted. Raises `OptionError` where the backend has no such, or there is no choice."""
     known = backend(quantization.backend).widths
@@ -82,6 +93,11 @@ def checked_widths(widths: Sequence[int] | None, quantization: Quantization) -> 
     return tuple(sorted(set(widths)))
 
 
+def checked_tokens(given: int | str, name: str) -> int:
+    """A number of tokens, at least 1. Raises `OptionError` where it is none."""
+    return checked_count(tokens(given, name), name)
+
+
 def checked_count(number: int, name: str) -> int:
     """A number of at least 1. Raises `OptionError` where it is none."""
     found = whole_number(number, name)
@@ -90,21 +106,26 @@ def checked_count(number: int, name: str) -> int:
     return found
 
 
-def check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
-    """Raise `OptionError` where a model has no positions for passages, or does not know their tokens."""
-    tokens, most = passages[0].shape[1], model_types.most_positions(config)
+def check_positions(config: PretrainedConfig, tokens: int) -> None:
+    """Raise `OptionError` where a model has no positions for so many tokens."""
+    most = model_types.most_positions(config)
     if most is not None and tokens > most:
         raise OptionError(
             f"expected at most {most} tokens, as the model has positions for, but saw {tokens}: pass a smaller "
             "context_length or scored_tokens."
         )
+
+
+def check_ids(config: PretrainedConfig, passages: Sequence[Tensor]) -> None:
+    """Raise `OptionError` where a model has no positions for passages, or does not know their tokens."""
+    check_positions(config, passages[0].shape[1])
     for ids in passages:
         check_known(config, ids)
 
 
-def check_context(context: int, quantization: Quantization, forms: tuple[StateForm, StateForm]) -> None:
+def check_context(context: int, quantization: Quantization, key_head_dim: int, value_head_dim: int) -> None:
     """Raise `OptionError` where a context is so short that nothing of it is quantized."""
-    size = block_tokens(quantization.quantizers(forms[0][2], forms[1][2]))
+    size = block_tokens(quantization.quantizers(key_head_dim, value_head_dim))
     exact = quantization.sink_tokens + quantization.residual_length
     if context < exact + 2 * size:
         raise OptionError(
@@ -124,8 +145,8 @@ def most_bytes(budget: Budget, costs: Mapping[Part, Mapping[int, Fraction]]) -> 
     least = sum((min(by_bits.values()) for by_bits in costs.values()), Fraction(0))
     if least > budget.bytes_per_token:
         raise CapacityError(
-            f"expected a budget that the fewest bits fit into, {float(least):g} bytes a token, but saw "
-            f"{budget.bytes_per_token:g}: allow more, or use larger groups."
+            f"expected a budget that the fewest bits fit into, {exact_bytes(float(least))} a token, but saw "
+            f"{exact_bytes(budget.bytes_per_token)}: allow more, or use larger groups."
         )
     # A budget that was a fraction before it became a float is that fraction: a third of a byte decides.
     return Fraction(budget.bytes_per_token).limit_denominator(10**6)

@@ -82,7 +82,7 @@ class Calibration:
         Raises:
             OptionError: no file can be written there, or there is one that is no calibration.
         """
-        file = _file(path)
+        file = file_of(path)
         if file.exists():
             type(self).load(file)
         try:
@@ -103,7 +103,7 @@ class Calibration:
         Raises:
             OptionError: there is no such file, it is no calibration, or its bits are none.
         """
-        file = _file(path)
+        file = file_of(path)
         try:
             said = json.loads(file.read_text(encoding="utf-8"))
             uniform = said["uniform"]
@@ -124,7 +124,8 @@ class Calibration:
             ) from error
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """The file that is written for a path: itself if it ends in `.json`, else one in that directory."""
     given = Path(path)
     return given if given.suffix == ".json" and not given.is_dir() else given / FILE_NAME
 

@@ -1,30 +1,22 @@
 """The command `kvlayers bench`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
-from torch import Tensor
 
-from ..demo.loading import load
-from ..demo.model import HUB_NAME, LoadedModel, find_device
-from ..measuring.contenders import THEIR_NAMES, Contender, contender
-from ..measuring.decoding import measure, warm_up
-from ..measuring.surroundings import surroundings
-from ..measuring.texts import check_known, rows
-from .bench_choice import choice, fitting_lengths, their_names
-from .bench_results import BenchResults
-from .bench_view import bench_report, show
+from ..demo.names import HUB_NAME
+from ..measuring.names import THEIR_NAMES
 from .dtypes import Dtype
 from .failing import NOT_WELL, one_line_errors
-from .files import text_in
-from .output import print_json
-from .progress import bar_between_runs
-from .quantities import tokens
-from .quietly import few_words
-from .reports import command_line, destination, publish
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from ..demo.model import LoadedModel
+    from ..measuring.contenders import Contender
+    from .bench_results import BenchResults
 
 REPORT = Path("kvlayers-bench.html")
 
@@ -65,21 +57,39 @@ def bench(
     Exits with 1 where an exact cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside, or a
     cache of kvlayers fails, and with 2 where it cannot begin.
     """
+    # Late, as torch takes seconds to import, which `--help` need not wait for.
+    import torch
+    from rich.console import Console
+
+    from ..amounts import tokens
+    from ..demo.loading import find, load
+    from ..demo.model import find_device
+    from ..measuring.surroundings import surroundings
+    from ..measuring.texts import check_known, rows
+    from .bench_choice import choice, fitting_lengths, their_names
+    from .bench_results import BenchResults
+    from .bench_view import bench_report, show
+    from .files import text_in
+    from .output import print_json
+    from .quietly import few_words
+    from .reports import command_line, destination, publish
+
     # With JSON on stdout, what is for people goes elsewhere.
     console = Console(stderr=as_json)
     if threads is not None:
         torch.set_num_threads(threads)
     with one_line_errors("bench"), few_words():
-        asked = [tokens(each) for each in lengths.split(",")]
+        asked = [tokens(each, "--lengths") for each in lengths.split(",")]
         theirs = their_names(against)
         path = destination(console, report, REPORT)
         content = text_in(text)
         target = find_device(device)
-        loaded = load(console, model, dtype.on(target), target, "MODEL")
-        fitting = fitting_lengths(loaded.model.config, asked, steps)
-        prompt = rows(loaded.tokenizer, content, batch, fitting[-1])
-        check_known(loaded.model.config, prompt)
-        chosen = choice(loaded.model, name, theirs, fitting[-1] + steps)
+        found = find(console, model, "MODEL")
+        fitting = fitting_lengths(found.config, asked, steps)
+        prompt = rows(found.tokenizer, content, batch, fitting[-1])
+        check_known(found.config, prompt)
+        chosen = choice(found.config, name, theirs, fitting[-1] + steps)
+        loaded = load(console, found, dtype.on(target), target)
         results = BenchResults(
             loaded.name,
             loaded.model.dtype,
@@ -101,8 +111,14 @@ def bench(
         raise typer.Exit(NOT_WELL)
 
 
-def _measure(console: Console, loaded: LoadedModel, prompt: Tensor, lengths: list[int], results: BenchResults) -> None:
-    def at(length: int) -> list[Contender]:
+def _measure(
+    console: "Console", loaded: "LoadedModel", prompt: "Tensor", lengths: list[int], results: "BenchResults"
+) -> None:
+    from ..measuring.contenders import contender
+    from ..measuring.decoding import measure, warm_up
+    from .progress import bar_between_runs
+
+    def at(length: int) -> "list[Contender]":
         return [contender(*key, loaded.model, length + results.steps) for key in results.states]
 
     runs = len(lengths) * results.trials * len(results.states)

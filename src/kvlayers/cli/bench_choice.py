@@ -53,11 +53,11 @@ def their_names(asked: Sequence[str] | None) -> list[str]:
     return [name for name in asked if name != REFERENCE[1]]
 
 
-def choice(model: Any, ours: Sequence[str] | None, theirs: Sequence[str], length: int) -> Choice:
+def choice(config: Any, ours: Sequence[str] | None, theirs: Sequence[str], length: int) -> Choice:
     """The caches that there can be for a model.
 
     Args:
-        model: the model.
+        config: config of the model.
         ours: names of kvlayers' caches that were asked for, `None` for all that suit the model.
         theirs: names of transformers' caches, beside its dynamic one.
         length: the most tokens that a cache will hold.
@@ -65,16 +65,16 @@ def choice(model: Any, ours: Sequence[str] | None, theirs: Sequence[str], length
     Raises:
         KVLayersError: one that was asked for cannot be made.
     """
-    states = {REFERENCE: states_in(contender(*REFERENCE, model, length))}
+    states = {REFERENCE: states_in(contender(*REFERENCE, config, length))}
     left_out = {}
-    for name in [*exact_names(model.config), *QUANTIZED] if ours is None else ours:
+    for name in [*exact_names(config), *QUANTIZED] if ours is None else ours:
         try:
-            states[OURS, name] = states_in(contender(OURS, name, model, length))
+            states[OURS, name] = states_in(contender(OURS, name, config, length))
         except KVLayersError as error:
             if ours is not None:
                 raise
             left_out[name] = str(error)
-    states |= {(THEIRS, name): states_in(contender(THEIRS, name, model, length)) for name in theirs}
+    states |= {(THEIRS, name): states_in(contender(THEIRS, name, config, length)) for name in theirs}
     # The exact ones first, so that what rounds stands beside what rounds.
     return Choice(dict(sorted(states.items(), key=lambda item: item[1] != states[REFERENCE])), left_out)
 

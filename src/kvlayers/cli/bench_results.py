@@ -58,6 +58,11 @@ class BenchResults:
         """How many times as fast a step is as with the reference."""
         return self.lengths_of(row)[0].step_seconds / row.step_seconds
 
+    def is_within_noise(self, row: Row) -> bool:
+        """Whether the steps of a cache cannot be told from those of the reference."""
+        reference = self.lengths_of(row)[0]
+        return row is not reference and row.is_as_fast_as(reference)
+
     def lengths_of(self, row: Row) -> list[Row]:
         """The rows beside one, itself included."""
         return next(rows for rows in self.lengths.values() if any(each is row for each in rows))
@@ -89,7 +94,9 @@ class BenchResults:
             **named,
             "prefill_seconds": row.prefill_seconds,
             "step_seconds": row.step_seconds,
+            "step_seconds_range": row.step_range,
             "times_as_fast": self.speed(row),
+            "within_noise": self.is_within_noise(row),
             "nbytes": row.nbytes,
             "agreement": row.agreement,
             "same_tokens": row.same_tokens,

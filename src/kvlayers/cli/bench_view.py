@@ -12,16 +12,18 @@ from ..measuring.contenders import OURS, THEIRS
 from ..measuring.decoding import Row
 from ..reporting.page import Report, ReportPlot, ReportTable
 from .bench_results import BenchResults
-from .output import plain
+from .output import PASTE, pasted, plain
 from .reports import facts
 
 COLUMNS = ("Cache", "Tokens", "Prefill", "Step", "Speed", "Held")
+WITHIN_NOISE = "≈: within noise. The steps of its trials, and those of transformers' DynamicCache, overlap."
 NOTES = (
     "Tokens: whether every prediction was that of transformers' DynamicCache, when all are fed its tokens. Caches that "
     "round states may choose others: shown is the part that is the same. A tie: two tokens are equally likely as far "
     "as the dtype can say, and sums in another order take the other one.",
-    "Prefill: the forward pass over the prompt. Step: that of one token more for each sequence. Speed: how many steps "
-    "it makes in the time of one with transformers' DynamicCache.",
+    "Prefill: the forward pass over the prompt. Step: that of one token more for each sequence, and by how much the "
+    "trials differ. Speed: how many steps it makes in the time of one with transformers' DynamicCache.",
+    WITHIN_NOISE,
     "Held: bytes that the cache keeps alive in the end, spare room and reservations included.",
 )
 
@@ -42,8 +44,15 @@ def show(console: Console, results: BenchResults) -> None:
             style = None if results.is_well(row) else "red"
             drawn.add_row(*map(escape, _cells(results, row)), style=style)
         console.print(drawn)
+    if any(results.is_within_noise(row) for row in _measured(results)):
+        console.print(WITHIN_NOISE, style="dim", markup=False, highlight=False)
     for sentence in findings(results):
-        console.print(sentence, markup=False, highlight=False)
+        # What is to be pasted stays in one piece.
+        console.print(sentence, markup=False, highlight=False, soft_wrap=sentence.startswith(PASTE))
+
+
+def _measured(results: BenchResults) -> list[Row]:
+    return [row for rows in results.lengths.values() for row in rows if row.failure is None]
 
 
 def findings(results: BenchResults) -> list[str]:
@@ -56,11 +65,16 @@ def findings(results: BenchResults) -> list[str]:
         fastest = min(ours, key=lambda row: row.step_seconds, default=None)
         smallest = min(ours, key=lambda row: row.nbytes, default=None)
         if fastest is not None and smallest is not None:
+            as_fast = [row.contender.cache for row in ours if row is not fastest and row.is_as_fast_as(fastest)]
+            beside = f" (within noise of {', '.join(as_fast)})" if as_fast else ""
+            noise = ", which is within noise" if results.is_within_noise(fastest) else ""
             found.append(
-                f"At {length:,} tokens kvlayers {fastest.contender.cache} is the fastest of kvlayers, "
-                f"{results.speed(fastest):.2f} times as fast as transformers dynamic; kvlayers "
+                f"At {length:,} tokens kvlayers {fastest.contender.cache} is the fastest of kvlayers{beside}, "
+                f"{results.speed(fastest):.2f} times as fast as transformers dynamic{noise}; kvlayers "
                 f"{smallest.contender.cache} is the smallest, with {smallest.nbytes / rows[0].nbytes:.2f} of its bytes."
             )
+            named = dict.fromkeys((fastest.contender.cache, smallest.contender.cache))
+            found += [pasted({"cache_implementation": name}) for name in named]
     for rows in results.lengths.values():
         found += [f"{_name(row)} failed: {row.failure}" for row in rows if row.failure is not None]
     found += [f"Not for this model: {name} ({reason})" for name, reason in results.left_out.items()]
@@ -131,8 +145,8 @@ def _cells(results: BenchResults, row: Row) -> list[str]:
         _name(row),
         _tokens(results, row),
         milliseconds(row.prefill_seconds),
-        milliseconds(row.step_seconds),
-        f"{results.speed(row):.2f}",
+        f"{milliseconds(row.step_seconds)} ±{row.step_spread:.0%}",
+        f"{'≈' if results.is_within_noise(row) else ''}{results.speed(row):.2f}",
         readable_bytes(row.nbytes),
     ]
 

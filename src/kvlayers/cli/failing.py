@@ -15,14 +15,23 @@ NOT_BEGUN = 2
 """Exit code for input that cannot be used, as that of typer's own errors."""
 
 
+Errors = type[KVLayersError] | tuple[type[KVLayersError], ...]
+
+
 @contextmanager
-def one_line_errors(command: str) -> Iterator[None]:
-    """Errors of kvlayers as one line on stderr, and the exit code `NOT_BEGUN`."""
+def one_line_errors(command: str, errors: Errors = KVLayersError, code: int = NOT_BEGUN) -> Iterator[None]:
+    """Errors of kvlayers as one line on stderr, and an exit code.
+
+    Args:
+        command: what the line begins with.
+        errors: which of them.
+        code: the exit code.
+    """
     try:
         yield
-    except KVLayersError as error:
+    except errors as error:
         said = " ".join(str(error).split())
         Console(stderr=True).print(
             f"kvlayers {command}: {said}", style="red", markup=False, highlight=False, soft_wrap=True
         )
-        raise typer.Exit(NOT_BEGUN) from None
+        raise typer.Exit(code) from None

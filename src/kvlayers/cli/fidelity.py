@@ -1,36 +1,17 @@
 """The command `kvlayers fidelity`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from ..calibration import Calibration
-from ..demo.loading import load
-from ..demo.model import HUB_NAME, find_device
-from ..errors import KVLayersError, OptionError
-from ..measuring.fidelity import Budget, bytes_of, measure_fidelity
-from ..measuring.settings import Setting, settings
-from ..measuring.surroundings import surroundings
-from ..measuring.texts import check_known
-from ..measuring.texts import passages as passages_of
-from ..model_types import most_positions, tokens_at_once
+from ..demo.names import HUB_NAME
 from .dtypes import Dtype
 from .failing import NOT_WELL, one_line_errors
-from .fidelity_results import FidelityResults
-from .fidelity_view import fidelity_report, show
-from .files import home_expanded, text_in
-from .output import print_json
-from .progress import bar_between_runs
-from .quantities import tokens
-from .quietly import few_words
-from .reports import command_line, destination, publish
 
-CALIBRATED = "calibrated"
 BITS = "8,fp8,k8v4,4,k4v2,3,2"
 CONTEXT, SCORED = 1024, 512
+"""Tokens that are read, and tokens that are scored, where nobody says how many."""
 
 
 def fidelity(
@@ -71,6 +52,28 @@ def fidelity(
 
     Exits with 1 where no setting is within the budget, or one fails, and with 2 where it cannot begin.
     """
+    # Late, as torch takes seconds to import, which `--help` need not wait for.
+    import torch
+    from rich.console import Console
+
+    from ..amounts import tokens
+    from ..demo.loading import find, load
+    from ..demo.model import find_device
+    from ..measuring.fidelity import Budget, measure_fidelity
+    from ..measuring.settings import settings
+    from ..measuring.surroundings import surroundings
+    from ..measuring.texts import check_known
+    from ..measuring.texts import passages as passages_of
+    from ..model_types import tokens_at_once
+    from .fidelity_choice import calibrated, lengths, possible_settings
+    from .fidelity_results import FidelityResults
+    from .fidelity_view import fidelity_report, show
+    from .files import text_in
+    from .output import print_json
+    from .progress import bar_between_runs
+    from .quietly import few_words
+    from .reports import command_line, destination, publish
+
     # With JSON on stdout, what is for people goes elsewhere.
     console = Console(stderr=as_json)
     if threads is not None:
@@ -78,19 +81,21 @@ def fidelity(
     with one_line_errors("fidelity"), few_words():
         budget = Budget(max_kl, max_perplexity_increase)
         named = settings(bits or BITS)
-        found = [] if calibration is None else [_calibrated(calibration)]
-        required = [*([] if bits is None else named), *found]
+        of_calibration = [] if calibration is None else [calibrated(calibration)]
+        required = [*([] if bits is None else named), *of_calibration]
+        given_context = None if context is None else tokens(context, "--context")
+        given_scored = None if scored is None else tokens(scored, "--scored")
         path = destination(console, report, None)
         content = text_in(text)
         target = find_device(device)
-        loaded = load(console, model, dtype.on(target), target, "MODEL")
-        config = loaded.model.config
-        chunk = min(chunk, tokens_at_once(config) or chunk)
-        before, after = _lengths(config, context, scored, chunk)
-        texts = passages_of(loaded.tokenizer, content, passages, before + after + 1)
+        found = find(console, model, "MODEL")
+        chunk = min(chunk, tokens_at_once(found.config) or chunk)
+        before, after = lengths(found.config, given_context, given_scored, chunk)
+        texts = passages_of(found.tokenizer, content, passages, before + after + 1)
         for ids in texts:
-            check_known(config, ids)
-        possible, left_out = _possible([*named, *found], config, before + after, required)
+            check_known(found.config, ids)
+        possible, left_out = possible_settings([*named, *of_calibration], found.config, before + after, required)
+        loaded = load(console, found, dtype.on(target), target)
         with bar_between_runs(
             console, passages * (before + after) // chunk, "Every setting, on every passage"
         ) as begin:
@@ -106,6 +111,7 @@ def fidelity(
             chunk,
             budget,
             measured,
+            {each.name: each.generate_options for each in possible},
             left_out,
             surroundings(),
         )
@@ -116,47 +122,3 @@ def fidelity(
         print_json(results.plain())
     if not results.are_well:
         raise typer.Exit(NOT_WELL)
-
-
-def _lengths(config: Any, given_context: str | None, given_scored: str | None, chunk: int) -> tuple[int, int]:
-    """Tokens of context and tokens scored: as given, or as many as usual, or as the model has positions for."""
-    most = most_positions(config)
-    context, scored = (None if given is None else tokens(given) for given in (given_context, given_scored))
-    if context is None and scored is None and most is not None and most <= CONTEXT + SCORED:
-        whole = (most - 1) // chunk
-        context, scored = (whole - whole // 3) * chunk, whole // 3 * chunk
-    # Without a number of their own, whole chunks.
-    context = CONTEXT // chunk * chunk if context is None else context
-    scored = max(SCORED // chunk, 1) * chunk if scored is None else scored
-    if scored < 1 or context % chunk or scored % chunk:
-        raise OptionError(
-            f"expected --context and --scored to be multiples of --chunk, {chunk}, with something to score, but saw "
-            f"{context} and {scored}."
-        )
-    if most is not None and context + scored + 1 > most:
-        raise OptionError(
-            f"expected at most {most} tokens, as the model has positions for, but saw {context} of context, {scored} "
-            "to score and the one after them: pass less."
-        )
-    return context, scored
-
-
-def _calibrated(path: Path) -> Setting:
-    return Setting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
-
-
-def _possible(
-    asked: list[Setting], config: Any, tokens: int, required: list[Setting]
-) -> tuple[list[Setting], dict[str, str]]:
-    """The settings that there can be for a model, and why not the others, none of which may be required."""
-    left_out = {}
-    for each in asked:
-        try:
-            bytes_of(each.make, config, tokens)
-        except KVLayersError as error:
-            if each in required:
-                raise
-            left_out[each.name] = str(error)
-    if len(left_out) == len(asked):
-        raise OptionError(f"expected a model that some setting suits, but saw none: {next(iter(left_out.values()))}")
-    return [each for each in asked if each.name not in left_out], left_out

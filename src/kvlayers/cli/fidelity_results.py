@@ -25,6 +25,7 @@ class FidelityResults:
         chunk: tokens read at once.
         budget: how much worse predictions may be.
         settings: what each came to, full precision first.
+        uses: arguments of `generate()` that ask for such a cache, by the name of the setting.
         left_out: why there is no such cache for the model, by the name of the setting.
         surroundings: hardware, versions and date.
     """
@@ -39,6 +40,7 @@ class FidelityResults:
     chunk: int
     budget: Budget
     settings: Sequence[Fidelity]
+    uses: Mapping[str, Mapping[str, Any]]
     left_out: Mapping[str, str]
     surroundings: Mapping[str, Any]
 
@@ -53,6 +55,9 @@ class FidelityResults:
         if not all(math.isfinite(each.kl) for each in self.settings):
             return False
         return self.recommended is not None or not self.budget.is_given
+
+    def _use(self, name: str) -> dict[str, Any]:
+        return {"use": self.uses[name]} if name in self.uses else {}
 
     def plain(self) -> dict[str, Any]:
         """All of it in words of JSON."""
@@ -69,7 +74,7 @@ class FidelityResults:
             **self.surroundings,
             "budget": self.budget,
             "left_out": self.left_out,
-            "settings": [_plain_setting(each) for each in self.settings],
+            "settings": [{**_plain_setting(each), **self._use(each.name)} for each in self.settings],
             "recommended": None if recommended is None else recommended.name,
             "well": self.are_well,
         }

@@ -9,7 +9,7 @@ from ..amounts import readable_bytes
 from ..measuring.fidelity import FULL, Fidelity
 from ..reporting.page import Report, ReportPlot, ReportTable
 from .fidelity_results import FidelityResults
-from .output import plain
+from .output import PASTE, pasted, plain
 from .reports import facts
 
 COLUMNS = ("Setting", "KL", "KL, 99th", "Perplexity", "Increase", "Top-1", "A token", "Of full")
@@ -40,14 +40,16 @@ def show(console: Console, results: FidelityResults) -> None:
         drawn.add_row(*(escape(cells[column]) for column in shown), style=style)
     console.print(drawn)
     for sentence in findings(results):
-        console.print(sentence, markup=False, highlight=False)
+        # What is to be pasted stays in one piece.
+        console.print(sentence, markup=False, highlight=False, soft_wrap=sentence.startswith(PASTE))
 
 
 def findings(results: FidelityResults) -> list[str]:
     """What came out, a sentence each."""
     found = [f"{each.name} failed: {each.failure}" for each in results.settings if each.failure is not None]
     if results.budget.is_given:
-        found.insert(0, _verdict(results))
+        best = results.recommended
+        found[:0] = [_verdict(results), *([] if best is None else [pasted(results.uses[best.name])])]
     if not any(each.kl for each in results.settings if each.name != FULL):
         found.append(
             "Nothing was rounded: the newest tokens, and windows, stay as they are. More --context may change that."

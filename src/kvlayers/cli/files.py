@@ -45,8 +45,12 @@ def text_in(path: Path | None) -> str:
     return text
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--report") -> None:
     """See that a file can be written, and leave all as it was.
+
+    Args:
+        path: the file.
+        option: what a user names it by.
 
     Raises:
         FileError: it cannot.
@@ -59,12 +63,12 @@ def check_writable(path: Path) -> None:
         if not was_there:
             file.unlink()
     except OSError as error:
-        raise unwritable(path, error) from None
+        raise unwritable(path, error, option) from None
 
 
-def unwritable(path: Path, error: OSError) -> FileError:
+def unwritable(path: Path, error: OSError, option: str = "--report") -> FileError:
     """The error for a file that cannot be written."""
     return FileError(
         f"expected a file that can be written, but {path} cannot ({error.strerror or error}): name another with "
-        "--report FILE."
+        f"{option} FILE."
     )

@@ -2,16 +2,16 @@
 
 import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from ..amounts import readable_bytes
-from ..persistence import CacheFile, inspect_cache
 from .failing import one_line_errors
-from .output import plain, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..persistence import CacheFile
 
 
 def inspect(
@@ -22,6 +22,12 @@ def inspect(
 
     Exits with 2 where it is no such file, or damaged.
     """
+    # Late, as torch takes seconds to import, which `--help` need not wait for.
+    from rich.console import Console
+
+    from ..persistence import inspect_cache
+    from .output import print_json
+
     with one_line_errors("inspect"):
         seen = inspect_cache(file)
     if as_json:
@@ -30,7 +36,13 @@ def inspect(
         Console().print(_table(seen))
 
 
-def _table(seen: CacheFile) -> Table:
+def _table(seen: "CacheFile") -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..amounts import readable_bytes
+    from .output import plain
+
     drawn = Table(show_header=False, box=None)
     drawn.add_column(style="dim")
     drawn.add_column(overflow="fold")
@@ -40,6 +52,7 @@ def _table(seen: CacheFile) -> Table:
         "layers": ", ".join(f"{count} x {kind}" for kind, count in groups),
         "tokens": str(seen.length),
         "batch": str(seen.batch_size),
+        "bits": _bits(seen),
         "dtype of states": str(plain(seen.dtype) or "several"),
         "size of the file": readable_bytes(seen.nbytes),
         "token ids": "in the file" if seen.has_token_ids else "not in the file",
@@ -51,11 +64,27 @@ def _table(seen: CacheFile) -> Table:
         "checksum": seen.checksum,
     }
     for name, content in rows.items():
-        drawn.add_row(name, content)
+        # A file may say anything: none of it is markup.
+        drawn.add_row(name, escape(content))
     return drawn
 
 
-def _model(seen: CacheFile) -> str:
+def _bits(seen: "CacheFile") -> str:
+    """Bits and backend of the layers that are quantized, ranges of layers with the same ones together."""
+    layers = enumerate(zip(seen.bits, seen.backends, strict=True))
+    parts = []
+    for (bits, backend), same in itertools.groupby(layers, key=lambda layer: layer[1]):
+        indices = [index for index, _ in same]
+        if bits is None:
+            continue
+        keys, values = bits
+        said = f"{keys}" if keys == values else f"{keys} for keys, {values} for values"
+        where = f"layers {indices[0]} to {indices[-1]}" if len(indices) > 1 else f"layer {indices[0]}"
+        parts.append(f"{said} ({backend}) in {where}")
+    return "; ".join(parts) or "full precision"
+
+
+def _model(seen: "CacheFile") -> str:
     if seen.model is None:
         return "not said"
     known = (seen.model_name, seen.model_commit, seen.weights_id, seen.model.get("model_type"))

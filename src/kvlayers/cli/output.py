@@ -32,6 +32,21 @@ def plain(value: Any) -> Any:
     return value
 
 
+PASTE = "To use it: "
+"""How a line begins whose rest can be pasted."""
+
+
+def pasted(options: Mapping[str, Any]) -> str:
+    """A line that says how `generate()` is asked for a cache.
+
+    Example:
+        >>> pasted({"cache_implementation": "int4"})
+        "To use it: kvlayers.install(); model.generate(..., cache_implementation='int4')"
+    """
+    arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"{PASTE}kvlayers.install(); model.generate(..., {arguments})"
+
+
 def print_json(value: Any) -> None:
     """A value as JSON on stdout, as it is: a console would wrap it."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))

@@ -1,22 +1,16 @@
 """The command `kvlayers plan`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from ..amounts import readable_bytes
-from ..planning import Plan, PlannedCache
-from ..planning import plan as plan_caches
-from .configs import config_of
 from .dtypes import Dtype
 from .failing import one_line_errors
-from .output import print_json
-from .quantities import amount_of_bytes, tokens
-from .quietly import few_words
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..planning import Plan
 
 
 def plan(
@@ -39,15 +33,20 @@ def plan(
 
     Exits with 2 where there is nothing to plan, or nothing is within the memory.
     """
+    # Late, as torch takes seconds to import, which `--help` need not wait for.
+    from ..amounts import amount_of_bytes, tokens
+    from ..planning import plan as plan_caches
+    from .configs import config_of
+    from .output import print_json
+    from .quietly import few_words
+
     with one_line_errors("plan"), few_words():
+        # What needs no config before what may ask the hub for one.
+        length = tokens(context, "--context")
+        budget = None if memory is None else amount_of_bytes(memory, "--memory")
+        encoded = None if encoder_length is None else tokens(encoder_length, "--encoder-length")
         planned = plan_caches(
-            config_of(model),
-            tokens(context),
-            batch,
-            None if dtype is Dtype.auto else dtype.of_torch,
-            None if memory is None else amount_of_bytes(memory),
-            names=name,
-            encoder_length=None if encoder_length is None else tokens(encoder_length),
+            config_of(model), length, batch, dtype.name_or_none, budget, names=name, encoder_length=encoded
         )
     if as_json:
         print_json(planned)
@@ -55,55 +54,28 @@ def plan(
         _show(planned)
 
 
-def _show(planned: Plan) -> None:
+def _show(planned: "Plan") -> None:
+    from rich.console import Console
+
     console = Console()
     console.print(_table(planned))
-    best = planned.recommended
-    console.print(f"Use [bold]{best.name}[/bold]: {best.reason}", highlight=False)
+    use, *others = planned.notes
+    console.print(use, highlight=False, markup=False)
+    for note in others:
+        console.print(note, style="yellow" if note.startswith("Careful") else "dim", highlight=False, markup=False)
     if planned.left_out:
         console.print(f"Not for this model (--json says why): {', '.join(planned.left_out)}", style="dim")
 
 
-def _table(planned: Plan) -> Table:
-    budget = "" if planned.memory is None else f", {readable_bytes(planned.memory)} for the cache"
-    dtype = _name_of(planned.dtype)
-    drawn = Table(
-        "Cache",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        title=f"{planned.context_length} tokens, batch {planned.batch_size}, {dtype}{budget}",
-        title_justify="left",
-    )
-    for column in ("Device", "Host", "A token", "Bits"):
-        drawn.add_column(column, justify="right")
-    drawn.add_column("States")
-    if planned.memory is not None:
-        drawn.add_column("Longest", justify="right")
-    for cache in planned.caches:
-        drawn.add_row(*_cells(planned, cache), style=_style(planned, cache))
+def _table(planned: "Plan") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    head, *rows = planned.rows()
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=planned.title, title_justify="left")
+    for name in head:
+        drawn.add_column(name.capitalize(), justify="left" if name in ("cache", "states") else "right")
+    for row, group in zip(rows, planned.groups(), strict=True):
+        style = "bold" if planned.recommended in group else "" if group[0].fits else "dim"
+        drawn.add_row(*row, style=style)
     return drawn
-
-
-def _cells(planned: Plan, cache: PlannedCache) -> list[str]:
-    cells = [
-        cache.name,
-        readable_bytes(cache.device_bytes),
-        readable_bytes(cache.host_bytes),
-        readable_bytes(cache.bytes_per_token),
-        f"{cache.bits:.4g}",
-        cache.fidelity,
-    ]
-    if planned.memory is not None:
-        cells.append("no end" if cache.longest_context is None else str(cache.longest_context))
-    return cells
-
-
-def _style(planned: Plan, cache: PlannedCache) -> str:
-    if cache is planned.recommended:
-        return "bold"
-    return "" if cache.fits else "dim"
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

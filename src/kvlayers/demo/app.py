@@ -1,6 +1,6 @@
-"""The command `kvlayers demo`."""
+"""What the command `kvlayers demo` does."""
 
-from typing import Annotated
+from typing import Any
 
 import torch
 import typer
@@ -10,63 +10,58 @@ from torch import Tensor
 from ..cli.dtypes import Dtype
 from ..cli.failing import NOT_WELL, one_line_errors
 from ..cli.output import print_json
+from ..cli.progress import bar_between_runs
 from ..cli.quietly import few_words
 from ..dynamic_cache import DynamicCache
-from ..measuring.contenders import OURS
+from ..errors import KVLayersError
+from ..measuring.contenders import OURS, THEIRS, states_in
+from ..measuring.decoding import Row
+from ..measuring.scoring import ReadingError
+from ..planning.planned_kind import EXACT
 from . import report, text
+from .caches import compare, contenders
+from .generations import Samples, Turn, continue_text, differs, sample, second_turn
 from .loading import load
-from .model import HUB_NAME, LoadedModel, find_device
-from .runs import Row, compare, contenders, continue_text
+from .model import LoadedModel, find_device
 
-PROMPT = "Once upon a time, a programmer"
-CONTEXT_OF_PROMPT = 2048
+LIBRARIES = (THEIRS, OURS)
+SAMPLES = 8
+TOKENS_OF_SAMPLES = 16
+QUESTION = "\n\nWhat is this text about? It is about"
+NEXT = (
+    "Next: `kvlayers bench` and `kvlayers fidelity` measure your own model, `kvlayers plan` says how many bytes each "
+    "cache will hold, and docs/choosing.md helps to choose one."
+)
 
 
-def demo(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help=f"Text to continue. Default: '{PROMPT}', after {CONTEXT_OF_PROMPT} tokens of context."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"Model directory, or name on the hub. Default: {HUB_NAME}, wherever it is found."),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Tokens of real text (Python's documentation) before the prompt. "
-            f"Default: 0 with a prompt, {CONTEXT_OF_PROMPT} without.",
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 48,
-    trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 3,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: as torch chooses.")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON; all else goes to stderr.")] = False,
+def run_demo(
+    prompt: str,
+    model: str | None,
+    context: int,
+    tokens: int,
+    trials: int,
+    threads: int | None,
+    dtype: Dtype,
+    device: str | None,
+    as_json: bool,
 ) -> None:
-    """A language model continues a text through kvlayers, then through every cache, to compare.
-
-    Exits with 1 where a cache of kvlayers gives other tokens than transformers' DynamicCache, ties aside, and with 2
-    where there is no such model, or device.
-    """
+    """Run the demo; the arguments are those of the command."""
     # With JSON on stdout, what is for people goes elsewhere.
     console = Console(stderr=as_json)
-    if context is None:
-        context = CONTEXT_OF_PROMPT if prompt is None else 0
-    prompt = PROMPT if prompt is None else prompt
     if threads is not None:
         torch.set_num_threads(threads)
     with one_line_errors("demo"), few_words():
         target = find_device(device)
         loaded = load(console, model, dtype.on(target), target)
         ids = text.input_ids(loaded.tokenizer, prompt, context)
-        text.check_length(loaded.model.config, ids.shape[1] + tokens)
+        question = loaded.tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+        text.check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])
         _stream(console, loaded, ids, prompt, context, tokens)
         rows = _compare(console, loaded, ids, tokens, trials)
+        samples = _sample(console, loaded.model, ids, min(tokens, TOKENS_OF_SAMPLES))
+        turns, is_other = _second_turn(console, loaded.model, ids, question, min(tokens, TOKENS_OF_SAMPLES))
+        console.print(report.sentence(rows, samples, turns), style="bold", highlight=False)
+        console.print(NEXT, highlight=False)
     if as_json:
         print_json(
             {
@@ -74,9 +69,14 @@ def demo(
                 "prompt_tokens": ids.shape[1],
                 "tokens": tokens,
                 "caches": [report.plain_row(row) for row in rows],
+                "samples": None
+                if samples is None
+                else dict(zip(LIBRARIES, map(report.plain_samples, samples), strict=True)),
+                "second_turn": None if turns is None else dict(zip(LIBRARIES, turns, strict=True)),
             }
         )
-    if not all(row.same_tokens or row.is_tie for row in rows if row.library == OURS):
+    exact = [row for row in rows if row.contender.library == OURS and states_in(row.contender) == EXACT]
+    if is_other or not all(row.failure is None and row.same_tokens for row in exact):
         raise typer.Exit(NOT_WELL)
 
 
@@ -90,9 +90,8 @@ def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, con
     )
     shown = prompt or "..." + loaded.tokenizer.decode(ids[0, -40:])
     console.print(shown, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
-    cache = DynamicCache(config=model.config)
     streamer = report.ConsoleStreamer(loaded.tokenizer, console)
-    continue_text(model, ids, tokens, cache, streamer, to_the_end=False)
+    continue_text(model, ids, tokens, DynamicCache(config=model.config), streamer)
     console.print()
 
 
@@ -101,15 +100,46 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
     rivals = contenders(loaded.model, ids.shape[1] + tokens - 1)
     with report.runs_bar(console, trials * len(rivals)) as on_run:
         rows = compare(loaded.model, ids, tokens, trials, rivals, on_run)
-    console.print(report.table(rows))
+    if rows[0].failure is not None:
+        raise ReadingError(rows[0].failure)
+    console.print(report.table_of_caches(rows))
     console.print(
-        f"{tokens} tokens each, greedy; speed of decode, median of {trials}. Held: bytes that the cache keeps alive.",
+        f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: one token more, median of {tokens - 1}"
+        f"{f', of {trials} trials' if trials > 1 else ''}. Held: bytes that the cache keeps alive. KL: mean divergence "
+        "of the predictions from DynamicCache's, in nats.",
         highlight=False,
     )
-    if any(row.is_tie for row in rows):
+    if any(row.ties for row in rows if row.same_tokens):
         console.print(
-            "A tie: two tokens are equally likely as far as the dtype can say, and attention that adds in another "
+            "Tied: two tokens are equally likely as far as the dtype can say, and attention that adds in another "
             "order takes the other one. --dtype float32 tells them apart.",
             highlight=False,
         )
     return rows
+
+
+def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Samples, Samples] | None:
+    with bar_between_runs(console, len(LIBRARIES), f"{SAMPLES} samples of the prompt") as begin:
+        found = []
+        for library in LIBRARIES:
+            begin(f"{SAMPLES} samples of the prompt, {library}")
+            found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == OURS))
+    alone, shared = found
+    console.print(report.table_of_samples(alone, shared))
+    return alone, shared
+
+
+def _second_turn(
+    console: Console, model: Any, ids: Tensor, question: Tensor, tokens: int
+) -> tuple[tuple[Turn, Turn] | None, bool]:
+    """The turns of both libraries, and whether the answers differ by more than a tie."""
+    try:
+        with bar_between_runs(console, 1, "A second turn") as begin:
+            begin("A second turn")
+            chat, alone, stored = second_turn(model, ids, question, tokens)
+    except KVLayersError as error:
+        console.print(f"No second turn: {error}", markup=False, highlight=False)
+        return None, False
+    is_other = differs(model, chat, alone.tokens, stored.tokens)
+    console.print(report.table_of_turns(alone, stored, is_other))
+    return (alone, stored), is_other

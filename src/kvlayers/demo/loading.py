@@ -5,20 +5,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from .model import LoadedModel, find_model, load_model
+from .model import FoundModel, LoadedModel, find_model, load_weights, read_config
 from .report import loading_bars
 
 
-def load(
-    console: Console, given: str | None, dtype: torch.dtype, device: torch.device, origin: str = "--model"
-) -> LoadedModel:
-    """The model that is wanted, ready to generate.
+def find(console: Console, given: str | None, origin: str = "--model") -> FoundModel:
+    """The config and the tokenizer of the model that is wanted: enough to check all else before weights are loaded.
 
     Args:
         console: where the bars are drawn.
         given: directory or hub name, `None` for the demo's model.
-        dtype: of its weights.
-        device: where it runs.
         origin: what a user calls the argument with the name.
 
     Raises:
@@ -27,7 +23,29 @@ def load(
     with loading_bars(console) as bars:
         name = find_model(given, bars, origin)
         if Path(name).is_dir():
-            return load_model(name, dtype, device, bars)
+            return read_config(name, bars)
     # Downloads draw bars of their own, which would write over ours.
     console.print(f"Asking the hub for {name}", highlight=False, markup=False)
-    return load_model(name, dtype, device)
+    return read_config(name)
+
+
+def load(
+    console: Console, given: str | FoundModel | None, dtype: torch.dtype, device: torch.device, origin: str = "--model"
+) -> LoadedModel:
+    """The model that is wanted, ready to generate.
+
+    Args:
+        console: where the bars are drawn.
+        given: what `find` returned; or directory or hub name, `None` for the demo's model.
+        dtype: of its weights.
+        device: where it runs.
+        origin: what a user calls the argument with the name.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    found = given if isinstance(given, FoundModel) else find(console, given, origin)
+    if not Path(found.name).is_dir():
+        return load_weights(found, dtype, device)
+    with loading_bars(console) as bars:
+        return load_weights(found, dtype, device, bars)

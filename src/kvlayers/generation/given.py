@@ -13,7 +13,9 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import ConfigError, OptionError, StateMismatchError
 from ..layers import SlidingLayer
 from ..layers.dispatch import attention_part
+from ..seen_tokens import check_is_new
 from ..sink_cache import SinkCache, left_padding_of
+from ..static_cache import StaticCache
 
 
 def padding_mask(model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -43,7 +45,7 @@ def prepare(
             another output of the encoder.
         CapacityError: too little is reserved for cross-attention.
         OptionError: a cache without cross-attention for a model that has it.
-        ConfigError: as `check_rotation`, and as `SinkCache`.
+        ConfigError: as `check_rotation`, and as `SinkCache`; or a static cache whose model is given masks of all slots.
     """
     if (
         model.config.is_encoder_decoder
@@ -60,6 +62,12 @@ def prepare(
         cache.check_encoded(encoded)
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     check_windows(model, own)
+    if isinstance(own, StaticCache) and compat.masks_the_whole_reservation(model):
+        raise ConfigError(
+            f"expected a cache that grows, as this version of transformers gives {type(model).__name__} masks of all "
+            f"slots of a static one, but saw a {type(own).__name__}: pass cache_implementation='static' instead, or a "
+            "DynamicCache."
+        )
     if isinstance(own, SinkCache):
         check_rotation(model)
         if attention_mask is not None:
@@ -102,19 +110,6 @@ def check_is_whole(cache: Cache, input_ids: object) -> None:
             f"expected the whole sequence, of which the cache has seen {held} tokens already, but saw "
             f"{input_ids.shape[1]}: pass all of it as input_ids, with a mask as long (transformers before 5.4 does not "
             "go on from new tokens alone), or reset the cache."
-        )
-
-
-def check_is_new(held: int, given: int) -> None:
-    """Raise `StateMismatchError` where a sequence of `given` tokens does not go on from `held` ones.
-
-    transformers takes what is new by counting from the end of what it is given, and would take other tokens.
-    """
-    if given <= held and held:
-        raise StateMismatchError(
-            f"expected the whole sequence, of which the cache has seen {held} tokens already, but saw {given}: pass "
-            "all of it as input_ids, or new tokens alone with an attention_mask for all (a cache with a window needs "
-            "no cropped input), or reset the cache."
         )
 
 

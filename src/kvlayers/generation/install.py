@@ -9,8 +9,11 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `GenerationMixin._prefill` forgets what a cache has seen where the model's scan begins from zero (`passing.py`).
 * `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped, and goes
   by a store of prefixes where there is one (`prefixes.py`).
-* `PreTrainedModel.__call__` takes and returns legacy tuples (`tuples.py`).
+* `PreTrainedModel.__call__` takes and returns legacy tuples (`tuples.py`), gives empty caches of transformers layers of
+  kvlayers (`empty_caches.py`), and lets a cache remember the ids of a prompt (`known_ids.py`).
 * Under `legacy_names`, what transformers 4 had and later versions lack (`old_names.py`).
+* `GenerationConfig.save_pretrained` and `GenerationConfig.__init__` keep a name that only kvlayers knows in a field
+  that transformers ignores, so that what was saved can be loaded without kvlayers (`saved_names.py`).
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, has those of the registry added.
 """
 
@@ -32,12 +35,28 @@ from transformers.utils import ModelOutput
 
 from .. import compat, model_types
 from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError
+from ..layers.dispatch import fixed_layers
 from ..prefix import PrefixStore
 from ..sink_cache import SinkCache
-from ..static_cache import StaticCache
-from . import assisted, given, in_use, old_names, passing, prefixes, prompts, registry, reservations, tuples
+from ..stores.reading import ReadingMode
+from . import (
+    assisted,
+    empty_caches,
+    forward,
+    given,
+    in_use,
+    install_options,
+    known_ids,
+    old_names,
+    passing,
+    prefixes,
+    prompts,
+    registry,
+    reservations,
+    saved_names,
+    tuples,
+)
 from .calls import sequences_of_each_prompt
 from .presence import Presence
 from .replacement import Replacement
@@ -57,7 +76,13 @@ _changing = threading.RLock()
 _of_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() goes by kvlayers", default=None)
 
 
-def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy_names: bool = False) -> None:
+def install(
+    prefix_store: PrefixStore | None = None,
+    namespace: str = "",
+    legacy_names: bool = False,
+    replace_empty_caches: bool | None = None,
+    strict_prompts: bool | None = None,
+) -> None:
     """From now on, `generate()` makes its caches with kvlayers.
 
     Args:
@@ -66,18 +91,25 @@ def install(prefix_store: PrefixStore | None = None, namespace: str = "", legacy
         namespace: whose prefixes they are.
         legacy_names: from now on, old code also finds the caches that transformers 5 has dropped, in the modules where
             they were, and the methods that its own caches have lost.
+        replace_empty_caches: whether an empty `transformers.DynamicCache` or `StaticCache` that a model is given gets
+            layers of kvlayers, while its class stays. It does unless an earlier `install` said otherwise.
+        strict_prompts: whether a prompt that begins with other tokens than those that the given cache has seen is a
+            `PromptMismatchError`. It is a `PromptMismatchWarning`, once for each cache, unless an earlier `install`
+            said otherwise.
 
     Raises:
-        OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one, or `legacy_names` is
+        OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one, or one of the others is
             neither true nor false.
     """
     counted = in_use.counting(prefix_store, namespace)
     old_names.check_wanted(legacy_names)
+    options = install_options.changed(install_options.for_all(), replace_empty_caches, strict_prompts)
     with _changing:
         if legacy_names:
             old_names.PRESENCE.begin()
         if counted is not None:
             in_use.use_for_all(counted)
+        install_options.use_for_all(options)
         _presence.begin()
 
 
@@ -89,6 +121,7 @@ def uninstall() -> None:
     """
     with _changing:
         in_use.use_for_all(None)
+        install_options.use_for_all(install_options.InstallOptions())
         old_names.PRESENCE.end()
         _presence.end()
 
@@ -100,14 +133,20 @@ def is_installed() -> bool:
 
 @contextmanager
 def installed(
-    prefix_store: PrefixStore | None = None, namespace: str = "", legacy_names: bool = False
+    prefix_store: PrefixStore | None = None,
+    namespace: str = "",
+    legacy_names: bool = False,
+    replace_empty_caches: bool | None = None,
+    strict_prompts: bool | None = None,
 ) -> Iterator[None]:
     """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls.
 
-    A `prefix_store` is for calls in the block's own thread, as those of others may be for other namespaces.
+    A `prefix_store` is for calls in the block's own thread, as those of others may be for other namespaces; so are
+    `replace_empty_caches` and `strict_prompts`.
     """
     counted = in_use.counting(prefix_store, namespace)
     old_names.check_wanted(legacy_names)
+    options = install_options.changed(install_options.current(), replace_empty_caches, strict_prompts)
     with contextlib.ExitStack() as stack:
         with _changing:
             stack.enter_context(_presence.block())
@@ -115,20 +154,22 @@ def installed(
                 stack.enter_context(old_names.PRESENCE.block())
         if counted is not None:
             stack.enter_context(in_use.using(counted))
+        if replace_empty_caches is not None or strict_prompts is not None:
+            stack.enter_context(install_options.using(options))
         yield
 
 
 def _wake() -> None:
     for replacement in _replacements:
         replacement.put()
-    tuples.accept()
+    forward.accept(_goes_by_kvlayers)
     _offer_names()
 
 
 def _sleep() -> None:
     for replacement in _replacements:
         replacement.take_back()
-    tuples.refuse()
+    forward.refuse()
     _offer_names()
     reservations.free_reservations()
 
@@ -176,6 +217,12 @@ def own_call() -> Iterator[None]:
             _of_call.reset(token)
 
 
+def _goes_by_kvlayers() -> bool:
+    """Whether what is called now goes by kvlayers: as its call of `generate()` does, or as is installed."""
+    of_call = _of_call.get()
+    return is_installed() if of_call is None else of_call
+
+
 def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for what stands in for `original` in calls that go by kvlayers, and passes through to it in others.
 
@@ -185,9 +232,7 @@ def _wrapper(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            of_call = _of_call.get()
-            wanted = is_installed() if of_call is None else of_call
-            return (replacement if wanted else original)(self, *args, **kwargs)
+            return (replacement if _goes_by_kvlayers() else original)(self, *args, **kwargs)
 
         return method
 
@@ -201,6 +246,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             return (by_kvlayers if goes_by_kvlayers else original)(self, *args, **kwargs)
 
     def by_kvlayers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        registry.name_instead_of_cache(model_types.cache_argument(self), kwargs)
         going_by = in_use.current()
         if going_by is None:
             return generate_plainly(self, *args, **kwargs)
@@ -223,16 +269,27 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(past, tuple | list):
             tuples.warn_of_tuples(cache_name)
             past = kwargs[cache_name] = tuples.cache_for_generate(self.config, past)
+        input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
-            given.check_is_whole(past, kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)))
+            given.check_is_whole(past, input_ids)
         # A draft model's cache is given again and again, within one call.
         if not (config is not None and config.is_assistant):
             kwargs.update(given.decoder_mask(self, past, kwargs))
+        if type(past) in empty_caches.KINDS:
+            empty_caches.give_layers(past, self)
         recorded = past is not None and _is_recording(past)
-        static = _static_part(past)
+        static = _reading_mode(past)
         compiled = static is not None and static.compiled
+        sees_the_ids = (
+            cache_name == "past_key_values"
+            and not self.config.is_encoder_decoder
+            and not (config is not None and config.is_assistant)
+            and kwargs.get("inputs_embeds") is None
+            and not prefixes.is_own(past)
+        )
+        call = known_ids.Call(input_ids if sees_the_ids else None, kwargs.get("attention_mask"))
         try:
-            with reservations.lending() as loans:
+            with reservations.lending() as loans, known_ids.calling(call):
                 output = original(self, *args, **kwargs)
         finally:
             if static is not None:
@@ -241,6 +298,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         # A draft model's cache is rolled back between its calls of generate(); all others are whole when they end.
         if isinstance(cache, Cache) and not recorded and not (config is not None and config.is_assistant):
             cache.deactivate_past_recording()
+        call.end(output, cache)
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
             output[cache_name] = tuples.tuples_of(cache)
         if isinstance(output, Tensor):
@@ -266,9 +324,31 @@ def _wrap_prepare_config(original: Callable[..., Any]) -> Callable[..., Any]:
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
         if asked is not None and prepared.cache_implementation is None:
             prepared.cache_implementation = asked
+        if model_kwargs.get(model_types.cache_argument(self)) is None:
+            saved_names.apply(prepared)
         return prepared, model_kwargs
 
     return prepare_generation_config
+
+
+def _wrap_config_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def init(self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
+        saved_names.restore(self)
+
+    return init
+
+
+def _wrap_save_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.cache_implementation in _added_names:
+            saved_names.save(original, self, args, kwargs)
+        else:
+            original(self, *args, **kwargs)
+
+    return save_pretrained
 
 
 def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,16 +367,23 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         if prefixes.is_own(past):
             # It is of that name.
             generation_config.cache_implementation = None
+        if isinstance(past, Cache) and generation_config.use_cache is False:
+            # A config may say so (that of MPT does): then all tokens would be passed to the cache at every step.
+            generation_config.use_cache = model_kwargs["use_cache"] = True
         attention_mask = given.padding_mask(model_kwargs)
         # A draft model is given its own cache again and again, within one call.
         outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
         encoded = None if outputs is None else outputs[0]
         given.prepare(self, past, attention_mask, compat.whole_length(generation_config, attention_mask), encoded)
+        call = known_ids.current()
+        if call is not None:
+            call.begin(past, generation_config, attention_mask)
         if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
             # What is new is read at once instead.
             generation_config.prefill_chunk_size = None
-        static = _static_part(past)
-        if static is not None and generation_config.compile_config is not None:
+        static = _reading_mode(past)
+        # A cache of transformers says nothing itself.
+        if static is not None and (generation_config.compile_config is not None or not isinstance(past, Cache)):
             static.compiled = _will_be_compiled(self, generation_config, generation_mode, cache_name, past)
         if (
             past is not None
@@ -339,17 +426,18 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_cache_for_generation
 
 
-def _static_part(cache: Any) -> StaticCache | None:
-    """The cache of reserved memory that self-attention has, where it has one."""
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return own if isinstance(own, StaticCache) else None
+def _reading_mode(cache: Any) -> ReadingMode | None:
+    """What the layers of the static cache that self-attention has agree on, if it has one with layers of kvlayers."""
+    own = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
+    fixed = fixed_layers(own.layers) if isinstance(own, transformers.StaticCache) else []
+    return fixed[0].reserved.reading.mode if fixed else None
 
 
 def _cache_for(
     model: Any, generation_config: Any, mode: GenerationMode, cache_name: str, name: str, request: registry.CacheRequest
 ) -> transformers.Cache:
     cache = registry.cache_for(name, request)
-    if _static_part(cache) is None:
+    if _reading_mode(cache) is None:
         return cache
     compiled = _will_be_compiled(model, generation_config, mode, cache_name, cache)
     if compiled and request.length_hint is not None:
@@ -358,7 +446,7 @@ def _cache_for(
     cache = reservations.lend(model, cache, request)
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserved_ahead(model, cache, request)
-    static = _static_part(cache)
+    static = _reading_mode(cache)
     if static is not None:
         static.compiled = compiled
     return cache
@@ -377,7 +465,7 @@ def _will_be_compiled(
     model: Any, generation_config: Any, mode: GenerationMode, cache_name: str, cache: transformers.Cache
 ) -> bool:
     """Whether generate() is going to compile the forward pass around a cache of reserved memory."""
-    static = _static_part(cache)
+    static = _reading_mode(cache)
     if static is None or model_types.counts_on_the_whole_reservation(model.config):
         return False
     if mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
@@ -447,4 +535,7 @@ _replacements = [
         "_assisted_decoding": _wrap_assisted_decoding,
         **({"_prefill": _wrap_prefill} if compat.PREFILLS_APART else {}),
     }.items()
+] + [
+    Replacement(configuration.GenerationConfig, "__init__", _wrap_config_init),
+    Replacement(configuration.GenerationConfig, "save_pretrained", _wrap_save_config),
 ]

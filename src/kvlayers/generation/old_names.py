@@ -14,13 +14,13 @@ from torch import Tensor
 from .. import compat, legacy, windowed_states
 from ..deprecation import warn_of_old_use
 from ..errors import OptionError
+from ..first_import import AS_FIRST_IMPORTED
 from ..legacy import LegacySurface
 from ..mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import HQQQuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from ..sink_cache import SinkCache
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache
-from ..supported import AS_FIRST_IMPORTED
 from .presence import Presence
 from .tuples import tuples_of, view_of
 

@@ -12,12 +12,15 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from .. import model_types
+from ..amounts import tokens
 from ..cache import Cache
 from ..dynamic_cache import DynamicCache
 from ..encoder_decoder import EncoderDecoderCache
-from ..errors import ConfigError, OptionError, RegistryError
+from ..errors import OptionError, RegistryError
 from ..layers.dispatch import every_token_layers
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
+from ..options import checked_device, checked_dtype
 from ..quantized_cache import QuantizedCache
 from ..sink_cache import SinkCache, left_padding_of
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
@@ -132,9 +135,9 @@ def make_cache(
     model_or_config: object,
     *,
     batch_size: int | None = None,
-    length_hint: int | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    length_hint: int | str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> transformers.Cache:
     """The cache called `name`, for a model.
@@ -143,9 +146,10 @@ def make_cache(
         name: one of `cache_names()`.
         model_or_config: the model that will use the cache, or its config.
         batch_size: sequences side by side, where known. (A static cache reserves for `max_batch_size`, an option.)
-        length_hint: the most tokens that are expected, where known. A static cache reserves so many.
+        length_hint: the most tokens that are expected, where known, such as 4096 or "4k". A static cache reserves so
+            many.
         device: device of the model, where known.
-        dtype: dtype of the states, where known.
+        dtype: dtype of the states, or its name, where known.
         options: options of that cache, such as `max_cache_len`.
 
     Raises:
@@ -157,9 +161,16 @@ def make_cache(
         >>> import kvlayers, transformers
         >>> config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=4096)
         >>> kvlayers.make_cache("dynamic", config)
-        DynamicCache(2 x SlidingLayer(length=0))
+        DynamicCache(2 x SlidingLayer, 0 tokens, 0 B)
     """
-    request = CacheRequest(_config_of(model_or_config), options, batch_size, length_hint, device, dtype)
+    request = CacheRequest(
+        model_types.config_of(model_or_config),
+        options,
+        batch_size,
+        None if length_hint is None else tokens(length_hint, "length_hint"),
+        checked_device(device) if isinstance(device, str) else device,
+        None if dtype is None else checked_dtype(dtype),
+    )
     return cache_for(name, request)
 
 
@@ -183,14 +194,24 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     return cache
 
 
-def _config_of(model_or_config: object) -> PretrainedConfig:
-    found = vars(model_or_config).get("config") if isinstance(model_or_config, torch.nn.Module) else model_or_config
-    if not isinstance(found, PretrainedConfig):
-        raise ConfigError(
-            f"expected a model or its config, but saw a {type(model_or_config).__name__}: pass the model itself, or "
-            "model.config."
-        )
-    return found
+def name_instead_of_cache(argument: str, arguments: dict[str, Any]) -> None:
+    """Let a name that was passed to `generate()` in the place of a cache be its `cache_implementation`.
+
+    Args:
+        argument: the argument for a cache.
+        arguments: of the call, which are changed.
+
+    Raises:
+        OptionError: there is another name in `cache_implementation`.
+    """
+    name = arguments.get(argument)
+    if not isinstance(name, str):
+        return
+    other = arguments.get("cache_implementation")
+    if other not in (None, name):
+        raise OptionError(f"expected one cache, but saw {argument}={name!r} and cache_implementation={other!r}.")
+    arguments["cache_implementation"] = name
+    del arguments[argument]
 
 
 def _factory(name: str) -> CacheFactory:
@@ -238,6 +259,8 @@ def _dynamic_full(request: CacheRequest) -> Cache:
     unknown = sorted(options.keys() - {"length_hint", "checkpoints"})
     if unknown:
         raise OptionError(f"'dynamic_full' takes the options length_hint and checkpoints, but was given {unknown}.")
+    hint = options["length_hint"]
+    options["length_hint"] = None if hint is None else tokens(hint, "length_hint")
     return Cache(layers=every_token_layers(request.config, **options))
 
 

@@ -1,17 +1,11 @@
-"""Nested tuples in the place of a cache, into and out of the forward pass of a model, as transformers 4 had them.
+"""Nested tuples in the place of a cache, into and out of the forward pass of a model, as transformers 4 had them."""
 
-`PreTrainedModel.__call__` is what is replaced: it is the one method that every forward pass of every model goes
-through, and it costs next to nothing where no tuples are passed.
-"""
-
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 from typing_extensions import Self
 
@@ -23,48 +17,25 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import LegacyFormatError, StateMismatchError
 from ..layers import DynamicLayer, SlidingLayer
 from ..legacy import LegacyStates
-from .replacement import Replacement
 
 ARGUMENT = "past_key_values"
 
 TuplesCache = DynamicCache | EncoderDecoderCache
 """What is made of tuples."""
 
-_accepting = False
 
+def call(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a forward pass returns that is given tuples, or something else that is a tuple.
 
-def accept() -> None:
-    """From now on, models take tuples, and return tuples where they were given some."""
-    global _accepting
-    _accepting = True
-    _replacement.put()
+    Args:
+        original: `PreTrainedModel.__call__`.
+        model: the model.
+        args: its arguments.
+        kwargs: its arguments by name.
 
-
-def refuse() -> None:
-    """Take `accept` back."""
-    global _accepting
-    _accepting = False
-    _replacement.take_back()
-
-
-def _taking_tuples(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _accepting:
-            if isinstance(kwargs.get(ARGUMENT), tuple | list):
-                return _call_with_tuples(original, self, args, kwargs)
-            for argument in args:
-                if isinstance(argument, tuple | list):
-                    return _call_with_tuples(original, self, args, kwargs)
-        return original(self, *args, **kwargs)
-
-    return call
-
-
-_replacement = Replacement(PreTrainedModel, "__call__", _taking_tuples)
-
-
-def _call_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    Raises:
+        LegacyFormatError: as `cache_for_forward`.
+    """
     position = None if ARGUMENT in kwargs else _position(model)
     past = kwargs.get(ARGUMENT) if position is None else args[position : position + 1]
     if position is not None:
@@ -133,7 +104,7 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
             cache: what a model returned.
             config: config of the model, whose forward passes may go on in the cache.
         """
-        states = cls(tuples_of(cache))
+        states = cls(view_of(cache).as_tuples(legacy.handed_out_states))
         if isinstance(cache, DynamicCache | EncoderDecoderCache):
             vars(states)["source"] = cache, config
         return states
@@ -207,7 +178,7 @@ def _has_cross_attention(config: Any, states: LegacyStates) -> bool:
 
 
 def tuples_of(cache: Any) -> LegacyStates:
-    """The states of a cache, of kvlayers or of transformers, as nested tuples: views of its memory.
+    """Copies of the states of a cache, of kvlayers or of transformers, as nested tuples.
 
     Raises:
         LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.

@@ -19,7 +19,7 @@ from .dynamic import DynamicLayer
 from .hybrid import HybridLayer
 from .linear_attention import LinearAttentionLayer
 from .offloaded import OffloadedLayer
-from .quantized import QuantizedLayer
+from .quantized import quantized_layer
 from .sinking import Sinking
 from .sliding import SlidingLayer
 from .static import StaticLayer
@@ -192,7 +192,7 @@ def quantized_layers(
         return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window))
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: QuantizedLayer(quantization.of_layer(spec.index), length_hint),
+        "full_attention": lambda spec: quantized_layer(quantization.of_layer(spec.index), length_hint),
         **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
     }
     return _layers(config, kinds, checkpoints)

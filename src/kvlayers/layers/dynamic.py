@@ -1,5 +1,7 @@
 """A layer that keeps every token."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,7 +27,9 @@ class DynamicLayer(TokenLayer):
         super().__init__(DenseStore(length_hint) if store is None else store)
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, Tensor]:
         store = self._store
         store.admit(key_states, value_states)
         return store.extend(key_states, value_states)
@@ -33,7 +37,7 @@ class DynamicLayer(TokenLayer):
     @override
     def expand(self, repeats: int) -> None:
         if isinstance(self._store, DenseStore) and self._store.length:
-            self._store = SharedStore(self._store, repeats)
+            self._store = SharedStore(self._store.fork(), repeats)
         else:
             super().expand(repeats)
 

@@ -6,17 +6,19 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, override
 
+from .. import compat
 from ..errors import StateMismatchError, UnsupportedLayerError
 from ..stores.base import Fact
 from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState, whole_number
+from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from .linear_attention import LinearAttentionLayer
+from .linear_states import LinearStates
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
 
 
-class HybridLayer(CacheLayer):
+class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
     Keys and values go to the one, convolution states and recurrent states to the other; operations go to both.
@@ -100,9 +102,24 @@ class HybridLayer(CacheLayer):
     def values(self, states: Tensor) -> None:
         self._attends.values = states
 
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.attention.peek()
+
     @property
     def _attends(self) -> Any:
         return self.attention
+
+    @override
+    def recount(self, length: int) -> None:
+        self.attention.recount(length)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this kind of attention layer has besides, such as a window or a reservation."""
+        return attribute_within(self, "attention", name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *public_names(self.attention)})
 
     @property
     def is_sliding(self) -> bool:  # type: ignore[override]
@@ -130,14 +147,37 @@ class HybridLayer(CacheLayer):
         return self.linear.number_of_states
 
     @property
+    def held(self) -> LinearStates:
+        """As those of the recurrent layer."""
+        return self.linear.held
+
+    @property
     def conv_states(self) -> dict[int, Tensor | None]:
         """As those of the recurrent layer."""
         return self.linear.conv_states
+
+    @conv_states.setter
+    def conv_states(self, states: Mapping[int, Tensor | None]) -> None:
+        self.linear.conv_states = states
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
         """As those of the recurrent layer."""
         return self.linear.recurrent_states
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: Mapping[int, Tensor | None]) -> None:
+        self.linear.recurrent_states = states
+
+    @property
+    def is_conv_states_initialized(self) -> dict[int, bool]:
+        """As that of the recurrent layer."""
+        return self.linear.is_conv_states_initialized
+
+    @property
+    def is_recurrent_states_initialized(self) -> dict[int, bool]:
+        """As that of the recurrent layer."""
+        return self.linear.is_recurrent_states_initialized
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:
@@ -190,6 +230,10 @@ class HybridLayer(CacheLayer):
     def is_initialized(self) -> bool:
         """Whether the form of the keys and values is known."""
         return self.attention.is_initialized
+
+    @is_initialized.setter
+    def is_initialized(self, is_initialized: bool) -> None:
+        self.attention.is_initialized = is_initialized
 
     @override
     def restorable(self, length: int) -> int:

@@ -114,6 +114,14 @@ class LayerOperations(ABC):
     def fork(self) -> Self:
         """An independent continuation: what happens to the one never shows in the other."""
 
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
+
+        They may be views of memory that forks share and that is written again; `keys` and `values` are not. A layer
+        that does not attend has none.
+        """
+        return None, None
+
     @abstractmethod
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
@@ -221,6 +229,16 @@ class LayerOperations(ABC):
             UnsupportedLayerError: always.
         """
         self.offload()
+
+    def __copy__(self) -> Self:
+        # As a shallow copy of a layer of transformers is: it may be updated without the original.
+        return self.fork()
+
+    def _twin(self) -> Self:
+        """A layer with the very same attributes."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = self.fork()

@@ -1,6 +1,5 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
@@ -23,7 +22,7 @@ from .linear_checks import (
 )
 from .linear_past import LinearPast
 from .linear_saving import check_linear_state, linear_state, read_history
-from .linear_states import LinearStates
+from .linear_states import LinearStates, StatesByIndex
 from .token_count import TokenCount
 
 
@@ -84,14 +83,59 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         return self._past.checkpoints
 
     @property
+    def held(self) -> LinearStates:
+        """The states themselves."""
+        return self._states
+
+    @property
     def conv_states(self) -> dict[int, Tensor | None]:
-        """By state index, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
-        return self._states.conv
+        """By state index, `[batch, channels, conv_kernel_size]`, `None` before the first tokens.
+
+        States that are assigned to an index are copied. The layer then no longer knows how many tokens it has seen, so
+        it cannot be rolled back until it is reset.
+        """
+        return StatesByIndex(self._states.conv, self._assign_conv)
+
+    @conv_states.setter
+    def conv_states(self, states: Mapping[int, Tensor | None]) -> None:
+        for index, assigned in states.items():
+            self._assign_conv(index, assigned)
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """By state index, of any shape that begins with the batch, `None` before the first tokens."""
-        return self._states.recurrent
+        """By state index, of any shape that begins with the batch, `None` before the first tokens.
+
+        States are assigned as to `conv_states`.
+        """
+        return StatesByIndex(self._states.recurrent, self._assign_recurrent)
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: Mapping[int, Tensor | None]) -> None:
+        for index, assigned in states.items():
+            self._assign_recurrent(index, assigned)
+
+    def _assign_conv(self, state_idx: int, states: Tensor | None) -> None:
+        self._forget_past(state_idx)
+        if states is None:
+            self._states.forget_conv(state_idx)
+        else:
+            kernel = self._states.kernel[state_idx] or states.shape[-1]
+            newest = states[..., -kernel:]
+            self._states.put_conv(state_idx, newest, newest.shape[-1])
+
+    def _assign_recurrent(self, state_idx: int, states: Tensor | None) -> None:
+        self._forget_past(state_idx)
+        if states is None:
+            self._states.forget_recurrent(state_idx)
+        else:
+            self._states.put_recurrent(state_idx, states)
+
+    def _forget_past(self, state_idx: int) -> None:
+        """Go on from states that somebody else made, of which neither the count of tokens nor checkpoints are true."""
+        if state_idx not in self._states.conv:
+            raise no_state(state_idx, self.number_of_states)
+        self._count.give_up()
+        self._past.clear()
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:
@@ -102,6 +146,16 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     def has_previous_state(self) -> dict[int, bool]:
         """By state index, whether tokens have been seen."""
         return self._states.has_conv
+
+    @property
+    def is_conv_states_initialized(self) -> dict[int, bool]:
+        """By state index, whether there is memory for a convolution state."""
+        return {index: states is not None for index, states in self._states.conv.items()}
+
+    @property
+    def is_recurrent_states_initialized(self) -> dict[int, bool]:
+        """By state index, whether there is memory for a recurrent state."""
+        return {index: states is not None for index, states in self._states.recurrent.items()}
 
     # Taking in states
 
@@ -289,7 +343,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def fork(self) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._states, twin._count = self._states.fork(), self._count.fork()
         twin._past = self._past.fork(twin._states, twin._count)
         return twin
@@ -362,8 +416,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put back what is recorded: where there are convolutions alone."""
-        conv, recurrent = self._states.filled()
-        return bool(conv) and not recurrent
+        conv, recurrent = self.is_conv_states_initialized, self.is_recurrent_states_initialized
+        return any(conv.values()) and not any(recurrent.values())
 
     def lazy_initialization(
         self,

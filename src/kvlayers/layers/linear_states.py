@@ -1,6 +1,6 @@
 """The tensors of a recurrent layer, at an address that does not change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ class LinearStates:
             self.put_conv(index, states, states.shape[-1])
         for index, states in checkpoint.recurrent.items():
             self.put_recurrent(index, states)
+
+    def forget_conv(self, state_idx: int) -> None:
+        """Hold neither columns nor memory for them."""
+        self.conv[state_idx] = self.kernel[state_idx] = None
+        self.has_conv[state_idx] = False
+
+    def forget_recurrent(self, state_idx: int) -> None:
+        """Hold neither a recurrent state nor memory for it."""
+        self.recurrent[state_idx] = None
+        self.has_recurrent[state_idx] = False
 
     def reserve(self, state_idx: int, conv: Tensor | None, recurrent: Tensor | None, kernel: int) -> None:
         """Take memory for states like these, unless there are some."""
@@ -115,6 +125,27 @@ class LinearStates:
         """All memory, whether it holds tokens or not."""
         for held in (self.conv, self.recurrent):
             yield from (states for states in held.values() if states is not None)
+
+
+class StatesByIndex(dict[int, Tensor | None]):
+    """States of a layer by their index, which tell the layer of states that are assigned to one of them.
+
+    Args:
+        held: the states.
+        put: takes the index and the states that are assigned.
+    """
+
+    def __init__(self, held: Mapping[int, Tensor | None], put: Callable[[int, Tensor | None], None]) -> None:
+        super().__init__(held)
+        self._put = put
+
+    def __setitem__(self, state_idx: int, states: Tensor | None) -> None:
+        self._put(state_idx, states)
+        super().__setitem__(state_idx, states)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[int, Tensor | None]]]:
+        # A copy belongs to no layer.
+        return dict, (dict(self),)
 
 
 def written(held: Tensor | None, states: Tensor) -> Tensor:

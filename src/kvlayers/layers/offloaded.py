@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from ..attention.handle import PackedStates
 from ..errors import CapacityError, UnsupportedLayerError
 from ..offload.prefetcher import Prefetcher
+from ..quantizers.base import Side
 from ..stores.base import Mover
 from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState
+from .base import CacheLayer, LayerState, attribute_within, public_names
 from .token_layer import TokenLayer
 
 
@@ -85,9 +87,11 @@ class OffloadedLayer(CacheLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys held, on their device, as `TokenLayer.keys`. They are brought there for as long as they are used."""
-        with self._away():
-            return self.layer.keys
+        """Keys held, on their device: a copy if they are at home elsewhere, else as `TokenLayer.keys`.
+
+        Writing to a copy does not change the layer: assign it, then values, to do that.
+        """
+        return self._handed_out("keys")
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
@@ -96,14 +100,25 @@ class OffloadedLayer(CacheLayer):
 
     @property
     def values(self) -> Tensor | None:
-        """Values held, on their device, as `TokenLayer.values`. They are brought there for as long as they are used."""
-        with self._away():
-            return self.layer.values
+        """Values held, on their device, as `keys`."""
+        return self._handed_out("values")
 
     @values.setter
     def values(self, states: Tensor) -> None:
         with self._away(changes=True):
             self.layer.values = states
+
+    def _handed_out(self, side: Side) -> Tensor | None:
+        with self._away():
+            states = self.layer.keys if side == "keys" else self.layer.values
+        if states is None or isinstance(states, PackedStates) or self.prefetcher.lane(self.device) is None:
+            return states
+        return states.clone()
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        with self._away():
+            return self.layer.peek()
 
     @contextlib.contextmanager
     def _away(self, changes: bool = False) -> Iterator[None]:
@@ -214,7 +229,19 @@ class OffloadedLayer(CacheLayer):
     def prefetch(self) -> None:
         """Nothing: the states of the next layer are brought by themselves."""
 
+    @override
+    def recount(self, length: int) -> None:
+        with self._at_home() as layer:
+            layer.recount(length)
+
     # What the layer within says
+
+    def __getattr__(self, name: str) -> Any:
+        """What this kind of layer has besides, such as a window or a reservation."""
+        return attribute_within(self, "layer", name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *public_names(self.layer)})
 
     @property
     @override

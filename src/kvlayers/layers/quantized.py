@@ -1,5 +1,9 @@
 """A layer that keeps every token, most of them in packed codes."""
 
+import torch
+from typing_extensions import override
+
+from .. import compat
 from ..options import checks_options
 from ..stores.quantization import Quantization
 from ..stores.quantized import QuantizedStore
@@ -9,6 +13,9 @@ from .dynamic import DynamicLayer
 
 class QuantizedLayer(DynamicLayer):
     """Full attention over a `QuantizedStore`.
+
+    A cache with a backend that transformers has as well holds layers of a subclass, which are instances of
+    transformers' layer class of that backend and are otherwise the same.
 
     Args:
         quantization: bits, groups, and the tokens that stay in full precision; the defaults where not given.
@@ -24,8 +31,88 @@ class QuantizedLayer(DynamicLayer):
         torch.Size([1, 8, 1, 64])
     """
 
+    _store: QuantizedStore
+
     @checks_options
     def __init__(self, quantization: Quantization | None = None, length_hint: int | None = None) -> None:
         if length_hint is not None:
             length_hint = whole_number(length_hint, "length_hint")
         super().__init__(store=QuantizedStore(quantization or Quantization(), length_hint))
+
+    @property
+    def quantization(self) -> Quantization:
+        """Bits, groups, and the tokens that stay in full precision."""
+        return self._store.quantization
+
+    @property
+    @override
+    def kind(self) -> str:
+        return "QuantizedLayer"
+
+    # What follows is how transformers' layers say the above.
+
+    @property
+    def nbits(self) -> int:
+        """Bits of a code. If values have other bits than keys, those of the keys."""
+        return self.quantization.keys.nbits
+
+    @property
+    def axis_key(self) -> int | None:
+        """Axis along which keys are grouped, `None` if the backend has no such option."""
+        return self.quantization.axes[0]
+
+    @property
+    def axis_value(self) -> int | None:
+        """Axis along which values are grouped, `None` if the backend has no such option."""
+        return self.quantization.axes[1]
+
+    @property
+    def q_group_size(self) -> int | None:
+        """States that share a scale, as asked for; `None` for the size that suits the head_dim."""
+        return self.quantization.keys.group_size
+
+    @property
+    def residual_length(self) -> int:
+        """Newest tokens that stay in full precision."""
+        return self.quantization.residual_length
+
+
+class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc]
+    """A `QuantizedLayer` of the quanto backend, which is an instance of transformers' class as well.
+
+    The name alone is inherited: every public method is that of `QuantizedLayer`.
+    """
+
+
+class HQQQuantizedLayer(QuantizedLayer, compat.HQQ_LAYER):  # type: ignore[misc]
+    """A `QuantizedLayer` of the hqq backend, which is an instance of transformers' class as well.
+
+    The name alone is inherited, as in `QuantoQuantizedLayer`.
+    """
+
+
+class Fp8QuantizedLayer(QuantizedLayer, compat.FP8_LAYER):  # type: ignore[misc]
+    """A `QuantizedLayer` of the fp8 backend, which is an instance of transformers' class as well.
+
+    The name alone is inherited, as in `QuantoQuantizedLayer`.
+
+    Attributes:
+        fp8_dtype: dtype of a code.
+        fp8_max: the largest number that a code can stand for.
+    """
+
+    fp8_dtype = torch.float8_e4m3fn
+    fp8_max = torch.finfo(torch.float8_e4m3fn).max
+
+
+_BY_BACKEND: dict[str, type[QuantizedLayer]] = {
+    "quanto": QuantoQuantizedLayer,
+    "hqq": HQQQuantizedLayer,
+    "fp8": Fp8QuantizedLayer,
+}
+
+
+def quantized_layer(quantization: Quantization | None = None, length_hint: int | None = None) -> QuantizedLayer:
+    """A quantized layer for a cache, of the class that transformers has for the backend; see `QuantizedLayer`."""
+    backend = "" if quantization is None else quantization.backend
+    return _BY_BACKEND.get(backend, QuantizedLayer)(quantization, length_hint)

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..attention.handle import PackedStates
 from ..errors import OptionError, RollbackError, StateMismatchError
 from ..options import checks_options
+from ..quantizers.base import Side
 from ..rotary import Rotary
 from ..stores import DenseStore, TokenStore
 from ..stores.base import Fact, StatePair
 from .base import LayerState, whole_number
 from .dynamic import check_rollback
 from .sinks import NAMES, PADDING_NAME, Sinks
-from .sliding import window_room
+from .sliding import take_back, window_room
 from .token_layer import TokenLayer, seen_tokens
 
 
@@ -89,7 +91,12 @@ class SinkLayer(TokenLayer):
             kept = min(self._needed(seen + tokens), behind + tokens)
             attended = store.pass_through(key_states, value_states, behind, kept, front if all_stand else None)
         else:
-            attended = store.extend(key_states, value_states, behind, front if all_stand else None)
+            held = store.length
+            try:
+                attended = store.extend(key_states, value_states, behind, front if all_stand else None)
+            except BaseException:
+                take_back(store, held)
+                raise
         if front is not None and not all_stand:
             attended = self._with_some(sinks.stands_before(first), front, attended)
         self._sinks, self._seen = sinks, seen + tokens
@@ -121,6 +128,11 @@ class SinkLayer(TokenLayer):
             self._store.drop_oldest(beyond)
 
     @property
+    @override
+    def held_tokens(self) -> int:
+        return min(self._seen, self.num_sink_tokens + self._store.length)
+
+    @property
     def rotary(self) -> Rotary | None:
         """How keys are rotated, `None` where they know no positions."""
         return self._sinks.rotary
@@ -138,43 +150,42 @@ class SinkLayer(TokenLayer):
             )
         self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
 
-    @property
-    def keys(self) -> Tensor | None:
-        """Keys that the next token attends to, `[batch, kv_heads, tokens, head_dim]`; `None` at first."""
-        return self._attended_past(0)
+    @override
+    def _handed_out(self, side: Side) -> Tensor | None:
+        # Copies: the layer does not hold what the next token attends to, but the sinks as they came, and the window.
+        keys, values = self.peek()
+        return _copied(keys if side == "keys" else values)
 
-    @keys.setter
-    def keys(self, states: Tensor) -> None:
-        self._replace(states, self.values)
-
-    @property
-    def values(self) -> Tensor | None:
-        """Values that the next token attends to, `[batch, kv_heads, tokens, head_dim]`; `None` at first."""
-        return self._attended_past(1)
-
-    @values.setter
-    def values(self, states: Tensor) -> None:
-        self._replace(self.keys, states)
-
-    def _attended_past(self, side: int) -> Tensor | None:
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
         if self._store.key_form is None:
-            return None
+            return None, None
         past = self._past(self._seen)
         first = self._seen - past
         if first <= self._sinks.first_start:
-            return self._store.newest(past)[side]
+            return self._store.newest(past)
         front = self._sinks.standing_before(first)
         if first <= self._sinks.last_start:
-            return self._with_some(self._sinks.stands_before(first), front, self._store.newest(past))[side]
-        return torch.cat([front[side], self._store.newest(past - self.num_sink_tokens)[side]], dim=2)
+            return self._with_some(self._sinks.stands_before(first), front, self._store.newest(past))
+        window = self._store.newest(past - self.num_sink_tokens)
+        return torch.cat([front[0], window[0]], dim=2), torch.cat([front[1], window[1]], dim=2)
 
     @override
-    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+    def assignable(self, states: Tensor) -> Tensor:
         if self._seen != self._store.length or self._seen > self._past(self._seen):
             raise StateMismatchError(
                 f"expected states in place of those of all {self._seen} tokens, but some have been evicted: use "
                 "state() and load_state()."
             )
+        if states.shape[2] != self._seen:
+            raise StateMismatchError(
+                f"expected states of all {self._seen} tokens, as keys are turned by their positions, but saw "
+                f"{states.shape[2]}: use a DynamicCache to evict others than the oldest."
+            )
+        return states
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
         super()._replace(keys, values)
         self._sinks = self._sinks.with_tokens(0, *self._store.newest(self._seen))
 
@@ -290,6 +301,11 @@ class SinkLayer(TokenLayer):
         sinks = self._sinks.of_state(own)
         self._store.load_state(window.tensors)
         self._sinks, self._seen = sinks, seen_tokens(state)
+
+
+def _copied(states: Tensor | None) -> Tensor | None:
+    # Handles cannot be written to.
+    return states if states is None or isinstance(states, PackedStates) else states.clone()
 
 
 def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:

@@ -1,5 +1,7 @@
 """A layer that keeps a window of the newest tokens."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -7,7 +9,7 @@ from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
 from ..stores.base import Fact
-from .base import LayerState, whole_number
+from .base import LayerState, not_of_so_many, whole_number
 from .dynamic import check_rollback
 from .token_layer import TokenLayer, seen_tokens
 
@@ -49,10 +51,12 @@ class SlidingLayer(TokenLayer):
         self._seen = 0
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
         tokens = store.admit(key_states, value_states)
-        past = min(seen, self.sliding_window - 1)
+        past = min(store.length, self.sliding_window - 1)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
@@ -60,7 +64,12 @@ class SlidingLayer(TokenLayer):
             attended = store.pass_through(key_states, value_states, past, kept)
             self._seen = seen + tokens
             return attended
-        attended = store.extend(key_states, value_states, past)
+        held = store.length
+        try:
+            attended = store.extend(key_states, value_states, past)
+        except BaseException:
+            take_back(store, held)
+            raise
         self._seen = seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
@@ -86,6 +95,13 @@ class SlidingLayer(TokenLayer):
     def length(self) -> int:
         return self._seen
 
+    @override
+    def recount(self, length: int) -> None:
+        held = self._store.length
+        if not min(length, self.sliding_window - 1) <= held <= length:
+            raise not_of_so_many(length, held)
+        self._seen = length
+
     @property
     @override
     def capacity(self) -> int | None:
@@ -93,7 +109,7 @@ class SlidingLayer(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = min(self._seen, self.sliding_window - 1)
+        past = min(self._store.length, self.sliding_window - 1)
         return past + query_length, self._seen - past
 
     @override
@@ -121,6 +137,24 @@ class SlidingLayer(TokenLayer):
         self._seen = length
         self._keep_window()
 
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        # How many tokens were seen, an assignment does not change. Those that are left count as the newest.
+        if states.shape[2] > self._seen:
+            raise StateMismatchError(
+                f"expected states in place of those of the {self._seen} tokens that were seen, but saw "
+                f"{states.shape[2]} tokens: use update for new ones, and from_legacy_cache to fill a new cache."
+            )
+        return states
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        seen = self._seen
+        super()._replace(keys, values)
+        self._seen = seen
+        if not self.record_past:
+            self._drop_beyond_window()
+
     def _keep_window(self) -> None:
         self._drop_beyond_window()
         self._store.shrink(self.room)
@@ -146,6 +180,12 @@ class SlidingLayer(TokenLayer):
                 f"expected a state with the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, or with more "
                 f"of them, but saw {held}: take the state again."
             )
+
+
+def take_back(store: TokenStore, held: int) -> None:
+    """Let a store hold `held` tokens again, where an update was interrupted behind what it had added to them."""
+    if store.length > held:
+        store.truncate(held)
 
 
 def check_window(sliding_window: object) -> None:

@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from ..errors import CapacityError, OptionError
+from ..errors import CapacityError, OptionError, StateMismatchError
 from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.base import Fact
@@ -48,6 +48,8 @@ class StaticLayer(DynamicLayer):
     """
 
     _store: FixedStore
+    followers: "tuple[StaticLayer, ...]" = ()
+    """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -71,6 +73,20 @@ class StaticLayer(DynamicLayer):
         return self._store.capacity
 
     @property
+    def max_batch_size(self) -> int | None:
+        """Sequences reserved for, `None` while that is open."""
+        return self._store.reserved_batch_size
+
+    @override
+    def recount(self, length: int) -> None:
+        """Go on from `length` tokens, as `truncate`.
+
+        Raises:
+            RollbackError: fewer are held.
+        """
+        self.truncate(length)
+
+    @property
     def reserved(self) -> FixedStore:
         """The memory, and what attention reads of it."""
         return self._store
@@ -79,6 +95,16 @@ class StaticLayer(DynamicLayer):
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether masks are made for what compiled code reads."""
         return self._store.reading.mode.buckets_now
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        held, tokens = self.length, states.shape[2]
+        if tokens > held and tokens != self.max_cache_len:
+            raise StateMismatchError(
+                f"expected states in place of those of the {held} tokens that are held, or of the whole reservation of "
+                f"{self.max_cache_len}, but saw {tokens}: use update for new tokens."
+            )
+        return states[:, :, :held]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that compiled code writes to, which an exported program must have as its buffers.
@@ -97,8 +123,16 @@ class StaticLayer(DynamicLayer):
             self._store.check_room(tokens)
 
     @override
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.followers = ()
+        return twin
+
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
+        for layer in self.followers:
+            layer.make_room(query_length)
         bucket = self._store.announce(query_length)
         return (self._store.length + query_length if bucket is None else bucket), 0
 

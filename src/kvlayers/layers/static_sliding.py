@@ -1,10 +1,12 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from ..errors import CapacityError
+from ..errors import CapacityError, StateMismatchError
 from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.admission import no_room_for_tokens
@@ -38,6 +40,8 @@ class StaticSlidingLayer(SlidingLayer):
     """
 
     _store: FixedStore
+    followers: "tuple[StaticSlidingLayer, ...]" = ()
+    """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -56,7 +60,7 @@ class StaticSlidingLayer(SlidingLayer):
         whole_from = sliding_window - 1 if fits_window else None
         super().__init__(sliding_window, store=FixedStore(room, max_batch_size, buckets, whole_from, grow))
         self.room = room
-        self.max_cache_len = max_cache_len
+        self._expected = max_cache_len
         self.token_limit = None if grow else token_limit if fits_window else max_cache_len
 
     # The store counts what it takes in, as compiled code cannot count here without becoming code for one length.
@@ -70,7 +74,9 @@ class StaticSlidingLayer(SlidingLayer):
         self._store.total = seen
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.is_compileable:
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
@@ -110,8 +116,16 @@ class StaticSlidingLayer(SlidingLayer):
             self._check_token_limit(tokens)
 
     @override
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.followers = ()
+        return twin
+
+    @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
+        for layer in self.followers:
+            layer.make_room(query_length)
         bucket = self._store.announce(query_length)
         return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.passed)
 
@@ -141,7 +155,22 @@ class StaticSlidingLayer(SlidingLayer):
     @property
     @override
     def capacity(self) -> int | None:
-        return min(self.max_cache_len, self.sliding_window)
+        return self.max_cache_len
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens that a query attends to at most: the window, or what was reserved if that is less."""
+        return min(self._expected, self.sliding_window)
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Sequences reserved for, `None` while that is open."""
+        return self._store.reserved_batch_size
+
+    @property
+    def cumulative_length_int(self) -> int:
+        """As `length`, by the name of transformers, whose layer counts in a tensor as well."""
+        return self.length
 
     @override
     def activate_past_recording(self) -> None:
@@ -153,12 +182,22 @@ class StaticSlidingLayer(SlidingLayer):
         super().deactivate_past_recording()
         self._store.reading.mode.recording = False
 
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        least = min(self._seen, self.sliding_window - 1)
+        if states.shape[2] < least:
+            raise StateMismatchError(
+                f"expected states of at least the {least} tokens that a static window attends to, as compiled code "
+                f"counts on them, but saw {states.shape[2]}: use a DynamicCache to evict some of a window."
+            )
+        return super().assignable(states)
+
     def covers(self, other: object, batch_size: int | None) -> bool:
         """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
         return (
             isinstance(other, StaticSlidingLayer)
             and self.sliding_window == other.sliding_window
-            and self.max_cache_len >= other.max_cache_len
+            and self._expected >= other._expected
             and (self.token_limit is None) == (other.token_limit is None)
             and self._store.covers(other._store, batch_size)
         )
@@ -166,7 +205,7 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def reservation(self) -> dict[str, Fact]:
         return {
-            "max_cache_len": None if self._store.grow else self.max_cache_len,
+            "max_cache_len": None if self._store.grow else self._expected,
             "token_limit": self.token_limit,
         }
 

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..stores.admission import no_room_for_tokens
 
 
 def update(
     layer: Any, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any] | None
 ) -> tuple[Tensor, Tensor]:
     """`update` of a layer of transformers' own. Static ones once wrote at slot 0 where nobody told them another."""
+    if is_checked_on_host(layer, key_states):
+        check_room(layer, key_states.shape[-2])
     if compat.UPDATES_BY_CACHE_POSITION:
         told = dict(cache_kwargs or {})
         if told.get("cache_position") is None:
@@ -22,6 +25,21 @@ def update(
     else:
         attended = layer.update(key_states, value_states)
     return attended
+
+
+def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:
+    """`update_indexer` of a layer of transformers' own, `[batch, new, index_head_dim]`."""
+    if is_checked_on_host(layer, indexer_key_states):
+        # An indexer counts for itself, as attention may have taken in the tokens already.
+        seen = int(layer.indexer_cumulative_length) if layer.is_indexer_initialized else 0
+        check_reservation(layer, seen, indexer_key_states.shape[-2])
+    updated: Tensor = layer.update_indexer(indexer_key_states)
+    return updated
+
+
+def is_checked_on_host(layer: Any, states: Tensor) -> bool:
+    """Whether to check the room for states whose mask may not have been made here: elsewhere it would mean to wait."""
+    return states.device.type == "cpu" and is_reserved(layer) and not torch.compiler.is_compiling()
 
 
 def mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
@@ -34,6 +52,38 @@ def mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
 def max_length(layer: Any) -> int:
     """The most tokens that a layer of transformers' own can hold, -1 for any number."""
     return int(layer.get_max_length() if compat.RENAMED_MAXIMA else layer.get_max_cache_shape())
+
+
+def is_reserved(layer: Any) -> bool:
+    """Whether a layer of transformers' own holds every token in a reservation: an indexer's, or that of a model."""
+    return isinstance(layer, compat.STATIC_LAYER) and type(layer) is not compat.STATIC_LAYER and not layer.is_sliding
+
+
+def check_room(layer: Any, tokens: int) -> None:
+    """Raise `CapacityError` if the reservation of a layer of transformers' own has no room for `tokens` more."""
+    check_reservation(layer, int(layer.get_seq_length()), tokens)
+
+
+def check_reservation(layer: Any, seen: int, tokens: int) -> None:
+    """Raise `CapacityError` if `tokens` more than were `seen` are more than a layer of transformers' own reserved."""
+    if seen + tokens > layer.max_cache_len:
+        raise no_room_for_tokens(layer.max_cache_len, seen, tokens)
+
+
+def grow(layer: Any, tokens: int) -> None:
+    """Take a larger reservation in a layer of transformers' own, if it has no room for `tokens` more."""
+    reserved, needed = layer.max_cache_len, int(layer.get_seq_length()) + tokens
+    if needed <= reserved:
+        return
+    layer.max_cache_len = max(needed, 2 * reserved)
+    for name, states in vars(layer).items():
+        # States have a row for each reserved token, counts have none.
+        if isinstance(states, Tensor) and states.dim() > 2 and states.shape[-2] == reserved:
+            with torch.inference_mode(False):
+                larger = states.new_zeros(*states.shape[:-2], layer.max_cache_len, states.shape[-1])
+            larger[..., :reserved, :] = states
+            torch._dynamo.mark_static_address(larger)
+            setattr(layer, name, larger)
 
 
 def is_croppable(layer: Any) -> bool:

@@ -1,16 +1,18 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-import copy
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from ..errors import StateMismatchError
+from ..quantizers.base import Side
 from ..stores import TokenStore
 from ..stores.base import Fact, Mover
 from ..stores.buffer import StateForm
+from ..stores.unmatched import UnmatchedHalves, match
 from .base import CacheLayer, LayerState
 
 
@@ -27,29 +29,81 @@ class TokenLayer(CacheLayer):
         return self._store
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
+        return self._store.length
+
+    @property
     def keys(self) -> Tensor | None:
-        """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest_keys(self._store.length)
+        """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first.
+
+        What is written to it is what the layer holds, and no fork of it. A layer that grows never writes there again:
+        the view stays what it is after a crop or a reset. A static layer has one address, so its view is live.
+
+        Other keys may be assigned, then values of as many tokens, or the reverse: as many as are held, or fewer, of
+        which some have been evicted. Using the layer between the two raises `StateMismatchError`.
+        """
+        return self._handed_out("keys")
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
-        self._replace(states, self.values)
+        self._assign(states, "keys")
 
     @property
     def values(self) -> Tensor | None:
-        """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first."""
-        return None if self._store.key_form is None else self._store.newest_values(self._store.length)
+        """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; as `keys`."""
+        return self._handed_out("values")
 
     @values.setter
     def values(self, states: Tensor) -> None:
-        self._replace(self.keys, states)
+        self._assign(states, "values")
 
-    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
-        if keys is None or values is None or keys.shape[2] != self._store.length:
+    def _handed_out(self, side: Side) -> Tensor | None:
+        store = self._store
+        if isinstance(store, UnmatchedHalves):
+            return store.keys if side == "keys" else store.values
+        if store.key_form is None:
+            return None
+        store.hand_out()
+        return store.newest_keys(store.length) if side == "keys" else store.newest_values(store.length)
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self._store.key_form is None else self._store.newest(self._store.length)
+
+    def _assign(self, states: Tensor, side: Side) -> None:
+        if not isinstance(states, Tensor) or states.dim() != 4:
+            seen = list(states.shape) if isinstance(states, Tensor) else f"a {type(states).__name__}"
             raise StateMismatchError(
-                f"expected states of the {self._store.length} tokens that are held in place of these: use update for "
-                "new tokens, and from_legacy_cache to fill a new cache."
+                f"expected {side} [batch, kv_heads, tokens, head_dim], but saw {seen}: pass a tensor, or use reset() "
+                "to forget all tokens."
             )
+        before = self._store
+        keys, values = self.keys, self.values
+        if isinstance(before, UnmatchedHalves):
+            self._store = before.store
+        try:
+            states = self.assignable(states)
+            keys, values = (states, values) if side == "keys" else (keys, states)
+            # A layer without tokens has nothing for the other half yet.
+            keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
+            if match(keys, values):
+                self._replace(keys, values)
+            else:
+                self._store = cast("TokenStore", UnmatchedHalves(self._store, keys, values))
+        except BaseException:
+            self._store = before
+            raise
+
+    def assignable(self, states: Tensor) -> Tensor:
+        """Those of the assigned `states` that may take the place of what is held.
+
+        Raises:
+            StateMismatchError: a layer of this kind cannot go on from as many tokens.
+        """
+        return states
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
         self._store = self._store.rewritten(keys, values)
 
     @property
@@ -57,6 +111,29 @@ class TokenLayer(CacheLayer):
     def batch_size(self) -> int | None:
         form = self._store.key_form
         return None if form is None else form[0]
+
+    @property
+    def num_heads(self) -> int | None:
+        """KV heads, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form[1]
+
+    @property
+    def k_head_dim(self) -> int | None:
+        """head_dim of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form[2]
+
+    @property
+    def v_head_dim(self) -> int | None:
+        """head_dim of the values, `None` before the first states."""
+        form = self._store.value_form
+        return None if form is None else form[2]
+
+    @property
+    def head_dim(self) -> int | None:
+        """As `k_head_dim`, by its name in transformers 4."""
+        return self.k_head_dim
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -86,11 +163,13 @@ class TokenLayer(CacheLayer):
 
     @override
     def reset(self) -> None:
+        if isinstance(self._store, UnmatchedHalves):
+            self._store = self._store.store
         self._store.clear()
 
     @override
     def fork(self) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._store = self._store.fork()
         return twin
 
@@ -108,13 +187,18 @@ class TokenLayer(CacheLayer):
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._store = self._store.snapshot()
         return twin
 
     def relocate(self, move: Mover) -> None:
         """See `TokenStore.relocate`."""
         self._store.relocate(move)
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of layer, by which its saved states are known."""
+        return type(self).__name__
 
     def settings(self) -> dict[str, Fact]:
         """What the layer was made with and a state of it depends on."""
@@ -127,7 +211,7 @@ class TokenLayer(CacheLayer):
     @override
     def state(self) -> LayerState:
         facts = {**self.settings(), **self.reservation(), "length": self.length}
-        return LayerState(type(self).__name__, self._store.state(), facts)
+        return LayerState(self.kind, self._store.state(), facts)
 
     @override
     def load_state(self, state: LayerState) -> None:
@@ -136,9 +220,9 @@ class TokenLayer(CacheLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        if state.kind != type(self).__name__:
+        if state.kind != self.kind:
             raise StateMismatchError(
-                f"expected the state of a {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
         for name, value in self.settings().items():

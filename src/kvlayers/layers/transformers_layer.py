@@ -98,6 +98,10 @@ class TransformersLayer:
     def values(self, states: Tensor) -> None:
         self.layer.values = states
 
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values held."""
+        return self.keys, self.values
+
     @property
     def capacity(self) -> int | None:
         """The most tokens that the layer can hold, `None` where there is no such number."""
@@ -121,12 +125,14 @@ class TransformersLayer:
     def _can_crop(self) -> bool:
         return isinstance(self.layer, _Croppable)
 
-    def _is_empty(self) -> bool:
+    @property
+    def is_empty(self) -> bool:
+        """Whether the layer holds nothing."""
         return next(self._tensors(), None) is None
 
     def check_removal(self, tokens: int) -> None:
         """Raise `RollbackError` where `remove_newest(tokens)` would."""
-        if self._is_empty() or tokens == 0:
+        if self.is_empty or tokens == 0:
             return
         name = type(self.layer).__name__
         if tokens < 0:
@@ -165,7 +171,7 @@ class TransformersLayer:
     def remove_newest(self, tokens: int) -> None:
         """Roll back the newest `tokens` tokens, and forget a past that was recorded for that."""
         self.check_removal(tokens)
-        if self._is_empty() or not self._can_crop():
+        if self.is_empty or not self._can_crop():
             return
         if tokens or (self.is_recurrent and self.record_past):
             self.layer.crop(-tokens)
@@ -181,7 +187,7 @@ class TransformersLayer:
     def select(self, indices: Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was; `indices` is int64 `[new_batch]`."""
         self.check_select(indices.shape[0])
-        if self._is_empty():
+        if self.is_empty:
             return
         self.layer.reorder_cache(indices)
         if "batch_size" in vars(self.layer):

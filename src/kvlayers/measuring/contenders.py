@@ -10,10 +10,11 @@ import transformers
 from .. import compat
 from ..generation.registry import make_cache
 from ..layers.dispatch import WINDOWED
+from ..model_types import config_of
 from ..planning.planned_kind import EXACT, ROUNDED, fidelity_of
-
-OURS = "kvlayers"
-THEIRS = "transformers"
+from .names import OURS as OURS
+from .names import THEIR_NAMES as THEIR_NAMES
+from .names import THEIRS as THEIRS
 
 Key = tuple[str, str]
 """A library and the name of a cache."""
@@ -26,9 +27,6 @@ _MAKERS: dict[str, Callable[[Any, int], Any]] = {
     "hqq": lambda config, length: transformers.QuantizedCache("hqq", config, 4, axis_key=1, axis_value=1),
 }
 _PACKAGES = {"quanto": ("optimum", "optimum.quanto"), "hqq": ("hqq",)}
-
-THEIR_NAMES = tuple(_MAKERS)
-"""Caches of transformers: `quanto` and `hqq` are its quantized caches of 4 bits."""
 
 THEIR_QUANTIZED = tuple(_PACKAGES)
 """Those that round states."""
@@ -50,14 +48,14 @@ class Contender:
 
 
 def of_ours(name: str, model: Any, length: int) -> Contender:
-    """A cache of kvlayers by its name, for a model and the most tokens that it will hold."""
+    """A cache of kvlayers by its name, for a model (or its config) and the most tokens that it will hold."""
     # With the length that generate() would give as a hint after `kvlayers.install()`.
     return Contender(OURS, name, lambda: make_cache(name, model, length_hint=length))
 
 
 def of_theirs(name: str, model: Any, length: int) -> Contender:
-    """A cache of transformers, one of `THEIR_NAMES`, for a model and the most tokens that it will hold."""
-    return Contender(THEIRS, name, lambda: _MAKERS[name](model.config, length))
+    """A cache of transformers, of `THEIR_NAMES`, for a model or its config and the most tokens that it will hold."""
+    return Contender(THEIRS, name, lambda: _MAKERS[name](config_of(model), length))
 
 
 def contender(library: str, name: str, model: Any, length: int) -> Contender:

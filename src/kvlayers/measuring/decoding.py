@@ -14,7 +14,7 @@ from .. import model_types
 from .contenders import Contender
 from .forward import newest_alone
 from .held import held_bytes
-from .scoring import ReadingError
+from .scoring import ReadingError, divergences
 from .ties import is_tie
 from .turns import quiet_clock, there_and_back
 
@@ -31,12 +31,14 @@ class Trial:
         step_seconds: of each step.
         nbytes: bytes that the cache held at the end.
         predicted: the likeliest token after the prompt and after each step, int64 `[batch, steps + 1]`, on the host.
+        kl: mean divergence of these predictions from the reference's, in nats.
     """
 
     prefill_seconds: float
     step_seconds: list[float]
     nbytes: int
     predicted: Tensor
+    kl: float = 0.0
 
 
 @dataclass
@@ -68,9 +70,37 @@ class Row:
         return statistics.median(statistics.median(trial.step_seconds) for trial in self.trials)
 
     @property
+    def step_range(self) -> tuple[float, float]:
+        """The least and the greatest median step of a trial; for a single trial, the quartiles of its steps."""
+        medians = [statistics.median(trial.step_seconds) for trial in self.trials]
+        if len(medians) > 1:
+            return min(medians), max(medians)
+        steps = self.trials[0].step_seconds
+        if len(steps) == 1:
+            return steps[0], steps[0]
+        first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def step_spread(self) -> float:
+        """Half of the range, as a part of the median."""
+        least, greatest = self.step_range
+        return (greatest - least) / 2 / self.step_seconds
+
+    def is_as_fast_as(self, other: "Row") -> bool:
+        """Whether its steps cannot be told from those of another cache: the ranges of the two overlap."""
+        (least, greatest), (other_least, other_greatest) = self.step_range, other.step_range
+        return least <= other_greatest and other_least <= greatest
+
+    @property
     def nbytes(self) -> int:
         """The most bytes that any trial held at its end."""
         return max(trial.nbytes for trial in self.trials)
+
+    @property
+    def kl(self) -> float:
+        """Mean divergence of its predictions from the reference's over all trials, in nats."""
+        return statistics.fmean(trial.kl for trial in self.trials)
 
     @property
     def agreement(self) -> float:
@@ -90,10 +120,12 @@ class Continuation:
     Attributes:
         prompt: int64 `[batch, tokens]`, on the model's device.
         tokens: the tokens that go into each step, int64 `[batch, steps]`, there as well.
+        expected: the reference's logits of each prediction, `[steps + 1, batch, vocab]` on the host, if they are known.
     """
 
     prompt: Tensor
     tokens: Tensor
+    expected: Tensor | None = None
 
 
 def measure(
@@ -158,13 +190,22 @@ def _attempt(model: Any, sequence: Continuation, row: Row) -> None:
 def _run(model: Any, sequence: Continuation, rival: Contender) -> Trial:
     decoder = _Decoder(model, rival.make())
     with quiet_clock():
-        prefill_seconds, logits = decoder.timed(sequence.prompt, **newest_alone(model))
-        predicted, step_seconds = [logits.argmax(-1)], []
+        prefill_seconds, newest = decoder.timed(sequence.prompt, **newest_alone(model))
+        logits, step_seconds = [newest.cpu()], []
         for step in range(sequence.tokens.shape[1]):
-            seconds, logits = decoder.timed(sequence.tokens[:, step : step + 1])
+            seconds, newest = decoder.timed(sequence.tokens[:, step : step + 1])
             step_seconds.append(seconds)
-            predicted.append(logits.argmax(-1))
-    return Trial(prefill_seconds, step_seconds, held_bytes(decoder.cache), torch.stack(predicted, 1).cpu())
+            logits.append(newest.cpu())
+    predicted = torch.stack([newest.argmax(-1) for newest in logits], 1)
+    kl = 0.0 if sequence.expected is None else _mean_divergence(sequence.expected, logits)
+    return Trial(prefill_seconds, step_seconds, held_bytes(decoder.cache), predicted, kl)
+
+
+def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:
+    """Mean KL divergence, in nats, of predictions `[batch, vocab]` from `expected`, `[steps + 1, batch, vocab]`."""
+    pairs = zip(expected, seen, strict=True)
+    each = [divergences(wanted.double().log_softmax(-1), new.double().log_softmax(-1)) for wanted, new in pairs]
+    return float(torch.stack(each).mean())
 
 
 def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tuple[Continuation, Tensor]:
@@ -181,7 +222,7 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
     # The likeliest of tokens that all are not-a-number is always the first: every cache would agree.
     if logits.isnan().any():
         raise ReadingError("expected logits that are numbers, but saw not-a-number: check the model's weights.")
-    return Continuation(prompt, torch.stack(tokens[:-1], 1)), logits
+    return Continuation(prompt, torch.stack(tokens[:-1], 1), logits), logits
 
 
 class _Decoder:

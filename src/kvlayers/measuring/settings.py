@@ -9,6 +9,12 @@ from ..quantized_cache import QuantizedCache
 from ..quantizers import quantizer_names
 
 NATIVE = "native"
+NAMED: dict[str, dict[str, Any]] = {
+    **{f"int{bits}": {"nbits": bits} for bits in (8, 4, 2)},
+    "fp8": {"backend": "fp8"},
+}
+"""Settings that are caches by a name of their own, and their options."""
+
 _FORMS = re.compile(r"(?:(?P<backend>[\w-]+):)?(?:(?:int)?(?P<bits>\d+)|k(?P<keys>\d+)v(?P<values>\d+))")
 
 
@@ -23,6 +29,13 @@ class Setting:
 
     name: str
     options: dict[str, Any] = field(hash=False)
+
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """Arguments of `generate()`, under `install()`, that ask for such a cache."""
+        if NAMED.get(self.name) == self.options:
+            return {"cache_implementation": self.name}
+        return {"cache_implementation": "quantized", "cache_config": self.options}
 
     def make(self, config: Any, length_hint: int | None = None) -> QuantizedCache:
         """An empty cache for a model. Raises as `QuantizedCache`."""

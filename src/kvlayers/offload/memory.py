@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..amounts import exact_bytes
 from ..errors import CapacityError, OptionError
 
 logger = logging.getLogger(__name__)
@@ -125,8 +126,8 @@ def _take_space(file: int, nbytes: int) -> None:
 def _no_memory(shape: tuple[int, ...], dtype: torch.dtype, where: str, reason: str) -> CapacityError:
     nbytes = math.prod(shape) * dtype.itemsize
     return CapacityError(
-        f"expected {nbytes:,} bytes {where} for offloaded states, but could not have them ({reason}): see that there "
-        "is room, or hold fewer tokens."
+        f"expected {exact_bytes(nbytes)} {where} for offloaded states, but could not have them ({reason}): see that "
+        "there is room, or hold fewer tokens."
     )
 
 

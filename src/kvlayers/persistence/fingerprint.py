@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 import transformers
 
 from ..errors import ModelMismatchError, OptionError
-from ..model_types import decoder_config
+from ..model_types import config_of, decoder_config
 from ..rope_words import config_fields
 from .description import Description, ModelRecord
+from .weights import SCHEME
 
 INSTALLED = transformers.__version__
 """The version of transformers whose configs are compared with those in files."""
@@ -49,7 +51,7 @@ def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
         ConfigError: it is no model config.
     """
     decoder = decoder_config(config)
-    content: Any = config if is_pair else decoder
+    content: Any = config_of(config) if is_pair else decoder
     fields: dict[str, Any] = _plain(config_fields(content))
     return fields
 
@@ -65,7 +67,8 @@ def model_record(config: object | None, is_pair: bool, weights_id: str | None) -
     if config is None:
         return ModelRecord(weights_id=weights_id)
     fields = model_fields(config, is_pair)
-    name, commit = vars(config).get("_name_or_path"), vars(config).get("_commit_hash")
+    said = vars(config_of(config))
+    name, commit = said.get("_name_or_path"), said.get("_commit_hash")
     known = isinstance(name, str) and name != "" and not os.path.exists(name) and not os.path.isabs(name)
     return ModelRecord(fields, name if known else None, commit if isinstance(commit, str) else None, weights_id)
 
@@ -101,8 +104,19 @@ def check_model(path: str, description: Description, config: object | None, weig
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
             f"expected states of the weights {weights_id!r}, but {path} was made with {model.weights_id!r}{made_by}: "
-            "load it for the weights that made it."
+            f"{_what_to_do(weights_id, model.weights_id)}."
         )
+
+
+def _what_to_do(asked: str, saved: str | None) -> str:
+    of_few = saved is not None and re.fullmatch("[0-9a-f]{64}", saved)
+    if asked.startswith(SCHEME) and of_few:
+        return (
+            "that id looks like one of an earlier kvlayers, made of a few elements of each weight, by which weights "
+            f"cannot be told apart: save the states again, or pass weights_id={saved!r} if you know that they are of "
+            "this model"
+        )
+    return "load it for the weights that made it"
 
 
 def _differences(

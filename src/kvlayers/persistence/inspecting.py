@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheFileError
-from .description import TOKEN_IDS, Description
+from .description import TOKEN_IDS, Description, LayerRecord
 from .header import ReadRange, checked_path
 from .kinds import LAYERS, PREFIXED
 from .saved_file import SavedFile, opened, opened_by_ranges
@@ -36,6 +36,8 @@ class CacheFile:
         weights_id: what the model's weights are called, `None` where that was not said.
         versions: of kvlayers, torch and transformers that made it.
         has_token_ids: whether the ids of the tokens are in it.
+        bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
+        backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
         checksum: SHA-256 of all that is in it. Who keeps it elsewhere knows whether the file was changed on purpose.
     """
 
@@ -53,6 +55,8 @@ class CacheFile:
     weights_id: str | None
     versions: dict[str, str]
     has_token_ids: bool
+    bits: tuple[tuple[int, int] | None, ...]
+    backends: tuple[str | None, ...]
     checksum: str
     _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
 
@@ -135,9 +139,22 @@ def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Save
         weights_id=model.weights_id,
         versions=description.versions,
         has_token_ids=saved.has_token_ids,
+        bits=tuple(_bits(layer) for _, layer in description.layers()),
+        backends=tuple(_backend(layer) for _, layer in description.layers()),
         checksum=header.metadata["checksum"],
         _open=open_it,
     )
+
+
+def _bits(layer: LayerRecord) -> tuple[int, int] | None:
+    keys, values = layer.facts.get("key_nbits"), layer.facts.get("value_nbits")
+    # A file may say anything: what is no number is none.
+    return (keys, values) if type(keys) is int and type(values) is int else None
+
+
+def _backend(layer: LayerRecord) -> str | None:
+    backend = layer.facts.get("backend")
+    return backend if isinstance(backend, str) else None
 
 
 def _dtype(description: Description, saved: SavedFile) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from ..dynamic_cache import DynamicCache
 from ..errors import CacheFileError
 from ..layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from ..layers.dispatch import Reservation, dynamic_layers, quantized_layers, sink_layers, static_layers
+from ..layers.quantized import quantized_layer
 from ..layers.sink import check_sinks, padding_of
 from ..layers.sinking import Sinking
 from ..mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
@@ -78,7 +79,7 @@ def _dynamic(record: LayerRecord, made: Made) -> DynamicLayer:
 
 
 def _quantized(record: LayerRecord, made: Made) -> QuantizedLayer:
-    return QuantizedLayer(_quantization(record))
+    return quantized_layer(_quantization(record))
 
 
 def _sliding(record: LayerRecord, made: Made) -> SlidingLayer:
@@ -136,6 +137,7 @@ def _growing(cache: Cache, made: Made, layers: Layers) -> Callable[[], Any] | No
 
 def _reserving(cache: Any, made: Made, layers: Layers) -> Callable[[], Any] | None:
     cache._reservation = made.reservation
+    cache._grows = made.reservation.grow
     return None
 
 

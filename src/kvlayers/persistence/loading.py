@@ -11,6 +11,7 @@ from ..encoder_decoder import EncoderDecoderCache
 from ..errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from ..layers import LayerOperations, LayerState, TransformersLayer
 from ..layers.dispatch import attention_part
+from ..model_types import config_of
 from ..operations import CacheState, Operable
 from ..options import checked_device
 from .description import CacheRecord, LayerRecord, layer_prefix
@@ -63,9 +64,11 @@ def load_cache(
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     kvlayers.save_cache(cache, f"{directory}/chat.safetensors")
         ...     kvlayers.load_cache(f"{directory}/chat.safetensors", length=3)
-        DynamicCache(1 x DynamicLayer(length=3))
+        DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 16.4 KiB)
     """
     path = checked_path(path)
+    if config is not None:
+        config = config_of(config)
     if into is not None and not isinstance(into, Cache):
         raise OptionError(f"expected into to be a cache of kvlayers, but saw a {type(into).__name__}.")
     if device is None:

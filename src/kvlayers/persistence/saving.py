@@ -34,7 +34,7 @@ def save_cache(
         cache: a cache of kvlayers, which stays what it is.
         path: the file. Its directory must exist.
         token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`.
-        config: config of the model, so that the file is refused for another one.
+        config: config of the model, or the model, so that the file is refused for another one.
         weights_id: what the model's weights are called, so that the file can be refused for others; see `weights_id()`.
 
     Raises:
@@ -51,7 +51,7 @@ def save_cache(
         ...     path = f"{directory}/chat.safetensors"
         ...     kvlayers.save_cache(cache, path, token_ids=torch.tensor([[1, 2, 3, 4, 5]]))
         ...     kvlayers.load_cache(path), kvlayers.inspect_cache(path).token_ids()
-        (DynamicCache(1 x DynamicLayer(length=5)), tensor([[1, 2, 3, 4, 5]]))
+        (DynamicCache(1 x DynamicLayer, 5 tokens, batch 1, 16.6 KiB), tensor([[1, 2, 3, 4, 5]]))
     """
     path = checked_path(path)
     if not isinstance(cache, Cache):

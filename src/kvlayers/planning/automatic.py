@@ -6,7 +6,7 @@ import logging
 import torch
 import transformers
 
-from ..amounts import readable_bytes
+from ..amounts import amount_of_bytes, readable_bytes
 from ..errors import ConfigError, OptionError
 from ..generation.registry import AUTO, CacheRequest, cache_for
 from .free_memory import free_memory
@@ -32,7 +32,8 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
     """The cache that a plan recommends, which is said in the log: as a warning where it is not exact and at hand.
 
     Args:
-        request: for a number of tokens (`length_hint`). Of options it has `memory`, in bytes, alone.
+        request: for a number of tokens (`length_hint`). Of options it has `memory` alone: bytes, or a text such
+            as "1GiB".
 
     Raises:
         OptionError: another option, or no length hint.
@@ -58,9 +59,10 @@ def _budget(request: CacheRequest) -> int:
     memory = request.options.get("memory")
     if memory is None:
         return int(SHARE_FOR_CACHE * free_memory(request.device or torch.device("cpu")))
-    if not isinstance(memory, int) or isinstance(memory, bool) or memory < 1:
+    budget = amount_of_bytes(memory, "memory")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise OptionError(f"expected memory to be a whole number of bytes, at least 1, but saw {memory!r}.")
-    return memory
+    return budget
 
 
 def _say(plan: Plan, memory: int, device: torch.device) -> None:

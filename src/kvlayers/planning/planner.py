@@ -9,9 +9,11 @@ import torch
 from transformers import PretrainedConfig
 
 from .. import model_types
+from ..amounts import amount_of_bytes, tokens
 from ..errors import CapacityError, KVLayersError, OptionError
 from ..generation.registry import AUTO, CacheRequest, cache_names
 from ..layers.base import whole_number
+from ..options import checked_dtype
 from .cache_bytes import CacheBytes
 from .layer_shapes import layer_shapes
 from .longest import longest_context
@@ -24,14 +26,14 @@ TOKENS_AHEAD = 4096
 
 
 def plan(
-    config: PretrainedConfig,
-    context_length: int,
+    config: object,
+    context_length: int | str,
     batch_size: int = 1,
-    dtype: torch.dtype | None = None,
-    memory: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    memory: int | str | None = None,
     *,
     names: Sequence[str] | None = None,
-    encoder_length: int | None = None,
+    encoder_length: int | str | None = None,
 ) -> Plan:
     """What each kind of cache costs for a model, by arithmetic from its config: nothing is loaded or allocated.
 
@@ -39,18 +41,18 @@ def plan(
     one forward pass: spare room, scales, checkpoints and counters included.
 
     Args:
-        config: config of the model.
-        context_length: tokens of a sequence, prompt and continuation together.
+        config: config of the model, or the model.
+        context_length: tokens of a sequence, prompt and continuation together: 32768, or "32k".
         batch_size: sequences side by side, beams included.
-        dtype: dtype of the model, as the config says where not given (float32 where it does not).
-        memory: bytes of the device that the cache may take, `None` for no budget.
+        dtype: dtype of the model, or its name ("bfloat16"); if not given, the config says it, or it is float32.
+        memory: bytes of the device that the cache may take, such as 2**30 or "1GiB"; `None` for no budget.
         names: names of caches, those that were registered included; all that there are where not given. Those that
             there cannot be for the model are then left out, rather than an error.
-        encoder_length: tokens of the encoder's output, for a model that has one.
+        encoder_length: tokens of the encoder's output, for a model that has one: 1024, or "1k".
 
     Raises:
         OptionError: a number that is none or too small, a dtype that is none, or a missing encoder_length.
-        ConfigError: no model config, one that lacks a field, or layers whose states are not known.
+        ConfigError: no model and no model config, one that lacks a field, or layers whose states are not known.
         CapacityError: no cache that holds the context is within the budget.
         RegistryError: a name that is not known.
 
@@ -61,19 +63,20 @@ def plan(
         >>> planned["dynamic"].nbytes == 2 * 2 * 1000 * 4096 * 2
         True
         >>> planned  # doctest: +NORMALIZE_WHITESPACE
-        1000 tokens, batch 1, torch.bfloat16
+        1000 tokens, batch 1, bfloat16
         cache       device  host    a token  bits   states
-        dynamic  31.2 MiB   0 B  32.0 KiB    16    exact
         int4     13.8 MiB   0 B  9.00 KiB   4.5  rounded
+        dynamic  31.2 MiB   0 B  32.0 KiB    16    exact
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """
+    of_model = model_types.config_of(config)
     wanted = _Wanted(
-        config,
-        _count(context_length, "context_length", "tokens"),
+        of_model,
+        _count(tokens(context_length, "context_length"), "context_length", "tokens"),
         _count(batch_size, "batch_size", "sequences"),
-        _dtype_of(model_types.decoder_config(config), dtype),
-        None if memory is None else _count(memory, "memory", "bytes"),
-        _encoder_length(config, encoder_length),
+        _dtype_of(model_types.decoder_config(of_model), dtype),
+        None if memory is None else _count(amount_of_bytes(memory, "memory"), "memory", "bytes"),
+        _encoder_length(of_model, encoder_length),
     )
     caches, refused = wanted.caches(cache_names() if names is None else _checked(names))
     if names is not None and refused:
@@ -167,6 +170,7 @@ class _Wanted:
             reasoned,
             recommended,
             MappingProxyType(left_out),
+            model_types.most_positions(self.config),
         )
 
 
@@ -224,15 +228,10 @@ def _checked(names: Sequence[str]) -> Sequence[str]:
 
 
 def _dtype_of(decoder: PretrainedConfig, dtype: object) -> torch.dtype:
-    found = (decoder.dtype or torch.float32) if dtype is None else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptionError(
-            f"expected dtype to be a floating-point torch.dtype, but saw {found!r}: pass, for example, torch.bfloat16."
-        )
-    return found
+    return checked_dtype((decoder.dtype or torch.float32) if dtype is None else dtype)
 
 
-def _encoder_length(config: PretrainedConfig, encoder_length: int | None) -> int | None:
+def _encoder_length(config: PretrainedConfig, encoder_length: int | str | None) -> int | None:
     if not config.is_encoder_decoder:
         if encoder_length is not None:
             raise OptionError(
@@ -244,4 +243,4 @@ def _encoder_length(config: PretrainedConfig, encoder_length: int | None) -> int
             "expected encoder_length for a model with an encoder, as cross-attention caches its output, but saw none: "
             "pass the tokens of that output."
         )
-    return _count(encoder_length, "encoder_length", "tokens")
+    return _count(tokens(encoder_length, "encoder_length"), "encoder_length", "tokens")

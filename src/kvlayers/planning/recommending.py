@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..amounts import readable_bytes
+from ..amounts import exact_bytes, readable_bytes
 from ..errors import CapacityError, ConfigError, KVLayersError
 from .planned_cache import PlannedCache
 from .planned_kind import EVICTING
@@ -96,6 +96,6 @@ def nothing_fits(
         else ""
     )
     return CapacityError(
-        f"expected memory of at least {least.device_bytes} bytes for {context_length} tokens, which '{least.name}' "
-        f"takes, but saw {memory}: give it as much{shorter}."
+        f"expected memory of at least {exact_bytes(least.device_bytes)} for {context_length} tokens, which "
+        f"'{least.name}' takes, but saw {exact_bytes(memory)}: give it as much{shorter}."
     )

@@ -19,7 +19,7 @@ class LeastRecentlyUsed:
     Example:
         >>> import kvlayers
         >>> kvlayers.PrefixStore(max_bytes=2**30, policy=kvlayers.LeastRecentlyUsed())
-        PrefixStore(0 entries, 0 of 1073741824 bytes)
+        PrefixStore(0 entries, 0 B of 1.00 GiB)
     """
 
     def order(self, entries: Iterable[Entry]) -> Sequence[Entry]:

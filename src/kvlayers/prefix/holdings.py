@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..amounts import exact_bytes
 from ..cache import Cache
 from ..errors import CapacityError, KVLayersError
 from ..memory_held import Storages
@@ -144,8 +145,8 @@ class Holdings:
         nbytes = sum(storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
-                f"expected a cache of at most {self.max_bytes} bytes, the budget of the store, but saw one of "
-                f"{nbytes}: make the store with a larger max_bytes."
+                f"expected a cache of at most {exact_bytes(self.max_bytes)}, the budget of the store, but saw one of "
+                f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
         apart = set(map(id, leaving))
         staying = [entry for entry in self if entry.cache is not None and id(entry) not in apart]
@@ -154,8 +155,8 @@ class Holdings:
         pinned.add(storages)
         if pinned.nbytes > self.max_bytes:
             raise CapacityError(
-                f"expected room for {nbytes} bytes, but {already} of {self.max_bytes} are pinned: unpin() some, or "
-                "make the store with a larger max_bytes."
+                f"expected room for {exact_bytes(nbytes)}, but {exact_bytes(already)} of {exact_bytes(self.max_bytes)} "
+                "are pinned: unpin() some, or make the store with a larger max_bytes."
             )
         # As if the newcomer were there and what it replaces were not: some of its memory may be held already.
         self._ledger.add(storages)

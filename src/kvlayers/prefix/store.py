@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..amounts import amount_of_bytes, readable_bytes
 from ..cache import Cache
 from ..errors import OptionError, PrefixError
 from ..options import checked_device, checks_options
@@ -31,7 +32,7 @@ class PrefixStore:
     where prompts part. Threads may share a store.
 
     Args:
-        max_bytes: of memory, for all caches that are held.
+        max_bytes: of memory, for all caches that are held: 2**30, or "1GiB".
         directory: where caches go that leave memory, and are found again after a restart; made where there is none. A
             path, a URL of Redis or Valkey (`redis://`), or one of a file system that fsspec reaches (`s3://`, ...).
         policy: which one goes first, `LeastRecentlyUsed` where not given.
@@ -54,7 +55,7 @@ class PrefixStore:
         >>> store.insert(torch.tensor([1, 2, 3, 4, 5]), cache, model="mine")
         True
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine")
-        Hit(cache=DynamicCache(1 x DynamicLayer(length=3)), covered=3, reason='')
+        Hit(cache=DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 16.6 KiB), covered=3, reason='')
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine", namespace="somebody else").cache is None
         True
     """
@@ -62,19 +63,21 @@ class PrefixStore:
     @checks_options
     def __init__(
         self,
-        max_bytes: int,
+        max_bytes: int | str,
         directory: str | os.PathLike[str] | None = None,
         policy: EvictionPolicy | None = None,
-        directory_max_bytes: int | None = None,
+        directory_max_bytes: int | str | None = None,
         device: torch.device | str | None = None,
         snapshot_tokens: int | None = 512,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        _check_bytes("max_bytes", max_bytes)
+        max_bytes = amount_of_bytes(max_bytes, "max_bytes")
+        _check_count("max_bytes", max_bytes, "bytes")
         if snapshot_tokens is not None:
             _check_count("snapshot_tokens", snapshot_tokens, "tokens")
         if directory_max_bytes is not None:
-            _check_bytes("directory_max_bytes", directory_max_bytes)
+            directory_max_bytes = amount_of_bytes(directory_max_bytes, "directory_max_bytes")
+            _check_count("directory_max_bytes", directory_max_bytes, "bytes")
             if directory is None:
                 raise OptionError("expected a directory beside directory_max_bytes, but saw none.")
         if storage_options is not None and directory is None:
@@ -105,7 +108,8 @@ class PrefixStore:
         Args:
             input_ids: ids of the tokens, int64 `[tokens]` or `[1, tokens]`; there may be more than `cache` has seen.
             cache: a cache of one sequence.
-            config: config of the model. Models whose configs differ in what states depend on share nothing.
+            config: config of the model, or the model. Models whose configs differ in what states depend on share
+                nothing.
             namespace: whose it is: another one finds nothing of it.
             model: what the model is called, beside its config or instead of it: fine-tunes have equal configs, so
                 pass `kvlayers.weights_id(model)` where several are served.
@@ -185,14 +189,15 @@ class PrefixStore:
                 )
             entry.pins += change
 
-    def evict(self, nbytes: int | None = None) -> int:
+    def evict(self, nbytes: int | str | None = None) -> int:
         """Free at least `nbytes` bytes of memory, all where not given, as far as entries are not pinned.
 
         Returns:
             Bytes that were freed. With a directory, what they held is there.
         """
         if nbytes is not None:
-            _check_bytes("nbytes", nbytes)
+            nbytes = amount_of_bytes(nbytes, "nbytes")
+            _check_count("nbytes", nbytes, "bytes")
         with self._lock:
             return self._holdings.evict(nbytes)
 
@@ -270,11 +275,8 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         now = self.statistics
-        return f"PrefixStore({now.entries} entries, {now.bytes} of {self._holdings.max_bytes} bytes)"
-
-
-def _check_bytes(name: str, value: object) -> None:
-    _check_count(name, value, "bytes")
+        held, most = readable_bytes(now.bytes), readable_bytes(self._holdings.max_bytes)
+        return f"PrefixStore({now.entries} entries, {held} of {most})"
 
 
 def _check_count(name: str, value: object, of: str) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..deprecation import warn_at_caller
 from ..errors import OptionError, StateMismatchError
 
 Side = Literal["keys", "values"]
@@ -144,11 +145,13 @@ class Backend(ABC):
         name: the name that it is registered by.
         widths: bits that it takes.
         axes: values of `axis_key` and `axis_value` that it takes; empty where it has no such option.
+        default_axis: the one of them that is meant if none is given.
     """
 
     name: str
     widths: tuple[int, ...]
     axes: tuple[int, ...] = ()
+    default_axis: int | None = None
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` where the backend does not take the options. Also where its package is missing."""
@@ -171,7 +174,7 @@ class Backend(ABC):
         """A quantizer for states of a head_dim.
 
         Raises:
-            OptionError: the group size does not divide the head_dim.
+            OptionError: the options are not ones that the backend takes.
         """
 
 
@@ -180,17 +183,16 @@ def _is_whole(number: object) -> bool:
 
 
 def channel_group(options: SideOptions, head_dim: int) -> int:
-    """Channels in a group along head_dim: the size that was asked for, or the largest divisor up to 64.
+    """Channels in a group along head_dim: the largest divisor of head_dim up to the size that was asked for, or to 64.
 
-    Raises:
-        OptionError: the size does not divide the head_dim.
+    It warns if that is another size than was asked for.
     """
-    if options.group_size is None:
-        return max(size for size in range(1, min(head_dim, DEFAULT_GROUP_SIZE) + 1) if head_dim % size == 0)
-    if head_dim % options.group_size:
-        divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
-        raise OptionError(
-            f"expected a group size that divides the head_dim {head_dim} of the {options.side} "
-            f"({', '.join(map(str, divisors))}), but saw {options.group_size}."
+    asked = options.group_size
+    most = min(head_dim, DEFAULT_GROUP_SIZE if asked is None else asked)
+    size = next(size for size in range(most, 0, -1) if head_dim % size == 0)
+    if asked is not None and size != asked:
+        warn_at_caller(
+            f"expected a group size that divides the head_dim {head_dim} of the {options.side}, but saw {asked}: "
+            f"groups of {size}, the largest smaller size that does, are used instead."
         )
-    return options.group_size
+    return size

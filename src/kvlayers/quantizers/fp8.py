@@ -55,7 +55,7 @@ class Fp8Backend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that fp8 takes, or the group size of values does not divide head_dim.
+            OptionError: the options are not ones that fp8 takes.
         """
         self.check(options)
         if options.side == "keys":

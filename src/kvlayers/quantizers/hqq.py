@@ -68,6 +68,7 @@ class HQQBackend(Backend):
     name = "hqq"
     widths = (1, 2, 3, 4, 8)
     axes = (0, 1)
+    default_axis = 1
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` where the backend does not take the options, or hqq is missing."""
@@ -78,8 +79,7 @@ class HQQBackend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that HQQ takes, the group size of channels does not divide head_dim,
-                or hqq is missing.
+            OptionError: the options are not ones that HQQ takes, or hqq is missing.
         """
         self.check(options)
         if options.axis == 0:

@@ -218,8 +218,7 @@ class NativeBackend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that the backend takes, or the group size of values does not divide
-                head_dim.
+            OptionError: the options are not ones that the backend takes.
         """
         self.check(options)
         if options.side == "keys":

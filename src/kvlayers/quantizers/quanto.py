@@ -54,6 +54,7 @@ class QuantoBackend(Backend):
     name = "quanto"
     widths = (2, 4)
     axes = (0, -1)
+    default_axis = 0
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` where the backend does not take the options, or optimum-quanto is missing."""
@@ -64,8 +65,7 @@ class QuantoBackend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that quanto takes, the group size of channels does not divide
-                head_dim, or optimum-quanto is missing.
+            OptionError: the options are not ones that quanto takes, or optimum-quanto is missing.
         """
         self.check(options)
         if options.axis == -1:

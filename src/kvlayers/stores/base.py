@@ -102,6 +102,13 @@ class TokenStore(ABC):
         """Keys and values of the newest `count` tokens, in order."""
         return self.newest_keys(count), self.newest_values(count)
 
+    def hand_out(self) -> None:  # noqa: B027 - some stores return no views
+        """Let what `newest` returns until the next change be kept by a caller, and written to.
+
+        No other store shows what the caller writes, and none writes there again. Without this, what `newest` returns is
+        for reading before the store changes.
+        """
+
     @abstractmethod
     def drop_oldest(self, count: int) -> None:
         """Forget the oldest `count` tokens."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from ..attention.single_query import attended_by_one_query
-from ..errors import StateMismatchError
+from ..errors import InterruptedPassError, StateMismatchError
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, TokenBuffer
@@ -47,6 +47,7 @@ class ContiguousStore(TokenStore):
         self._tracks_gradients = False
         self._admitted: tuple[StateForm, StateForm] | None = None
         self._sharing: Sharing | None = None
+        self._is_lost = False
 
     @abstractmethod
     def _make_room(self, tokens: int) -> None:
@@ -72,6 +73,11 @@ class ContiguousStore(TokenStore):
         key_form, value_form = checked_forms(keys, values)
         self._admitted = None
         if key_form != self._key_form or value_form != self._value_form:
+            if self._is_lost:
+                raise InterruptedPassError(
+                    "expected the tokens that were held, but saw them lost, as moving them was interrupted: reset() "
+                    "the cache, and pass all tokens again."
+                )
             if self._start != self._end:
                 raise mismatch((key_form, value_form), (self._key_form, self._value_form), self.length)
             check_one_batch(key_form, value_form)
@@ -155,13 +161,25 @@ class ContiguousStore(TokenStore):
         self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
         return keys, values
 
+    @override
+    def hand_out(self) -> None:
+        # Compiled code reads at once, and what autograd follows is never written to.
+        if torch.compiler.is_compiling() or self._tracks_gradients or self._start == self._end:
+            return
+        # Models with cross-attention read the same tokens at every step.
+        if self._sharing is not None and self._sharing.shows(self._start, self._end):
+            return
+        if self._sharing is not None and not self._sharing.has_one_holder:
+            self._allocate(self._room_alone(0))
+        self._shared().hand_out(self._start, self._end)
+
     def reads(self, start: int, end: int) -> bool:
         """Whether any token that is held is in the slots from `start` to `end`."""
         return start < self._end and self._start < end
 
     def _part_unless_writable(self, start: int, end: int) -> None:
         """Go on in buffers of its own where other stores have a say in some slots."""
-        if self._sharing is None or self._sharing.has_one_holder:
+        if self._sharing is None or (self._sharing.has_one_holder and not self._sharing.is_handed_out):
             self._sharing = None
         elif not self._sharing.may_write(self, start, end):
             self._allocate(self._room_alone(max(end - self._end, 0)))
@@ -200,8 +218,14 @@ class ContiguousStore(TokenStore):
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             self._adopt(keys.clone(), values.clone())
             return
-        self.clear()
-        self.append(keys, values)
+        held = self.length
+        try:
+            self.clear()
+            self.append(keys, values)
+        except BaseException:
+            if held:
+                self._lose()
+            raise
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -231,6 +255,7 @@ class ContiguousStore(TokenStore):
     @override
     def clear(self) -> None:
         self._start = self._end = min(self.front_room, self._capacity)
+        self._is_lost = False
         if self._tracks_gradients:
             self._release()
 
@@ -296,23 +321,32 @@ class ContiguousStore(TokenStore):
     @override
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self._shared_state() if self._can_share() else self.__getstate__())
-        if twin._sharing is not None:
-            twin._sharing.join(twin)
+        if self._can_share():
+            sharing = self._shared()
+            twin.__dict__.update(self.__dict__)
+            sharing.join(twin)
+        else:
+            twin.__dict__.update(self.__getstate__())
         return twin
 
     def _can_share(self) -> bool:
-        """Whether a fork may hold the same buffers: not where they are at home elsewhere, nor what autograd follows."""
-        return type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer and not self._tracks_gradients
+        """Whether a fork may hold the same buffers.
 
-    def _shared_state(self) -> dict[str, Any]:
+        It may not if they are at home elsewhere, if autograd follows them, or if the caller has a view to write to.
+        """
+        plain = type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer
+        handed_out = self._sharing is not None and self._sharing.is_handed_out
+        return plain and not self._tracks_gradients and not handed_out
+
+    def _shared(self) -> Sharing:
+        """What the holders of these buffers have in common."""
         # Threads may fork one store at the same time: all of the forks must be told of each other.
         with _first_fork:
             if self._sharing is None:
                 sharing = Sharing()
                 sharing.join(self)
                 self._sharing = sharing
-        return dict(self.__dict__)
+            return self._sharing
 
     def __getstate__(self) -> dict[str, Any]:
         # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.
@@ -352,9 +386,12 @@ class ContiguousStore(TokenStore):
         else:
             keys = TokenBuffer.allocate(self._key_form, capacity)
             values = TokenBuffer.allocate(self._value_form, capacity)
-        self._hold_alone(keys, values)
+        # Without a call between: an interrupt finds all of it done, or nothing.
+        sharing, self._sharing, self._keys, self._values = self._sharing, None, keys, values
         self._start, self._end, self._capacity = free, free + length, capacity
         self._tracks_gradients = False
+        if sharing is not None:
+            sharing.leave(self)
 
     def _hold_alone(self, keys: TokenBuffer | None, values: TokenBuffer | None) -> None:
         """Hold buffers that no other store holds."""
@@ -366,9 +403,19 @@ class ContiguousStore(TokenStore):
     def _shift_to_front(self) -> None:
         key_buffer, value_buffer = self._buffers()
         length, free = self.length, self.front_room
-        key_buffer.shift_to_front(self._start, length, free)
-        value_buffer.shift_to_front(self._start, length, free)
+        try:
+            key_buffer.shift_to_front(self._start, length, free)
+            value_buffer.shift_to_front(self._start, length, free)
+        except BaseException:
+            self._lose()
+            raise
         self._start, self._end = free, free + length
+
+    def _lose(self) -> None:
+        """Hold nothing and refuse to go on, as keys and values are no longer of the same tokens."""
+        self._release()
+        self._key_form = self._value_form = None
+        self._is_lost = True
 
     def _release(self) -> None:
         self._hold_alone(None, None)

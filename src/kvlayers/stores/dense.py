@@ -82,6 +82,14 @@ class DenseStore(ContiguousStore):
         return twin
 
     @override
+    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
+        fresh = self.snapshot()
+        fresh._release()
+        fresh.admit(keys, values)
+        fresh.append(keys, values)
+        return fresh
+
+    @override
     def reserve(self, tokens: int) -> None:
         self._take_form(tokens)
         # To new buffers, never within these: the states to come may be a view of them. And what autograd follows is

@@ -265,8 +265,12 @@ class FixedStore(ContiguousStore):
             for buffer in self._buffers():
                 buffer.tensor[:, :, :kept].copy_(buffer.tensor.narrow(2, start, kept).clone())
         else:
-            for buffer in self._buffers():
-                buffer.shift_to_front(start, kept)
+            try:
+                for buffer in self._buffers():
+                    buffer.shift_to_front(start, kept)
+            except BaseException:
+                self._lose()
+                raise
         for buffer in self._buffers():
             buffer.tensor[:, :, kept:].zero_()
         self._stand_at(kept, total)
@@ -274,6 +278,13 @@ class FixedStore(ContiguousStore):
     @override
     def _shift_to_front(self) -> None:
         self.move_to_front(self.length)
+
+    @override
+    def _lose(self) -> None:
+        super()._lose()
+        # Its free slots would not be zeros.
+        self._rows = self.reserved_batch_size
+        self._reserved = self._cursor = self._passed_on_device = None
 
     # The reservation
 
@@ -478,16 +489,22 @@ class FixedStore(ContiguousStore):
                 buffer.read(start, end - start).zero_()
 
     @override
+    def hand_out(self) -> None:
+        """Nothing: the address is promised to compiled code, which writes there whatever the caller keeps."""
+
+    @override
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
         unchanged = (form_of(keys), form_of(values)) == (self._key_form, self._value_form)
-        if unchanged and self._reserved is not None and not (keys.requires_grad or values.requires_grad):
-            key_buffer, value_buffer = self._buffers()
-            if not self._tracks_gradients:
-                key_buffer.write(self._start, keys)
-                value_buffer.write(self._start, values)
-                return self
+        followed = self._tracks_gradients or keys.requires_grad or values.requires_grad
+        if unchanged and self._reserved is not None and not followed and keys.shape[2] <= self.capacity:
+            # They may be views of what is erased.
+            keys, values = self._apart(keys), self._apart(values)
+            self.clear()
+            self.admit(keys, values)
+            self.append(keys, values)
+            return self
         fresh = super().rewritten(keys, values)
-        fresh.total, fresh.reading = self.total, self.reading
+        fresh.reading = self.reading
         return fresh
 
     @override

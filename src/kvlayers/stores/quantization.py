@@ -30,7 +30,8 @@ class Quantization:
             transformers recommends for each: 0 for quanto, 1 for hqq.
         axis_value: the same for the values.
         q_group_size: states that share a scale, for keys and values; the largest divisor of head_dim up to 64, or 64
-            tokens where a group goes along tokens, where not given.
+            tokens where a group goes along tokens, where not given. Along channels, a size that does not divide
+            head_dim is made as much smaller as it takes, with a warning.
         key_group_size: group size of the keys alone.
         value_group_size: group size of the values alone.
         residual_length: newest tokens that stay in full precision.
@@ -94,12 +95,15 @@ class Quantization:
         size = self.q_group_size if self.value_group_size is None else self.value_group_size
         return SideOptions("values", self._nbits(self.value_nbits), self.axis_value, size)
 
-    def quantizers(self, key_head_dim: int, value_head_dim: int) -> dict[Side, Quantizer]:
-        """Quantizers for states of these head_dims.
+    @property
+    def axes(self) -> tuple[int | None, int | None]:
+        """Axes of the keys and of the values, the backend's own if none was given."""
+        default = self._backend.default_axis
+        keys, values = (default if axis is None else axis for axis in (self.axis_key, self.axis_value))
+        return keys, values
 
-        Raises:
-            OptionError: a group size does not divide its head_dim.
-        """
+    def quantizers(self, key_head_dim: int, value_head_dim: int) -> dict[Side, Quantizer]:
+        """Quantizers for states of these head_dims. A group size that does not divide its head_dim is made smaller."""
         return {
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),

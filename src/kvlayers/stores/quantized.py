@@ -110,7 +110,6 @@ class QuantizedStore(TokenStore):
 
         Raises:
             StateMismatchError: keys and values do not match each other.
-            OptionError: a group size does not divide its head_dim.
         """
         check_one_batch(key_form, value_form)
         if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):
@@ -231,8 +230,14 @@ class QuantizedStore(TokenStore):
         recent = DenseStore(length_hint=self.quantization.residual_length + size)
         _put(recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
         blocks.reserve(count)
-        for some in quantized:
-            blocks.append(some)
+        before = blocks.tokens
+        try:
+            for some in quantized:
+                blocks.append(some)
+        except BaseException:
+            # Interrupted: what is in the residual still must not be packed as well, nor one side of it.
+            blocks.truncate(before)
+            raise
         self._sinks, self._recent = new_sinks, recent
         self._forget_runs()
 
@@ -258,6 +263,12 @@ class QuantizedStore(TokenStore):
         if isinstance(returned[0], PackedStates):
             self._held = returned[0].attended
         return returned
+
+    @override
+    def hand_out(self) -> None:
+        # Handles cannot be written to, and know when they have become untrue.
+        if not self._old_tokens:
+            self._recent.hand_out()
 
     def _returned(self, history: History) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""

@@ -125,6 +125,12 @@ class SharedStore(TokenStore):
         (_, key_form), (_, value_form) = self._sides()
         return handles(self._held, key_form[1], (key_form[2], value_form[2]))
 
+    @override
+    def hand_out(self) -> None:
+        # Handles cannot be written to, and know when they have become untrue.
+        if self._prefix is None:
+            self._own.hand_out()
+
     def _sides(self) -> tuple[tuple[Any, StateForm], tuple[Any, StateForm]]:
         return ("keys", self.key_form), ("values", self.value_form)  # type: ignore[return-value]
 

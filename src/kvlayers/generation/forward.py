@@ -1,0 +1,76 @@
+"""The forward pass of a model while kvlayers is installed: what it is given in the place of a cache, or with one.
+
+`PreTrainedModel.__call__` is what is replaced: it is the one method that every forward pass of every model goes
+through, and it costs next to nothing at each token.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from ..cache import Cache
+from . import empty_caches, known_ids, registry, tuples
+from .replacement import Replacement
+
+_is_wanted: Callable[[], bool] | None = None
+
+
+def accept(is_wanted: Callable[[], bool]) -> None:
+    """From now on, look at the caches that models are given.
+
+    Args:
+        is_wanted: whether a forward pass goes by kvlayers, asked in its own thread.
+    """
+    global _is_wanted
+    _is_wanted = is_wanted
+    _replacement.put()
+
+
+def refuse() -> None:
+    """Take `accept` back."""
+    global _is_wanted
+    _is_wanted = None
+    _replacement.take_back()
+
+
+def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_wanted is None:
+            return original(self, *args, **kwargs)
+        past = kwargs.get(tuples.ARGUMENT)
+        if past is None:
+            past = kwargs.get("cache_params")
+        if isinstance(past, tuple | list):
+            return tuples.call(original, self, args, kwargs)
+        for argument in args:
+            if isinstance(argument, tuple | list):
+                return tuples.call(original, self, args, kwargs)
+        # What models do once for a cache is done before any is compiled.
+        if past is None or torch.compiler.is_compiling() or not _is_wanted():
+            return original(self, *args, **kwargs)
+        return _with_cache(functools.partial(original, self), self, past, args, kwargs)
+
+    return call
+
+
+_replacement = Replacement(PreTrainedModel, "__call__", _looking_at_caches)
+
+
+def _with_cache(
+    forward: Callable[..., Any], model: Any, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if type(past) in empty_caches.KINDS:
+        empty_caches.give_layers(past, model)
+    elif isinstance(past, str):
+        kwargs = {**kwargs, tuples.ARGUMENT: registry.make_cache(past, model)}
+    else:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        # Not at each token of a loop.
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1 and isinstance(past, Cache):
+            return known_ids.remember(past, ids, functools.partial(forward, *args, **kwargs))
+    return forward(*args, **kwargs)

@@ -1,0 +1,175 @@
+"""An id of weights is another one where a single element differs, anywhere, and is made once."""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers.persistence import weights
+from models import fresh_model
+
+pytestmark = pytest.mark.fast
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
+
+
+class Holder(torch.nn.Module):
+    """A module of one weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+
+def id_of(weight: torch.Tensor) -> str:
+    return kvlayers.weights_id(Holder(weight))
+
+
+def states(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    values = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(3))
+    return (values % 2).bool() if dtype == torch.bool else values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_element_changes_it_and_a_copy_does_not(dtype: torch.dtype) -> None:
+    # Of more than a block, and of a size that no word divides.
+    size = weights.BLOCK * 8 // dtype.itemsize + 13
+    weight = states(dtype, size)
+    seen = {id_of(weight)}
+    places = (0, 1, size // 2, size - 14, size - 2, size - 1)
+    for place in places:
+        other = weight.clone()
+        other[place] = not other[place] if dtype == torch.bool else other[place] + 1
+        seen.add(id_of(other))
+    assert len(seen) == 1 + len(places)
+    assert id_of(weight.clone()) == id_of(weight)
+
+
+def test_each_element_of_a_model_counts() -> None:
+    model = fresh_model("llama")
+    before = kvlayers.weights_id(model)
+    for weight in model.parameters():
+        other = copy.deepcopy(model)
+        twin = dict(other.named_parameters())[next(n for n, w in model.named_parameters() if w is weight)]
+        with torch.no_grad():
+            twin.view(-1)[twin.numel() * 2 // 3] += 0.01
+        assert kvlayers.weights_id(other) != before
+    assert kvlayers.weights_id(copy.deepcopy(model)) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_what_has_changed_places_is_another_weight(dtype: torch.dtype) -> None:
+    weight = states(dtype, 96, 64)
+    weight[:, 0] = torch.arange(96)
+    before, generator = id_of(weight), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        one, two = torch.randperm(96, generator=generator)[:2].tolist()
+        rows, columns = weight.clone(), weight.clone()
+        rows[[one, two]] = rows[[two, one]]
+        # Two elements of a row, of which the sum stays the same.
+        columns[one, 5], columns[one, 9] = columns[one, 5] + 1, columns[one, 9] - 1
+        assert len({before, id_of(rows), id_of(columns)}) == 3
+
+
+def test_differences_in_the_highest_bits_alone_are_seen() -> None:
+    # Each changes the sign of the last element in a word: the highest bit of all, which odd factors keep the highest.
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    seen = {id_of(weight)}
+    for one in range(3, 400, 4):
+        other = weight.clone()
+        other[one] = other[one + 4] = -1
+        seen.add(id_of(other))
+    assert len(seen) == 101
+
+
+def test_names_dtypes_and_shapes_count() -> None:
+    weight = torch.arange(24, dtype=torch.float32)
+    renamed = torch.nn.Module()
+    renamed.register_buffer("other", weight)
+    ids = [id_of(weight), id_of(weight.view(4, 6)), id_of(weight.view(torch.int32)), kvlayers.weights_id(renamed)]
+    assert len(set(ids)) == len(ids)
+
+
+def test_it_does_not_depend_on_how_a_weight_lies_in_memory() -> None:
+    weight = states(torch.bfloat16, 33, 17)
+    expected = id_of(weight)
+    assert id_of(weight.t().contiguous().t()) == expected
+    padded = torch.zeros(33, 40, dtype=torch.bfloat16)
+    padded[:, 3:20] = weight
+    assert id_of(padded[:, 3:20]) == expected
+    shifted = torch.zeros(weight.numel() + 3, dtype=torch.bfloat16)
+    shifted[3:] = weight.view(-1)
+    assert id_of(shifted[3:].view(33, 17)) == expected
+
+
+def test_empty_scalar_and_special_weights_have_ids() -> None:
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0])
+    ids = [id_of(weight) for weight in (torch.empty(0, 4), torch.tensor(3.0), special, special.flip(0))]
+    assert len(set(ids)) == len(ids)
+    assert id_of(special) == id_of(special.clone())
+    assert id_of(torch.tensor([0.0])) != id_of(torch.tensor([-0.0]))
+
+
+def test_tied_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = fresh_model("llama", tie_word_embeddings=True), []
+    sums = weights._block_sums
+    monkeypatch.setattr(weights, "_block_sums", lambda weight: read.append(weight) or sums(weight))
+    expected = kvlayers.weights_id(model)
+    assert len(read) == len(model.state_dict()) - 1
+    for _ in range(3):
+        assert kvlayers.weights_id(model) == expected
+    assert len(read) == len(model.state_dict()) - 1
+    with torch.no_grad():
+        model.lm_head.weight[5, 5] += 1
+    assert kvlayers.weights_id(model) != expected
+    assert len(read) == 2 * (len(model.state_dict()) - 1)
+
+
+def test_steps_of_training_and_their_undoing_are_noticed() -> None:
+    model = fresh_model("llama")
+    kept, seen = copy.deepcopy(model.state_dict()), [kvlayers.weights_id(model)]
+    optimizer = torch.optim.SGD([model.model.embed_tokens.weight], lr=0.1)
+    for _ in range(2):
+        model(torch.tensor([[91, 92]])).logits.logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(kvlayers.weights_id(model))
+    assert len(set(seen)) == 3
+    model.load_state_dict(kept)
+    assert kvlayers.weights_id(model) == seen[0]
+
+
+def test_threads_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made, found = fresh_model("llama"), [], []
+    digest = weights._digest
+    monkeypatch.setattr(weights, "_digest", lambda read: made.append(0) or digest(read))
+    threads = [threading.Thread(target=lambda: found.append(kvlayers.weights_id(model))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(set(found)) == 1
+
+
+def test_weights_that_are_not_in_memory_are_refused() -> None:
+    with torch.device("meta"), pytest.raises(kvlayers.ConfigError, match="meta tensor"):
+        kvlayers.weights_id(torch.nn.Linear(2, 2))
+
+
+def test_it_is_what_it_was() -> None:
+    # Files and stores of today are looked for tomorrow, and by other machines.
+    weight = torch.arange(10_000, dtype=torch.int32).view(100, 100)
+    assert id_of(weight) == "all:fcc92c76c142a2f76daeaa6e9f33c54ad5291678d3bb7f4e4b1cc6e1dbf74694"
+
+
+def test_weights_of_a_class_of_their_own_are_read_by_their_parts() -> None:
+    two = pytest.importorskip("torch.testing._internal.two_tensor", reason="torch comes without its test classes")
+
+    def weight(last: float) -> Any:
+        return two.TwoTensor(torch.ones(4), torch.tensor([1.0, 2.0, 3.0, last]))
+
+    assert id_of(weight(4.0)) == id_of(weight(4.0)) != id_of(weight(5.0))

@@ -68,8 +68,9 @@ from workload import RandomModel, RealModel, Shape, Workload, default_model
 QUICK_SHAPE = fidelity.QUICK_SHAPE
 """Its heads have the 64 channels that transformers' quantized caches need."""
 
-ROOM = 512
-"""Tokens of the residual with which quanto holds at least the bytes that kvlayers' native backend holds."""
+FINE = 16
+"""Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
+residual would take as many bytes, and leave quanto with more divergence."""
 
 
 class OtherTokensError(Exception):
@@ -215,15 +216,15 @@ def measure_graphs(run: Run) -> Mapping[str, Cells]:
     return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
 
 
-def quanto(nbits: int, residual_length: int) -> CacheMaker:
+def quanto(nbits: int, q_group_size: int) -> CacheMaker:
     """Makes transformers' quanto caches at the axis that its documentation recommends."""
     return lambda config: transformers.QuantizedCache(
-        "quanto", config, nbits=nbits, axis_key=0, axis_value=0, residual_length=residual_length
+        "quanto", config, nbits=nbits, axis_key=0, axis_value=0, q_group_size=q_group_size
     )
 
 
 def measure_fidelity(run: Run) -> Mapping[str, Cells]:
-    """What quantized caches change in predictions, and their bytes; quanto also with the bytes of kvlayers' caches."""
+    """What quantized caches change in predictions, and their bytes; quanto also with more than kvlayers."""
     rows = {
         claimed.INT8: Contender("kvlayers", "native", 8),
         claimed.FP8: Contender("kvlayers", "fp8", 8),
@@ -231,11 +232,11 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         claimed.INT2: Contender("kvlayers", "native", 2),
         claimed.QUANTO_4: Contender("transformers", "quanto", 4),
         claimed.QUANTO_2: Contender("transformers", "quanto", 2),
-        claimed.ROOM_4: Contender("transformers", f"quanto, residual of {ROOM}", 4),
-        claimed.ROOM_2: Contender("transformers", f"quanto, residual of {ROOM}", 2),
+        claimed.FINE_4: Contender("transformers", f"quanto, groups of {FINE}", 4),
+        claimed.FINE_2: Contender("transformers", f"quanto, groups of {FINE}", 2),
     }
     makers: dict[Contender, CacheMaker] = {IN_FULL: FULL[IN_FULL], **{each: each.make for each in rows.values()}}
-    makers |= {rows[row]: quanto(nbits, ROOM) for row, nbits in ((claimed.ROOM_4, 4), (claimed.ROOM_2, 2))}
+    makers |= {rows[row]: quanto(nbits, FINE) for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2))}
     sizes = ["--quick", "--context", "640", "--scored", "64"] if run.quick else []
     given = fidelity.parse(
         ["--context", "2048", "--scored", "1024", "--passages", "1", "--chunk", "64", "--outlier", "0", *sizes]
@@ -253,16 +254,16 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
                 claimed.BYTES_A_TOKEN: measured["bytes"][contender.name]["bytes"],
             }
     ratios = {}
-    for row, rival, with_room in (
-        (claimed.INT4, claimed.QUANTO_4, claimed.ROOM_4),
-        (claimed.INT2, claimed.QUANTO_2, claimed.ROOM_2),
+    for row, rival, fine in (
+        (claimed.INT4, claimed.QUANTO_4, claimed.FINE_4),
+        (claimed.INT2, claimed.QUANTO_2, claimed.FINE_2),
     ):
-        if {row, rival, with_room} <= cells.keys():
+        if {row, rival, fine} <= cells.keys():
             ratios[row] = {
                 claimed.TIMES_LESS: cells[rival][claimed.KL] / cells[row][claimed.KL],
                 claimed.BYTES_OF_QUANTO: cells[row][claimed.BYTES_A_TOKEN] / cells[rival][claimed.BYTES_A_TOKEN],
-                claimed.LESS_AT_EQUAL_BYTES: cells[with_room][claimed.KL] / cells[row][claimed.KL],
-                claimed.BYTES_OF_ROOM: cells[row][claimed.BYTES_A_TOKEN] / cells[with_room][claimed.BYTES_A_TOKEN],
+                claimed.LESS_THAN_FINE: cells[fine][claimed.KL] / cells[row][claimed.KL],
+                claimed.BYTES_OF_FINE: cells[row][claimed.BYTES_A_TOKEN] / cells[fine][claimed.BYTES_A_TOKEN],
             }
     return {"fidelity": cells, "ratios": ratios}
 

@@ -211,7 +211,7 @@ class Room:
 def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: int | None) -> None:
     residual, sinks, batch, kv_heads = 32, 16, 2, 3
     store = QuantizedStore(Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)
-    blocks = Room(128, 1, None if hint is None else math.ceil((hint - sinks - residual - BLOCK) / BLOCK))
+    blocks = Room(128, 0, None if hint is None else math.ceil((hint - sinks - residual - BLOCK) / BLOCK))
     recent = Room(8, 128, sinks + residual + BLOCK)
     length = packed = 0
     for tokens in (1, 50, 61, 1, 64, 65, 700, *[1] * 70, 1000):
@@ -220,9 +220,12 @@ def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: in
         wanted = max(math.ceil((length - sinks - residual - BLOCK) / BLOCK), 0)
         if wanted > packed:
             blocks.take(wanted)
-            if not packed:
-                recent = Room(8, 128, residual + BLOCK)
             packed = wanted
+            # No further than to the hint, as long as it holds.
+            before = sinks + packed * BLOCK
+            recent = Room(16, BLOCK // 2, residual + BLOCK)
+            if hint is not None and hint >= length:
+                recent.hint = min(residual + BLOCK, hint - before)
         recent.take(length - (packed * BLOCK + sinks if packed else 0))
         of_blocks = blocks.capacity * sum(block_bytes(nbits, head_dim, itemsize=2))
         of_tokens = (recent.capacity + (sinks if packed else 0)) * 2 * head_dim * 2

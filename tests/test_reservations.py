@@ -254,6 +254,27 @@ def test_the_next_call_uses_the_same_memory(installed: None, name: str, compiled
     assert caches.used[0]().layers[0].keys.untyped_storage().data_ptr() == caches.addresses[0]
 
 
+@pytest.mark.parametrize("family", ["hybrid", "jamba", "deepseek_v3"])
+def test_a_shorter_call_compiles_nothing_else_although_the_cache_was_returned(
+    counted: None, installed: None, family: str
+) -> None:
+    model, ids, shorter = new_model(family), prompt(2, PROMPT), prompt(2, 5, seed=1)
+    expected = generate(model, ids), generate(model, shorter, max_new_tokens=9)
+    how = {**compiling(dynamic=False), "return_dict_in_generate": True}
+    first = generate(model, ids, **how)
+    compiled_once = graphs()
+    second = generate(model, shorter, max_new_tokens=9, **how)
+    assert 0 < graphs() == compiled_once
+    assert torch.equal(first.sequences, expected[0])
+    assert torch.equal(second.sequences, expected[1])
+    for output in (first, second):
+        # Whether autograd is on says nothing of what generate() may compile: it turns it off.
+        assert torch.is_grad_enabled()
+        assert output.past_key_values.is_compileable
+    kept = first.past_key_values
+    assert kept.get_seq_length() == PROMPT + NEW_TOKENS - 1, "what was returned is not used again"
+
+
 def test_fewer_sequences_use_a_part_and_more_ones_take_new_memory(installed: None) -> None:
     model, caches = new_model("hybrid"), None
     expected = {batch: generate(model, prompt(batch, PROMPT)) for batch in (1, 2, 3)}

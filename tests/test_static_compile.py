@@ -671,10 +671,12 @@ def test_a_cache_says_whether_it_reads_buckets() -> None:
         assert not static_cache(family, compiled=False).is_compileable
         cache = static_cache(family, compiled=True)
         assert cache.compiled
-        with torch.no_grad():
-            assert cache.is_compileable
-        # Autograd cannot follow what is written in place.
-        assert not all(layer.is_compileable for layer in cache.layers if isinstance(layer, kvlayers.CacheLayer))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert cache.is_compileable
+                # Autograd cannot follow what is written in place, so masks are not of buckets where it is on.
+                attending = next(layer for layer in cache.layers if isinstance(layer, kvlayers.CacheLayer))
+                assert attending.reserved.reading.mode.buckets_now is not grad
         cache.compiled = False
         with torch.no_grad():
             assert not cache.is_compileable

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from .persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
     from .planning import Plan, PlannedCache, plan
     from .prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
+    from .pytrees import register_export_support
     from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
     from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
     from .rotary import Rotary
@@ -144,6 +145,7 @@ _NAMES = {
     "persistence": ("CacheFile", "inspect_cache", "load_cache", "save_cache", "weights_id"),
     "planning": ("Plan", "PlannedCache", "plan"),
     "prefix": ("EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"),
+    "pytrees": ("register_export_support",),
     "quantized_cache": ("HQQQuantizedCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
     "rotary": ("Rotary",),
@@ -254,6 +256,7 @@ __all__ = [
     "plan",
     "quantizer_names",
     "register",
+    "register_export_support",
     "register_quantizer",
     "resilient_generate",
     "save_cache",

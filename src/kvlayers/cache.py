@@ -17,6 +17,7 @@ from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionEr
 from .layers import CacheLayer, HybridLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
+from .layers.graph_operators import GraphHandle, calls_operators, updated
 from .legacy import LegacySurface
 from .offload import Offloading, Prefetcher, TrafficMeter
 from .operations import LayerwiseOperations
@@ -92,12 +93,21 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self.only_non_sliding = offload_only_non_sliding
         self._placement = placement
         self._prefetcher = Prefetcher(placement.memory()) if offloading else None
+        self._handle = GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
         share_readings(self.layers)
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(_made, layer_class_to_replicate, place)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is called by a handle of its own.
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._handle = GraphHandle(self)
 
     @property
     def traffic(self) -> TrafficMeter | None:
@@ -227,11 +237,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if not 0 <= layer_idx < len(self.layers):
             return self._update_new_layer(key_states, value_states, layer_idx)
         compiling = torch.compiler.is_compiling()
+        layer = self.layers[layer_idx]
         if compiling:
             self._note_trace(layer_idx)
+            if isinstance(layer, OF_OURS) and calls_operators(layer, key_states, value_states):
+                return updated(self._handle, layer, layer_idx, key_states, value_states)
         elif not self._at < layer_idx <= self._in_step:
             self._follow(layer_idx, key_states.shape[-2])
-        layer = self.layers[layer_idx]
         if isinstance(layer, compat.DUMMY_LAYER):
             raise UnsupportedLayerError(
                 f"expected a layer that attends, but layer {layer_idx} holds nothing: make the cache from the config "

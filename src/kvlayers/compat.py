@@ -126,6 +126,9 @@ NAME_FOR_DRAFTS = "dynamic_full" if Version("5.15") > TRANSFORMERS else None
 HAS_GGUF_CONFIG = Version("5.17") <= TRANSFORMERS
 """From here on a GGUF file may be read as it is quantized."""
 
+HAS_EXPORTERS = Version("5.14") <= TRANSFORMERS
+"""From here on transformers has exporters, which take caches apart to make them inputs of a program."""
+
 TELLS_OF_LOADING = Version("5.4") <= TRANSFORMERS
 """From here on transformers' progress bars can be told to somebody else (`set_tqdm_hook`)."""
 

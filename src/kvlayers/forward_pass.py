@@ -3,8 +3,8 @@
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,8 @@ CALLERS = 12
 """Frames between an update and the module that calls it, at most: the helpers of models and the wrappers of hooks."""
 
 
-class PassStart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PassStart:
     """Where a forward pass began.
 
     Attributes:

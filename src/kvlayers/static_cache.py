@@ -136,7 +136,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             return super().for_cross_attention()
         # Its masks are the encoder's, and it is filled once, so it reads what is there in compiled code as well.
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
-        layers = [StaticLayer(**vars(reservation)) for _ in self.layers]
+        layers = [StaticLayer(**reservation.options()) for _ in self.layers]
         return Cache(layers=layers, **self.offloading_options())
 
     def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:

@@ -159,7 +159,7 @@ class PackedStates(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_THE_HANDLE:
+            if func in ASKS_NO_STATE:
                 return func(*args, **kwargs)
             computed = _on_what_is_held[func](*args, **kwargs) if func in _on_what_is_held else NOT_READ_AS_HELD
             return _on_dense_states(func, args, kwargs, computed) if isinstance(computed, str) else computed
@@ -211,39 +211,41 @@ def _on_dense_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return func(*args, **kwargs)
 
 
-_OF_THE_HANDLE = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "ndim",
-            "layout",
-            "requires_grad",
-            "grad_fn",
-            "grad",
-            "is_leaf",
-            "is_cpu",
-            "is_cuda",
-            "is_meta",
-            "is_sparse",
-            "is_quantized",
-            "is_nested",
-            "itemsize",
-        )
-    ),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.get_device,
-    Tensor.__len__,
-    torch.numel,
-    torch.is_floating_point,
-}
+ASKS_NO_STATE = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "layout",
+                "requires_grad",
+                "grad_fn",
+                "grad",
+                "is_leaf",
+                "is_cpu",
+                "is_cuda",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "is_nested",
+                "itemsize",
+            )
+        ),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.get_device,
+        Tensor.__len__,
+        torch.numel,
+        torch.is_floating_point,
+    }
+)
 """What is known without reading any state."""

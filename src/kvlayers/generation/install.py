@@ -11,6 +11,7 @@ What is replaced in transformers while kvlayers is installed, and why:
   by a store of prefixes where there is one (`prefixes.py`).
 * `PreTrainedModel.__call__` takes and returns legacy tuples (`tuples.py`), gives empty caches of transformers layers of
   kvlayers (`empty_caches.py`), and lets a cache remember the ids of a prompt (`known_ids.py`).
+* `HfExporter.__init__` lets torch take caches of kvlayers apart before an exporter does it in a way of its own.
 * Under `legacy_names`, what transformers 4 had and later versions lack (`old_names.py`).
 * `GenerationConfig.save_pretrained` and `GenerationConfig.__init__` keep a name that only kvlayers knows in a field
   that transformers ignores, so that what was saved can be loaded without kvlayers (`saved_names.py`).
@@ -38,6 +39,7 @@ from ..cache import Cache
 from ..errors import LegacyFormatError
 from ..layers.dispatch import fixed_layers
 from ..prefix import PrefixStore
+from ..pytrees import register_export_support
 from ..sink_cache import SinkCache
 from ..stores.reading import ReadingMode
 from . import (
@@ -301,6 +303,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         call.end(output, cache)
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
             output[cache_name] = tuples.tuples_of(cache)
+        reservations.remember_lengths(self, loans)
         if isinstance(output, Tensor):
             del cache
             reservations.give_back(self, loans)
@@ -525,6 +528,15 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     return prefill
 
 
+def _wrap_exporter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @_wrapper(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        register_export_support()
+        original(self, *args, **kwargs)
+
+    return prepare
+
+
 _replacements = [
     Replacement(GenerationMixin, name, wrap)
     for name, wrap in {
@@ -539,3 +551,7 @@ _replacements = [
     Replacement(configuration.GenerationConfig, "__init__", _wrap_config_init),
     Replacement(configuration.GenerationConfig, "save_pretrained", _wrap_save_config),
 ]
+if compat.HAS_EXPORTERS:
+    from transformers.exporters.base import HfExporter
+
+    _replacements.append(Replacement(HfExporter, "__init__", _wrap_exporter))

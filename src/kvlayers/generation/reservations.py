@@ -58,15 +58,26 @@ def lend(model: Any, made: Cache, request: CacheRequest) -> Cache:
     if idle is not None and not autocast and _stands_in(idle, made, request):
         cache = idle
     lent = _lent.get()
-    if lent is not None and _parts(cache) is not None:
+    if lent is not None:
         lent.append((cache, request))
     return cache
+
+
+def remember_lengths(model: Any, loans: list[Loan]) -> None:
+    """Let later calls that are compiled reserve as much as these, so that nothing is compiled for another size."""
+    with _lock:
+        lengths = _lengths.setdefault(model, {})
+        for _, request in loans:
+            if request.length_hint is not None:
+                lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
 
 
 def give_back(model: Any, loans: list[Loan]) -> None:
     """Keep what was lent, where nobody uses it any more, for the next call."""
     while loans:
         cache, request = loans.pop()
+        if _parts(cache) is None:
+            continue
         if sys.getrefcount(cache) > OWN_REFERENCES and _was_compiled_around(cache):
             # Compiling leaves cycles behind that know the cache.
             gc.collect()
@@ -77,9 +88,6 @@ def give_back(model: Any, loans: list[Loan]) -> None:
             cache.reset()
             with _lock:
                 _idle[model] = cache
-                if request.length_hint is not None:
-                    lengths = _lengths.setdefault(model, {})
-                    lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
 
 
 def longest(model: Any, request: CacheRequest) -> int | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
-from ..errors import StateMismatchError
+from ..errors import StateMismatchError, UnsupportedLayerError
 from ..stores.buffer import StateForm, form_of
 from .layer_operations import LayerOperations, LayerState, crop_target, unbounded_as_minus_one, whole_number
 
@@ -47,6 +47,16 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     @abstractmethod
     def length(self) -> int:
         """Tokens seen and not rolled back."""
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that an operator takes in, while compiled code that calls it is traced.
+
+        When that code runs, the operator counts them itself, and to the same number.
+        """
+        raise UnsupportedLayerError(
+            f"expected a layer that compiled code calls by an operator, but saw a {type(self).__name__}: give it a "
+            "count of its own, as its is_opaque is true."
+        )
 
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from .linear_attention import LinearAttentionLayer
 from .offloaded import OffloadedLayer
 from .quantized import quantized_layer
 from .sinking import Sinking
-from .sliding import SlidingLayer
+from .sliding import SlidingLayer, window_room
 from .static import StaticLayer
 from .static_sliding import StaticSlidingLayer
 from .token_layer import TokenLayer
@@ -39,7 +39,7 @@ Factory = Callable[[LayerSpec], Any]
 CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
     """What the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
 
@@ -47,6 +47,10 @@ class Reservation:
     max_batch_size: int | None = None
     buckets: Buckets | None = None
     grow: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that it was made of, which are those of a `StaticLayer`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
@@ -83,11 +87,11 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
 
     def window(spec: LayerSpec) -> StaticSlidingLayer:
         return StaticSlidingLayer(
-            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **vars(reserved)
+            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **reserved.options()
         )
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: StaticLayer(**vars(reserved)),
+        "full_attention": lambda spec: StaticLayer(**reserved.options()),
         **dict.fromkeys(WINDOWED, window),
     }
     return _layers(config, kinds, checkpoints, reserved.max_cache_len)
@@ -189,7 +193,8 @@ def quantized_layers(
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
         # A window drops its oldest tokens, so that none of them stays for good.
         in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
-        return SlidingLayer(spec.options["sliding_window"], QuantizedStore(in_window))
+        window = spec.options["sliding_window"]
+        return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
 
     kinds: dict[str, Factory] = {
         "full_attention": lambda spec: quantized_layer(quantization.of_layer(spec.index), length_hint),

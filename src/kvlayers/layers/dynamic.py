@@ -46,6 +46,10 @@ class DynamicLayer(TokenLayer):
     def length(self) -> int:
         return self._store.length
 
+    @override
+    def count(self, tokens: int) -> None:
+        self._store.count(tokens)
+
     @property
     @override
     def capacity(self) -> int | None:

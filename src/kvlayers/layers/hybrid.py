@@ -58,6 +58,15 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         return self.attention.update(key_states, value_states)
 
+    @property
+    def is_opaque(self) -> bool:  # type: ignore[override]
+        """Whether compiled code calls `update` as an operator, rather than be traced through it."""
+        return self.attention.is_opaque
+
+    @override
+    def count(self, tokens: int) -> None:
+        self.attention.count(tokens)
+
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.attention.mask_sizes(query_length)
@@ -128,7 +137,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether masks are made for what compiled code reads."""
+        """Whether generate() may compile the forward pass around it."""
         return bool(self.attention.is_compileable)
 
     # Convolution states and recurrent states

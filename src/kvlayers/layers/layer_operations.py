@@ -43,6 +43,7 @@ class LayerOperations(ABC):
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass every token's states to it, rather than write to the states themselves.
+        is_opaque: whether compiled code calls its `update` as an operator, rather than be traced through it.
     """
 
     is_compileable = False
@@ -53,6 +54,7 @@ class LayerOperations(ABC):
     is_recurrent = False
     has_other_states = False
     record_past: bool = False
+    is_opaque = False
 
     @property
     @abstractmethod

@@ -205,6 +205,10 @@ class SinkLayer(TokenLayer):
     def length(self) -> int:
         return self._seen
 
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
+
     @property
     @override
     def capacity(self) -> int | None:

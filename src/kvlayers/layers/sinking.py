@@ -8,6 +8,7 @@ from ..rotary import Rotary
 from ..stores.quantization import Quantization
 from ..stores.quantized import QuantizedStore
 from .sink import SinkLayer
+from .sliding import window_room
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,5 +29,6 @@ class Sinking:
 
     def layer(self, rotary: Rotary | None) -> SinkLayer:
         """A layer whose keys are rotated so; `None` where they are not."""
-        store = None if self.quantization is None else QuantizedStore(self.quantization)
-        return SinkLayer(self.window_length, self.num_sink_tokens, rotary, store, self.left_padding)
+        quantization, window = self.quantization, self.window_length
+        store = None if quantization is None else QuantizedStore(quantization, window_room(window))
+        return SinkLayer(window, self.num_sink_tokens, rotary, store, self.left_padding)

@@ -90,6 +90,10 @@ class SlidingLayer(TokenLayer):
         self.record_past = False
         self._keep_window()
 
+    def resume_at(self, seen: int) -> None:
+        """Take the tokens that are held for the newest of `seen` tokens."""
+        self._seen = seen
+
     @property
     @override
     def length(self) -> int:
@@ -101,6 +105,10 @@ class SlidingLayer(TokenLayer):
         if not min(length, self.sliding_window - 1) <= held <= length:
             raise not_of_so_many(length, held)
         self._seen = length
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
 
     @property
     @override

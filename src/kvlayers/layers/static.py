@@ -93,8 +93,8 @@ class StaticLayer(DynamicLayer):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether masks are made for what compiled code reads."""
-        return self._store.reading.mode.buckets_now
+        """Whether generate() may compile the forward pass around it."""
+        return self._store.reading.mode.compileable
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class StaticLayer(DynamicLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self.is_compileable:
+        if self._store.reading.mode.buckets_now:
             # Compiled code leaves it to eager code to grow.
             self._store.make_room(tokens)
         else:

@@ -77,7 +77,7 @@ class StaticSlidingLayer(SlidingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.is_compileable:
+        if self._store.reading.mode.buckets_now:
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
@@ -103,12 +103,12 @@ class StaticSlidingLayer(SlidingLayer):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether masks are made for what compiled code reads."""
-        return self._store.reading.mode.buckets_now
+        """Whether generate() may compile the forward pass around it."""
+        return self._store.reading.mode.compileable
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self.is_compileable:
+        if self._store.reading.mode.buckets_now:
             self._store.prepare()
             if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
                 self._store.move_to_front(self._past)

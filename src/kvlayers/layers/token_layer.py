@@ -34,6 +34,11 @@ class TokenLayer(CacheLayer):
         return self._store.length
 
     @property
+    def is_opaque(self) -> bool:  # type: ignore[override]
+        """Whether compiled code calls `update` as an operator, rather than be traced through it."""
+        return self._store.is_opaque
+
+    @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first.
 
@@ -64,8 +69,8 @@ class TokenLayer(CacheLayer):
             return store.keys if side == "keys" else store.values
         if store.key_form is None:
             return None
-        store.hand_out()
-        return store.newest_keys(store.length) if side == "keys" else store.newest_values(store.length)
+        keys, values = store.hand_out()
+        return keys if side == "keys" else values
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:

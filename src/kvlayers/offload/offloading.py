@@ -9,7 +9,7 @@ from .memory import DiskMemory, HomeMemory, HostMemory
 TIERS = ("cpu", "disk")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Offloading:
     """Where states are held between updates.
 

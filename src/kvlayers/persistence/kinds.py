@@ -14,6 +14,7 @@ from ..layers.dispatch import Reservation, dynamic_layers, quantized_layers, sin
 from ..layers.quantized import quantized_layer
 from ..layers.sink import check_sinks, padding_of
 from ..layers.sinking import Sinking
+from ..layers.sliding import window_room
 from ..mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
 from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
 from ..quantized_cache import HQQQuantizedCache, QuantizedCache, QuantoQuantizedCache, bare_layers
@@ -69,9 +70,9 @@ def _quantization(record: LayerRecord) -> Quantization | None:
     return Quantization(**options)
 
 
-def _store(record: LayerRecord) -> TokenStore | None:
+def _store(record: LayerRecord, length_hint: int | None = None) -> TokenStore | None:
     quantization = _quantization(record)
-    return None if quantization is None else QuantizedStore(quantization)
+    return None if quantization is None else QuantizedStore(quantization, length_hint)
 
 
 def _dynamic(record: LayerRecord, made: Made) -> DynamicLayer:
@@ -83,17 +84,18 @@ def _quantized(record: LayerRecord, made: Made) -> QuantizedLayer:
 
 
 def _sliding(record: LayerRecord, made: Made) -> SlidingLayer:
-    return SlidingLayer(_number(record, "sliding_window"), _store(record))
+    window = _number(record, "sliding_window")
+    return SlidingLayer(window, _store(record, window_room(window)))
 
 
 def _sink(record: LayerRecord, made: Made) -> SinkLayer:
     window, sinks = _number(record, "window_length"), _number(record, "num_sink_tokens")
-    return SinkLayer(window, sinks, made.rotary(record.facts["rotary"]), _store(record))
+    return SinkLayer(window, sinks, made.rotary(record.facts["rotary"]), _store(record, window_room(window)))
 
 
 def _reserved(record: LayerRecord, made: Made) -> dict[str, Any]:
     """What a static layer reserves: its own count of tokens, or, where it grows, that which it began with."""
-    reserved = vars(made.reservation) if "max_cache_len" in made.options else {"grow": False}
+    reserved = made.reservation.options() if "max_cache_len" in made.options else {"grow": False}
     own = record.facts["max_cache_len"]
     return reserved if own is None else {**reserved, "max_cache_len": own}
 

@@ -121,7 +121,7 @@ def _options(cache: Cache) -> Options:
         "grows": cache.layer_class_to_replicate is not None,
     }
     if isinstance(cache, StaticCache):
-        reservation = vars(cache._reservation)
+        reservation = cache._reservation.options()
         buckets = reservation["buckets"]
         options |= {**reservation, "buckets": None if buckets is None else dataclasses.asdict(buckets)}
         options["compiled"] = cache.compiled

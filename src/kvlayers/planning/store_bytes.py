@@ -11,6 +11,7 @@ from ..stores import DenseStore, FixedStore, QuantizedStore, TokenStore
 from ..stores.buffer import StateForm
 from ..stores.packed_blocks import GROWTH_DIVISOR, MINIMUM_GROWTH, SIDES, packed_forms
 from ..stores.quantization import block_tokens, blocks_beyond
+from ..stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
 FOLLOWED = 1
 """The length hint that caches are made with to be planned. A number of a store that is this one follows the hint."""
@@ -88,14 +89,19 @@ def _quantized(store: QuantizedStore, intake: Intake) -> int:
     size = block_tokens(quantizers)
     room = given.sink_tokens + given.residual_length + size
     blocks = blocks_beyond(tokens, room, size)
-    if not blocks:
-        return pair_bytes(forms, DenseStore(room).grown_capacity(tokens)) if tokens else 0
-    residual = DenseStore(given.residual_length + size).grown_capacity(tokens - given.sink_tokens - blocks * size)
     hint = intake.following(store.length_hint)
+    if not blocks:
+        residual = unpacked_residual()
+        residual.length_hint = most_in_residual(room, hint, 0)
+        return pair_bytes(forms, residual.grown_capacity(tokens)) if tokens else 0
+    old = given.sink_tokens + blocks * size
+    residual = residual_behind_blocks(size)
+    residual.length_hint = most_in_residual(given.residual_length + size, hint, old, tokens - old)
     most_blocks = None if hint is None else blocks_beyond(hint, room, size)
     capacity = DenseStore(most_blocks, GROWTH_DIVISOR, MINIMUM_GROWTH).grown_capacity(blocks)
     packed = [packed_forms(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)]
-    return pair_bytes(forms, given.sink_tokens + residual) + sum(pair_bytes(side, capacity) for side in packed)
+    exact = given.sink_tokens + residual.grown_capacity(tokens - old)
+    return pair_bytes(forms, exact) + sum(pair_bytes(side, capacity) for side in packed)
 
 
 def bits_of_packed(store: QuantizedStore, forms: Forms) -> float:

@@ -28,10 +28,17 @@ class TokenStore(ABC):
     which tokens are worth keeping is the layer's business.
     """
 
+    is_opaque = False
+    """Whether compiled code calls the layer that has the store by an operator, rather than be traced through it."""
+
     @property
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
+
+    def count(self, tokens: int) -> None:
+        """See `CacheLayer.count`. Only for a store that is opaque."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -102,12 +109,13 @@ class TokenStore(ABC):
         """Keys and values of the newest `count` tokens, in order."""
         return self.newest_keys(count), self.newest_values(count)
 
-    def hand_out(self) -> None:  # noqa: B027 - some stores return no views
-        """Let what `newest` returns until the next change be kept by a caller, and written to.
+    def hand_out(self) -> StatePair:
+        """Keys and values of all tokens, for a caller to keep and to write to: the same tensors until a change.
 
-        No other store shows what the caller writes, and none writes there again. Without this, what `newest` returns is
-        for reading before the store changes.
+        No other store shows what the caller writes, and none writes there again. (`torch.export` knows the inputs of a
+        program by their identity.) What `newest` returns is for reading before the store changes.
         """
+        return self.newest(self.length)
 
     @abstractmethod
     def drop_oldest(self, count: int) -> None:

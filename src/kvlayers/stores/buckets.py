@@ -17,7 +17,7 @@ LARGEST_FACTOR = 2**20
 """Above this one there is a single bucket anyway."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """Sizes that grow geometrically, up to the reservation itself.
 

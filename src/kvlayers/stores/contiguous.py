@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from .. import compat
 from ..attention.single_query import attended_by_one_query
 from ..errors import InterruptedPassError, StateMismatchError
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
@@ -30,8 +31,9 @@ class ContiguousStore(TokenStore):
     `limit` is the most tokens that the store may hold, `None` for no limit. `front_room` slots are left free before the
     tokens wherever they are moved, for those that are attended to in front of them.
 
-    Where autograd follows the states, they are concatenated instead, and the buffers that result have no spare room,
-    so that no write ever changes a tensor that a backward pass still needs.
+    If autograd follows the states, or `torch.export` traces the code, they are concatenated instead, and the buffers
+    that result have no spare room: no write ever changes a tensor that a backward pass still needs, nor an input of a
+    program.
     """
 
     def __init__(self, limit: int | None = None, front_room: int = 0) -> None:
@@ -47,6 +49,7 @@ class ContiguousStore(TokenStore):
         self._tracks_gradients = False
         self._admitted: tuple[StateForm, StateForm] | None = None
         self._sharing: Sharing | None = None
+        self._handed_out: tuple[tuple[TokenBuffer | None, int, int], StatePair] | None = None
         self._is_lost = False
 
     @abstractmethod
@@ -82,7 +85,7 @@ class ContiguousStore(TokenStore):
                 raise mismatch((key_form, value_form), (self._key_form, self._value_form), self.length)
             check_one_batch(key_form, value_form)
             self._admitted = key_form, value_form
-        return int(keys.shape[2])
+        return keys.shape[2]
 
     def _take_form(self, tokens: int) -> None:
         """Be the store of states of the form that was admitted, if `tokens` of them fit."""
@@ -102,12 +105,15 @@ class ContiguousStore(TokenStore):
         if self._admitted is not None:
             self._take_form(tokens)
         tracked = self._tracks_gradients or keys.requires_grad or values.requires_grad
-        if tracked and torch.is_grad_enabled():
+        if tracked and (torch.is_grad_enabled() or compat.is_exporting()):
             self.check_room(tokens)
             self._concatenate(keys, values)
             return
         if self._end + tokens > self._capacity:
             self.check_room(tokens)
+            if compat.is_exporting():
+                self._concatenate(keys, values)
+                return
             keys, values = self._apart(keys), self._apart(values)
             self._make_room(tokens)
         elif not tokens:
@@ -162,16 +168,24 @@ class ContiguousStore(TokenStore):
         return keys, values
 
     @override
-    def hand_out(self) -> None:
-        # Compiled code reads at once, and what autograd follows is never written to.
-        if torch.compiler.is_compiling() or self._tracks_gradients or self._start == self._end:
-            return
-        # Models with cross-attention read the same tokens at every step.
-        if self._sharing is not None and self._sharing.shows(self._start, self._end):
-            return
-        if self._sharing is not None and not self._sharing.has_one_holder:
-            self._allocate(self._room_alone(0))
-        self._shared().hand_out(self._start, self._end)
+    def hand_out(self) -> StatePair:
+        # Compiled code reads at once.
+        if torch.compiler.is_compiling():
+            return self.newest(self.length)
+        # What autograd follows is never written to. Models with cross-attention read the same tokens at every step.
+        shown = self._sharing is not None and self._sharing.shows(self._start, self._end)
+        if not shown and not self._tracks_gradients and self._start != self._end:
+            if self._sharing is not None and not self._sharing.has_one_holder:
+                self._allocate(self._room_alone(0))
+            self._shared().hand_out(self._start, self._end)
+        return self._views()
+
+    def _views(self) -> StatePair:
+        """All tokens, in the same tensors until they are others or elsewhere."""
+        place = self._keys, self._start, self._end
+        if self._handed_out is None or self._handed_out[0] != place:
+            self._handed_out = place, self.newest(self.length)
+        return self._handed_out[1]
 
     def reads(self, start: int, end: int) -> bool:
         """Whether any token that is held is in the slots from `start` to `end`."""
@@ -190,9 +204,14 @@ class ContiguousStore(TokenStore):
 
     def _apart(self, states: Tensor) -> Tensor:
         """States that making room cannot move: a copy, where they are a view of what was returned before."""
+        if self._keys is None or self._values is None:
+            return states
+        if torch.compiler.is_compiling():
+            # No address can be asked for there, and asking would break the graph in each layer.
+            return states.clone()
         storage = states.untyped_storage().data_ptr()
         buffers = (self._keys, self._values)
-        if any(buffer is not None and buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):
+        if any(buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):
             return states.clone()
         return states
 
@@ -202,20 +221,25 @@ class ContiguousStore(TokenStore):
             raise no_room_for_tokens(self.limit, self.length, tokens)
 
     def _concatenate(self, keys: Tensor, values: Tensor) -> None:
-        held = self.newest(self.length) if self._start != self._end else (keys[:, :, :0], values[:, :, :0])
-        self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
+        if self._start == self._end:
+            self._adopt(keys.clone(), values.clone())
+        else:
+            held = self.newest(self.length)
+            self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
 
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
         self._hold_alone(TokenBuffer(keys), TokenBuffer(values))
         self._start, self._end = 0, keys.shape[2]
         self._capacity = self._end
-        self._tracks_gradients = keys.requires_grad or values.requires_grad
+        # What is traced for a program is as little to be written to as what autograd follows.
+        self._tracks_gradients = keys.requires_grad or values.requires_grad or compat.is_exporting()
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
         """Hold a copy of admitted states in place of everything held so far."""
         if self._admitted is not None:
             self._take_form(keys.shape[2])
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        tracked = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        if tracked or compat.is_exporting():
             self._adopt(keys.clone(), values.clone())
             return
         held = self.length
@@ -350,7 +374,7 @@ class ContiguousStore(TokenStore):
 
     def __getstate__(self) -> dict[str, Any]:
         # Only live tokens travel, in copies: spare room and dropped tokens are no part of what a store means.
-        live = {**self.__dict__, "_sharing": None}
+        live = {**self.__dict__, "_sharing": None, "_handed_out": None}
         if self._keys is not None and self._values is not None:
             start, length = self._start, self.length
             if self._tracks_gradients and not torch.is_inference_mode_enabled():
@@ -388,6 +412,7 @@ class ContiguousStore(TokenStore):
             values = TokenBuffer.allocate(self._value_form, capacity)
         # Without a call between: an interrupt finds all of it done, or nothing.
         sharing, self._sharing, self._keys, self._values = self._sharing, None, keys, values
+        self._handed_out = None
         self._start, self._end, self._capacity = free, free + length, capacity
         self._tracks_gradients = False
         if sharing is not None:
@@ -398,7 +423,7 @@ class ContiguousStore(TokenStore):
         if self._sharing is not None:
             self._sharing.leave(self)
             self._sharing = None
-        self._keys, self._values = keys, values
+        self._keys, self._values, self._handed_out = keys, values, None
 
     def _shift_to_front(self) -> None:
         key_buffer, value_buffer = self._buffers()

@@ -404,6 +404,7 @@ class FixedStore(ContiguousStore):
                 keys.write(start, held[0])
                 values.write(start, held[1])
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
+        self._handed_out = None
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
         if self._cursor is None or self._passed_on_device is None:
             device = key_form[4]
@@ -489,8 +490,9 @@ class FixedStore(ContiguousStore):
                 buffer.read(start, end - start).zero_()
 
     @override
-    def hand_out(self) -> None:
-        """Nothing: the address is promised to compiled code, which writes there whatever the caller keeps."""
+    def hand_out(self) -> StatePair:
+        # The address is promised to compiled code, which writes there whatever the caller keeps.
+        return self.newest(self.length) if torch.compiler.is_compiling() else self._views()
 
     @override
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
@@ -538,6 +540,7 @@ class FixedStore(ContiguousStore):
         self._reserved = move(self._reserved[0], start, end), move(self._reserved[1], start, end)
         if self._keys is not None:
             self._keys, self._values = (buffer.first_sequences(self._key_form[0]) for buffer in self._reserved)
+            self._handed_out = None
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:

@@ -20,8 +20,8 @@ from .packed_side import PackedSide, pack_side, side_bytes
 GROWTH_DIVISOR = 128
 """Blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""
 
-MINIMUM_GROWTH = 1
-"""Blocks by which they grow at least."""
+MINIMUM_GROWTH = 0
+"""Blocks by which they grow at least: where there are few, moving them all is cheap, and a spare one is not."""
 
 BLOCKS_AT_ONCE = 16
 """Blocks that are quantized together, which bounds what a long prefill needs besides."""

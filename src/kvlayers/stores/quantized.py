@@ -19,6 +19,7 @@ from .buffer import StateForm, form_of
 from .dense import DenseStore
 from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
 from .quantization import Quantization, block_tokens, blocks_beyond
+from .residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""
@@ -44,14 +45,17 @@ class QuantizedStore(TokenStore):
         length_hint: the most tokens that are expected, where known: memory then grows no further than that.
     """
 
+    is_opaque = True
+
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._admitted: tuple[StateForm, StateForm] | None = None
         self._blocks: PackedBlocks | None = None
+        self._length = 0
         self._sinks = DenseStore()
-        self._recent = DenseStore()
+        self._recent = unpacked_residual()
         self._edition = Edition()
         self._old_runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
         self._held: Attended | None = None
@@ -69,7 +73,14 @@ class QuantizedStore(TokenStore):
     @property
     @override
     def length(self) -> int:
-        return self._old_tokens + self._recent.length
+        return self._length
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._length = self._length + tokens
+
+    def _recount(self) -> None:
+        self._length = self._old_tokens + self._recent.length
 
     @property
     @override
@@ -147,9 +158,10 @@ class QuantizedStore(TokenStore):
         self._forms = forms
         self._blocks = PackedBlocks(quantizers, forms, size, hint)
         self._sinks = DenseStore(length_hint=given.sink_tokens)
-        self._recent = DenseStore()
+        self._recent = unpacked_residual()
         self._recent.reserve_form(*forms)
         self._changed()
+        self._length = 0
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -157,11 +169,13 @@ class QuantizedStore(TokenStore):
         if self._recent_may_move:
             self._changed()
         keys, values = self._as_held(keys).detach(), self._as_held(values).detach()
-        blocks = self._blocks_to_pack(keys.shape[2])
+        new = keys.shape[2]
+        blocks = self._blocks_to_pack(new)
         if blocks:
             self._pack(keys, values, blocks)
         else:
             _put(self._recent, (keys, values))
+        self._length += new
 
     def _as_held(self, states: Tensor) -> Tensor:
         """States in full precision and in the dtype of those that are held."""
@@ -204,6 +218,7 @@ class QuantizedStore(TokenStore):
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
             self._sinks, self._blocks, self._recent = fresh._sinks, fresh._blocks, fresh._recent
             self._forget_runs()
+            self._recount()
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
@@ -227,8 +242,11 @@ class QuantizedStore(TokenStore):
         if sinks:
             new_sinks = self._sinks.fork()
             _put(new_sinks, _tokens_of(parts, 0, sinks))
-        recent = DenseStore(length_hint=self.quantization.residual_length + size)
-        _put(recent, _tokens_of(parts, packed, held + keys.shape[2] - packed))
+        rest = held + keys.shape[2] - packed
+        recent = residual_behind_blocks(size)
+        room, old = self.quantization.residual_length + size, self._old_tokens + packed
+        recent.length_hint = most_in_residual(room, self.length_hint, old, rest)
+        _put(recent, _tokens_of(parts, packed, rest))
         blocks.reserve(count)
         before = blocks.tokens
         try:
@@ -265,10 +283,9 @@ class QuantizedStore(TokenStore):
         return returned
 
     @override
-    def hand_out(self) -> None:
+    def hand_out(self) -> StatePair:
         # Handles cannot be written to, and know when they have become untrue.
-        if not self._old_tokens:
-            self._recent.hand_out()
+        return self.newest(self.length) if self._old_tokens else self._recent.hand_out()
 
     def _returned(self, history: History) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""
@@ -323,6 +340,7 @@ class QuantizedStore(TokenStore):
             self._blocks.drop_oldest(from_blocks)
         from_recent = count - from_sinks - from_blocks
         self._recent.drop_oldest(from_recent)
+        self._length -= count
         self._recent_may_move = self._recent_may_move or from_recent > 0
         # What was returned stays true, and only what is returned next has fewer tokens.
         self._old_runs = self._held = None
@@ -337,11 +355,12 @@ class QuantizedStore(TokenStore):
                 self._blocks.truncate(length - sinks)
             if sinks < self._sinks.length:
                 self._sinks.truncate(sinks)
+        self._recount()
         self._changed()
 
     @override
     def reserve(self, tokens: int) -> None:
-        """Nothing: packed blocks grow by little, and the residual does not grow at all."""
+        """Nothing: packed blocks and the residual grow by little."""
 
     @override
     def shrink(self, tokens: int) -> None:
@@ -365,6 +384,7 @@ class QuantizedStore(TokenStore):
         self._recent.clear()
         if self._blocks is not None:
             self._blocks.clear()
+        self._length = 0
         self._changed()
 
     def _changed(self) -> None:
@@ -376,7 +396,8 @@ class QuantizedStore(TokenStore):
         """What is returned next is made anew; what was returned stays true."""
         self._old_runs = self._held = None
         self._recent_may_move = False
-        self._recent.length_hint = self._room
+        recent = self._recent
+        recent.length_hint = most_in_residual(self._room, self.length_hint, self._old_tokens, recent.length)
 
     # Copies
 
@@ -459,12 +480,14 @@ class QuantizedStore(TokenStore):
             self.clear()
             return
         self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
-        _put(self._recent, (tensors["keys"], tensors["values"]))
         if "sink_keys" in tensors:
             _put(self._sinks, (tensors["sink_keys"], tensors["sink_values"]))
         if "block_ends" in tensors and self._blocks is not None:
             self._blocks.load_state(tensors)
+            self._recent = residual_behind_blocks(self._blocks.block_tokens)
         self._changed()
+        _put(self._recent, (tensors["keys"], tensors["values"]))
+        self._recount()
 
 
 def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:

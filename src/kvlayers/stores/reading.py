@@ -20,13 +20,18 @@ class ReadingMode:
         self.mixed = False
 
     @property
-    def buckets_now(self) -> bool:
-        """Whether a mask that is made now is one of a bucket."""
-        # What is recorded for a rollback is more than a window's bucket, and a layer that grows has none. Where
-        # autograd follows the states they are concatenated.
+    def compileable(self) -> bool:
+        """Whether the forward pass around the cache may be compiled."""
+        # What is recorded for a rollback is more than a window's bucket, and a layer that grows has none.
         if self.recording or self.mixed:
             return False
-        return torch.compiler.is_compiling() or (self.compiled and not torch.is_grad_enabled())
+        return self.compiled or torch.compiler.is_compiling()
+
+    @property
+    def buckets_now(self) -> bool:
+        """Whether a mask that is made now is one of a bucket."""
+        # In eager code, states that autograd follows are concatenated.
+        return self.compileable and (torch.compiler.is_compiling() or not torch.is_grad_enabled())
 
 
 class Reading:

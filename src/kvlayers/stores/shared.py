@@ -126,10 +126,9 @@ class SharedStore(TokenStore):
         return handles(self._held, key_form[1], (key_form[2], value_form[2]))
 
     @override
-    def hand_out(self) -> None:
+    def hand_out(self) -> StatePair:
         # Handles cannot be written to, and know when they have become untrue.
-        if self._prefix is None:
-            self._own.hand_out()
+        return self._own.hand_out() if self._prefix is None else self.newest(self.length)
 
     def _sides(self) -> tuple[tuple[Any, StateForm], tuple[Any, StateForm]]:
         return ("keys", self.key_form), ("values", self.value_form)  # type: ignore[return-value]

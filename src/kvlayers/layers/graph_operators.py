@@ -1,0 +1,267 @@
+"""Operators by which compiled code calls a layer of a cache, rather than be traced through it.
+
+What a packed layer does in an update is Python over numbers that change with every token: traced, it would be compiled
+anew whenever a block is packed, or break the graph in each layer. So compiled code calls `take_in` and `attend`, which
+run what eager code runs: one graph serves a sequence from its first token to its last, and attention reads codes as
+they are held. What TorchDynamo sees of a layer is its count of tokens.
+
+Every operator is given the handle of a cache, and `take_in` and `attend` say that they write to it: so they stay in the
+order in which the model calls them.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
+
+from .. import compat
+from ..attention.handle import ASKS_NO_STATE, as_dense
+from ..errors import StaleStatesError
+from ..stores.base import StatePair
+
+_numbers = itertools.count()
+_handles: "weakref.WeakValueDictionary[int, GraphHandle]" = weakref.WeakValueDictionary()
+
+
+class GraphHandle:
+    """What compiled code knows a cache by.
+
+    A handle is of one cache: a copy of it, which comes with a copy of the cache, has another number.
+
+    Attributes:
+        number: int64 scalar on the host. Being a tensor it is an input of compiled code, and never part of it.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "number", "returned")
+
+    def __init__(self, cache: Any) -> None:
+        number = next(_numbers)
+        # A tensor born in inference mode could not be an argument of compiled code outside of it.
+        with torch.inference_mode(False):
+            self.number = torch.tensor(number, device="cpu")
+        self._cache = weakref.ref(cache)
+        self.returned: dict[int, StatePair] = {}
+        _handles[number] = self
+
+    def take_in(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Update a layer, and keep what its queries attend to."""
+        self.returned.pop(layer_idx, None)
+        cache = self._cache()
+        if cache is None:
+            raise StaleStatesError("expected a cache that is still there: keep it for as long as code is run on it.")
+        self.returned[layer_idx] = cache.layers[layer_idx].update(keys, values)
+
+    def states(self, layer_idx: int, tokens: int) -> StatePair:
+        """What the last update of a layer returned, which was so many tokens."""
+        keys, values = self.returned[layer_idx]
+        if keys.shape[2] != tokens:
+            raise StaleStatesError(
+                f"expected the states of the last update of layer {layer_idx}, which are {keys.shape[2]} tokens, but "
+                f"saw those of an earlier one, {tokens} tokens: read states before the layer is updated again."
+            )
+        return keys, values
+
+
+@torch.library.custom_op("kvlayers::take_in", mutates_args=("number",))
+def take_in(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+    """Update a layer of a cache with states `[batch, kv_heads, new, head_dim]`."""
+    with torch.no_grad():
+        _handles[int(number)].take_in(layer_idx, keys.detach(), values.detach())
+
+
+@take_in.register_fake
+def _(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("kvlayers::attend", mutates_args=("number",))
+def attend(
+    number: Tensor,
+    layer_idx: int,
+    query: Tensor,
+    tokens: int,
+    value_head_dim: int,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of `query`, `[batch, heads, new, head_dim]`, on what the last update of a layer returned."""
+    with torch.no_grad():
+        keys, values = _handles[int(number)].states(layer_idx, tokens)
+        shares_heads = query.shape[1] != keys.shape[1]
+        options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": shares_heads}
+        arguments = (query.detach(), keys, values)
+        # Within an operator torch does not ask what is given to a function how it is computed.
+        kind: Any = type(keys)
+        attended: Tensor = kind.__torch_function__(scaled_dot_product_attention, (kind,), arguments, options)
+        return attended.contiguous()
+
+
+@attend.register_fake
+def _(
+    number: Tensor,
+    layer_idx: int,
+    query: Tensor,
+    tokens: int,
+    value_head_dim: int,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    return query.new_empty((*query.shape[:3], value_head_dim))
+
+
+@torch.library.custom_op("kvlayers::read", mutates_args=("number",))
+def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Keys, or values, that the last update of a layer returned, in full precision: a copy, of the dtype of `like`."""
+    with torch.no_grad():
+        states = _handles[int(number)].states(layer_idx, shape[2])[is_values]
+        # Never what the cache holds: compiled code may write to what operators return.
+        return as_dense(states).as_subclass(Tensor).clone(memory_format=torch.contiguous_format)
+
+
+@read.register_fake
+def _(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
+    return like.new_empty(shape)
+
+
+def calls_operators(layer: Any, keys: Tensor, values: Tensor) -> bool:
+    """Whether code that is being compiled calls the layer, rather than be traced through it.
+
+    Where autograd follows the states it does not: what is behind an operator has no gradient.
+    """
+    if not compat.COMPILES_TENSOR_SUBCLASSES or not torch.compiler.is_dynamo_compiling() or compat.may_be_exporting():
+        return False
+    follows = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+    return layer.is_opaque and not follows
+
+
+def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, values: Tensor) -> StatePair:
+    """As `layer.update`, for TorchDynamo to trace."""
+    batch, new = keys.shape[0], keys.shape[2]
+    tokens = layer.mask_sizes(new)[0]
+    take_in(handle.number, layer_idx, keys, values)
+    layer.count(new)
+    attended = []
+    for is_values, states in enumerate((keys, values)):
+        # Of the right shape, and of no memory: what it is that is attended to, the operators know.
+        shape = (batch, states.shape[1], tokens, states.shape[3])
+        placeholder = states.new_empty(()).expand(shape)
+        attended.append(_called(placeholder, handle.number, layer_idx, tokens, bool(is_values), 0))
+    return attended[0], attended[1]
+
+
+class CalledStates(Tensor):
+    """Stands for keys, or values, that attention reads by an operator; for TorchDynamo to trace.
+
+    Attributes:
+        number: of the handle of the cache.
+        layer_idx: the layer.
+        tokens: how many they are.
+        is_values: whether they are values.
+        copies: times that each kv head comes: 0 before models begin to repeat them.
+    """
+
+    number: Tensor
+    layer_idx: int
+    tokens: int
+    is_values: bool
+    copies: int
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in ASKS_NO_STATE:
+                return func(*args, **kwargs)
+            states = args[0]
+            if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:
+                return _attend(*args, **kwargs)
+            if func is Tensor.contiguous and isinstance(states, CalledStates):
+                return states
+            if isinstance(states, CalledStates) and func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape):
+                viewed = _repeated(states, func(*args, **kwargs))
+                if viewed is not None:
+                    return viewed
+            return func(*map(_in_full, args), **{name: _in_full(value) for name, value in kwargs.items()})
+
+
+def _called(states: Tensor, number: Tensor, layer_idx: int, tokens: int, is_values: bool, copies: int) -> Tensor:
+    called: Any = states.as_subclass(CalledStates)
+    called.number = number
+    called.layer_idx = layer_idx
+    called.tokens = tokens
+    called.is_values = is_values
+    called.copies = copies
+    return called  # type: ignore[no-any-return]
+
+
+def _repeated(states: CalledStates, result: Tensor) -> Tensor | None:
+    """The result of a step in which models repeat kv heads, `None` where it is none of these."""
+    before, after = states.size(), result.size()
+    copies = 0
+    if len(before) == 4 and after == (*before[:2], 1, *before[2:]):
+        copies = 1
+    elif len(before) == 5 and len(after) == 5 and (*after[:2], *after[3:]) == (*before[:2], *before[3:]):
+        copies = after[2]
+    elif len(before) == 5 and after == (before[0], before[1] * before[2], *before[3:]):
+        copies = before[2]
+    if not copies:
+        return None
+    return _called(result, states.number, states.layer_idx, states.tokens, states.is_values, copies)
+
+
+def _in_full(argument: Any) -> Any:
+    """An argument with states in full precision for those that stand for them."""
+    if isinstance(argument, CalledStates):
+        batch, heads = argument.size(0), argument.size(1)
+        repeated = argument.copies and argument.dim() == 4
+        kv_heads = heads // argument.copies if repeated else heads
+        shape = batch, kv_heads, argument.tokens, argument.size(-1)
+        states = read(argument.number, argument.layer_idx, argument.is_values, argument.new_empty(()), shape)
+        if not argument.copies:
+            return states
+        return states.repeat_interleave(argument.copies, 1) if repeated else states[:, :, None].expand(argument.size())
+    if isinstance(argument, list | tuple):
+        return type(argument)([_in_full(part) for part in argument])
+    return argument
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    of_one_update = (
+        isinstance(key, CalledStates)
+        and isinstance(value, CalledStates)
+        and not isinstance(query, CalledStates)
+        and query.dim() == key.dim() == 4
+        and (key.layer_idx, key.tokens, key.is_values, value.is_values) == (value.layer_idx, value.tokens, False, True)
+    )
+    if not of_one_update:
+        states = _in_full(query), _in_full(key), _in_full(value)
+        return scaled_dot_product_attention(
+            *states, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    of_keys: Any = key
+    arguments = of_keys.tokens, value.size(3), attn_mask, is_causal, scale
+    attended: Tensor = attend(of_keys.number, of_keys.layer_idx, query, *arguments)
+    return attended

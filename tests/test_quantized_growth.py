@@ -1,0 +1,138 @@
+"""A packed cache takes no more memory than a dense one at any length, and pays little for growing."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+from kvlayers import DynamicLayer, Quantization, QuantizedLayer, QuantizedStore, SlidingLayer
+from kvlayers.planning.store_bytes import FOLLOWED, Intake, store_bytes
+from kvlayers.stores.buffer import TokenBuffer
+from models import COMMON
+
+pytestmark = pytest.mark.fast
+
+HEAD_DIM = 64
+LONGEST = 300
+TOLERANCE = 1.05
+"""Of the bytes of a dense cache."""
+
+QUANTIZATIONS = [
+    *(Quantization(nbits=nbits) for nbits in (2, 3, 4, 8)),
+    Quantization("fp8"),
+    *(Quantization("hqq", nbits=nbits) for nbits in (4, 8)),
+    Quantization("quanto", nbits=4),
+]
+IDS = [f"{quantization.backend}{quantization.keys.nbits}" for quantization in QUANTIZATIONS]
+
+
+def states(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, 1, tokens, HEAD_DIM, dtype=dtype), torch.zeros(1, 1, tokens, HEAD_DIM, dtype=dtype)
+
+
+def bytes_of(tokens: int, dtype: torch.dtype) -> int:
+    return 2 * tokens * HEAD_DIM * dtype.itemsize
+
+
+def check_beside_dense(packed: Any, dense: Any, updates: Iterable[int], dtype: torch.dtype) -> None:
+    for tokens in updates:
+        packed.update(*states(tokens, dtype))
+        dense.update(*states(tokens, dtype))
+        assert packed.nbytes <= TOLERANCE * dense.nbytes, packed.length
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
+def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantization, dtype: torch.dtype) -> None:
+    # A hint within the first block, one within the second, one that is passed, and none.
+    for hint in (None, 150, 230, LONGEST):
+        packed, dense = QuantizedLayer(quantization, hint), DynamicLayer(hint)
+        check_beside_dense(packed, dense, [1] * LONGEST, dtype)
+    # A dense layer is full, without spare room, 128 tokens after its prompt.
+    for prompt in (1, 72, 81, 113, 145, 208, 209):
+        check_beside_dense(QuantizedLayer(quantization), DynamicLayer(), [prompt, *[1] * 128], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
+def test_once_packed_a_layer_takes_the_bytes_of_its_tokens_at_most(
+    quantization: Quantization, dtype: torch.dtype
+) -> None:
+    """Without the spare room that a dense layer would have besides."""
+    layer = QuantizedLayer(quantization)
+    for length in range(1, LONGEST + 1):
+        layer.update(*states(1, dtype))
+        if length > 208:
+            assert layer.nbytes <= TOLERANCE * bytes_of(length, dtype), length
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
+def test_a_plan_says_so_at_every_length(quantization: Quantization) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        form = (1, 1, HEAD_DIM, dtype, torch.device("cpu"))
+        for tokens in range(1, LONGEST + 1):
+            intake = Intake((form, form), tokens, tokens)
+            for hint in (FOLLOWED, None):
+                planned = store_bytes(QuantizedStore(quantization, hint), intake)
+                assert planned <= TOLERANCE * store_bytes(kvlayers.DenseStore(hint), intake), tokens
+                if tokens % 40 in (1, 9, 32):
+                    layer = QuantizedLayer(quantization, intake.following(hint))
+                    layer.update(*states(tokens, dtype))
+                    assert layer.nbytes == planned, tokens
+
+
+@pytest.mark.parametrize("window", [40, 160, 400])
+def test_a_packed_window_holds_no_more_than_a_dense_one(window: int) -> None:
+    config = tf.MistralConfig(**COMMON, sliding_window=window)
+    packed = kvlayers.QuantizedCache(config=config, nbits=8, quantize_sliding=True, residual_length=32)
+    dense = kvlayers.DynamicCache(config=config)
+    assert isinstance(packed.layers[0], SlidingLayer)
+    check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
+    config = tf.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
+    options = {"config": config, "window_length": window, "num_sink_tokens": 4}
+    packed = kvlayers.SinkCache(**options, quantization={"nbits": 8, "residual_length": 32})
+    dense = kvlayers.SinkCache(**options)
+    check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
+
+
+def test_a_packed_layer_that_was_offloaded_forked_cropped_or_loaded_holds_no_more_than_a_dense_one() -> None:
+    config = tf.LlamaConfig(**COMMON)
+    packed = kvlayers.QuantizedCache(config=config, nbits=8, offloading=True)
+    dense = kvlayers.DynamicCache(config=config, offloading=True)
+    for length in range(1, LONGEST + 1):
+        for cache in (packed, dense):
+            cache.update(*states(1), 0)
+        assert packed.nbytes <= TOLERANCE * dense.nbytes, length
+    for prompt in (50, 150, 209):
+        pair = QuantizedLayer(QUANTIZATIONS[3]), DynamicLayer()
+        for layer in pair:
+            layer.update(*states(prompt))
+        check_beside_dense(*(layer.fork() for layer in pair), [1] * 60, torch.bfloat16)
+        loaded = QuantizedLayer(QUANTIZATIONS[3]), DynamicLayer()
+        for layer, source in zip(loaded, pair, strict=True):
+            layer.load_state(source.state())
+        check_beside_dense(*loaded, [1] * 60, torch.bfloat16)
+        for layer in pair:
+            layer.crop(30)
+        check_beside_dense(*pair, [1] * 60, torch.bfloat16)
+
+
+def test_growing_copies_a_few_tokens_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    write = TokenBuffer.write
+
+    def spy(buffer: TokenBuffer, start: int, tokens: torch.Tensor) -> None:
+        copied.append(tokens.nbytes)
+        write(buffer, start, tokens)
+
+    monkeypatch.setattr(TokenBuffer, "write", spy)
+    layer = QuantizedLayer(Quantization(nbits=8))
+    for _ in range(2048):
+        layer.update(*states(1))
+    # Of each block's 64 tokens: themselves, the residual of 129 when they are packed, and that of 161 when it grows;
+    # and at 8 bits the blocks themselves, 29 in the end, in half of a dense block's bytes each.
+    each = 1 + (129 + 161) / 64 + 29 / 2 * 0.54
+    assert sum(copied) <= each * bytes_of(2048, torch.bfloat16)

@@ -391,8 +391,15 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
 """By name, what answers the claims of the groups that it returns."""
 
 
-def measure(run: Run, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def measure(
+    run: Run, names: Sequence[str], keeping: Callable[[Mapping[str, Any]], object]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Run measurements.
+
+    Args:
+        run: what they share.
+        names: of the measurements.
+        keeping: called with what is found so far whenever a measurement has ended.
 
     Returns:
         For each group `cells`, `seconds` that the measurement took, `threads`, and `at`, where it ran; and what the
@@ -413,6 +420,7 @@ def measure(run: Run, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, s
             used = 1 if name == "update" else torch.get_num_threads()
             for group, cells in answered.items():
                 found[group] = {"cells": cells, "seconds": seconds, "threads": used, "at": at}
+            keeping(found)
         tick()
     return found, failures
 
@@ -497,18 +505,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.threads:
         torch.set_num_threads(given.threads)
     surroundings = report.surroundings()
+    # Before what is recorded is replaced.
+    before = claimed.read_record(claimed.recorded_path())
+    content = {**surroundings, "arguments": {"only": given.only, "threads": given.threads}}
+    keeping = functools.partial(keep, content=content) if given.record else len
     with report.progress_bars(console, TimeRemainingColumn()) as progress:
-        found, failures = measure(Run(given.model, given.quick, progress), given.only)
-    made, failed = table(found, claimed.read_record(claimed.recorded_path()), given.only, not given.quick)
+        found, failures = measure(Run(given.model, given.quick, progress), given.only, keeping)
+    made, failed = table(found, before, given.only, not given.quick)
     console.print(made)
     for name, failure in failures.items():
         console.print(f"{name} failed: {failure}", markup=False)
     console.print(f"{failed} claims do not hold or were not measured")
     report.write(console, given, surroundings, {"results": {"claims": found}, "failures": failures})
     if given.record:
-        arguments_given = {"only": given.only, "threads": given.threads}
-        console.print(f"recorded in {keep(found, {**surroundings, 'arguments': arguments_given})}")
         write_pages()
+        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.CHOOSING}")
     return 1 if failed else 0
 
 

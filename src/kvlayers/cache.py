@@ -13,7 +13,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import compat, forward_pass
-from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionError, UnsupportedLayerError
+from .errors import (
+    ConfigError,
+    InterruptedPassError,
+    LayerIndexError,
+    OptionError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
 from .layers import CacheLayer, HybridLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
@@ -538,7 +545,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return len(self.layers)
 
     def __repr__(self) -> str:
-        return self.summary().line
+        try:
+            return self.summary().line
+        except StateMismatchError as error:
+            # Keys and values that were assigned do not match: a debugger shows the cache all the same.
+            return f"{type(self).__name__}({error})"
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""

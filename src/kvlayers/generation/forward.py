@@ -40,7 +40,9 @@ def refuse() -> None:
 def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_wanted is None:
+        # Read once: another thread may uninstall kvlayers meanwhile.
+        is_wanted = _is_wanted
+        if is_wanted is None:
             return original(self, *args, **kwargs)
         past = kwargs.get(tuples.ARGUMENT)
         if past is None:
@@ -51,7 +53,7 @@ def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(argument, tuple | list):
                 return tuples.call(original, self, args, kwargs)
         # What models do once for a cache is done before any is compiled.
-        if past is None or torch.compiler.is_compiling() or not _is_wanted():
+        if past is None or torch.compiler.is_compiling() or not is_wanted():
             return original(self, *args, **kwargs)
         return _with_cache(functools.partial(original, self), self, past, args, kwargs)
 

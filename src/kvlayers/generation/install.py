@@ -530,11 +530,11 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_exporter(original: Callable[..., Any]) -> Callable[..., Any]:
     @_wrapper(original)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         register_export_support()
         original(self, *args, **kwargs)
 
-    return prepare
+    return init
 
 
 _replacements = [

@@ -1,7 +1,7 @@
 """Assisted decoding from caches that hold tokens already, and for models with recurrent states.
 
-From 5.4 on transformers' loop begins with a pass over the whole sequence, whatever its cache has seen. It refuses models
-with recurrent states, as its own caches cannot be put back.
+From 5.4 on transformers' loop begins with a pass over the whole sequence, whatever its cache has seen. It refuses
+models with recurrent states, as its own caches cannot be put back.
 
 A rejected draft is taken back to a checkpoint, and the tokens between there and the draft are passed again: together
 with the next draft where they are few, else on their own, which leaves a checkpoint.

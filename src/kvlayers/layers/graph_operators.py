@@ -1,9 +1,9 @@
 """Operators by which compiled code calls a layer of a cache, rather than be traced through it.
 
 What a packed layer, or an offloaded one, does in an update is Python over numbers and streams that change with every
-token: traced, it would be compiled anew whenever a block is packed, or break the graph in each layer. So compiled code calls `take_in` and `attend`, which
-run what eager code runs: one graph serves a sequence from its first token to its last, and attention reads codes as
-they are held. What TorchDynamo sees of a layer is its count of tokens.
+token: traced, it would be compiled anew whenever a block is packed, or break the graph in each layer. So compiled code
+calls `take_in` and `attend`, which run what eager code runs: one graph serves a sequence from its first token to its
+last, and attention reads codes as they are held. What TorchDynamo sees of a layer is its count of tokens.
 
 Every operator is given the handle of a cache, and `take_in` and `attend` say that they write to it: so they stay in the
 order in which the model calls them.

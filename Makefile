@@ -11,7 +11,7 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 
-.PHONY: help demo test newest oldest fast bench docs dist clean
+.PHONY: help demo test newest oldest fast bench claims docs dist clean
 # Tests beside tests would have half of the cores each.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -38,6 +38,9 @@ fast: $(VENV)/installed ## The core of the tests, a few minutes
 
 bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
+
+claims: $(MODEL)/config.json ## Rerun each figure of README.md and docs/choosing.md, some ten minutes; ARGS=--record keeps them
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/claims.py $(ARGS)
 
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
 	$(BIN)/mkdocs build --strict

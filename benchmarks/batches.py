@@ -23,7 +23,7 @@ import report
 from contenders import CONTENDERS, EXACT, OURS, OURS_STATIC, REFERENCE
 from kvlayers.measuring.turns import in_turns, quiet_clock
 from timing import Disagreements
-from workload import RealModel, default_model, real_workload
+from workload import Workload, default_model, real_workload
 
 NAMES = (REFERENCE, EXACT, OURS, OURS_STATIC)
 
@@ -67,7 +67,7 @@ def step(model: Any, cache: Any, tokens: Tensor) -> tuple[float, Tensor]:
 
 
 def measure(
-    workload: RealModel, batch: int, length: int, steps: int, trials: int, disagreements: Disagreements, tick: Any
+    workload: Workload, batch: int, length: int, steps: int, trials: int, disagreements: Disagreements, tick: Any
 ) -> dict[str, list[float]]:
     """Seconds of each step by cache, in the order of turns."""
     model, config = workload.model, workload.model.config

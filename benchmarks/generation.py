@@ -163,7 +163,8 @@ def measure_generate(
     peaks: bool = False,
 ) -> dict[str, Any]:
     """As `measure_calls` for calls of `generate()` with these arguments; kvlayers is installed for all of them."""
-    with kvlayers.installed():
+    # transformers' caches are to be measured as they are.
+    with kvlayers.installed(replace_empty_caches=False):
         generators = {name: Generator(job, given) for name, given in arguments.items()}
         return measure_calls(job, generators, trials, disagreements, tick, peaks)
 

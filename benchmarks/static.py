@@ -25,10 +25,10 @@ class Plan:
         steps: decode steps in each trial.
         trials: trials.
         block: steps before the next contender's turn.
+        backend: of `torch.compile`.
         prompt: tokens of the prompt that `generate()` takes.
         new: tokens that it generates.
         reserve: tokens that static caches reserve for it.
-        backend: of `torch.compile`.
     """
 
     lengths: list[int]
@@ -37,10 +37,10 @@ class Plan:
     steps: int
     trials: int
     block: int
-    prompt: int
-    new: int
-    reserve: int
     backend: str
+    prompt: int = 200
+    new: int = 512
+    reserve: int = 4096
 
     def reservations(self, length: int) -> dict[int, int]:
         """Tokens to reserve where `length` are present, by the multiple that they are."""
@@ -70,13 +70,13 @@ def measure_static(
     found: dict[str, Any] = {"model": workload.name, "eager": {}, "compiled": {}}
     with nothing_in_memory(plan.backend):
         for length in plan.lengths:
-            steps = _measure_steps(workload, makers, length, plan, disagreements, ticking)
+            steps = measure_steps(workload, makers, length, plan, disagreements, ticking)
             found["eager"][length], found["compiled"][length] = steps
         found["generate"] = _measure_generate(workload, plan, disagreements, ticking)
     return found
 
 
-def _measure_steps(
+def measure_steps(
     workload: Workload,
     makers: dict[str, Maker],
     length: int,
@@ -84,7 +84,11 @@ def _measure_steps(
     disagreements: Disagreements,
     ticking: Ticking,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Time decode steps in eager and in compiled code, each beside dynamic caches in eager code."""
+    """Time decode steps in eager and in compiled code, each beside dynamic caches in eager code.
+
+    Returns:
+        Those of eager code and those of compiled code, as `measure_decode` returns them.
+    """
     sizes, static = {}, {}
     for of in (OURS_STATIC, EXACT):
         for times, tokens in plan.reservations(length).items():

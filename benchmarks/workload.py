@@ -45,6 +45,7 @@ class RandomModel:
         sliding_window: tokens that each layer attends to, `None` for all.
         positions: the most tokens that it must know positions for.
         dtype: what it computes in.
+        chunk: tokens that caches are filled with at once.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RandomModel:
         sliding_window: int | None = None,
         positions: int = 65536,
         dtype: torch.dtype = torch.bfloat16,
+        chunk: int = FILL_CHUNK,
     ) -> None:
         sizes: dict[str, Any] = {
             "num_hidden_layers": shape.layers,
@@ -64,7 +66,7 @@ class RandomModel:
             "vocab_size": shape.vocab,
             "max_position_embeddings": positions,
         }
-        self.shape = shape
+        self.shape, self.chunk = shape, chunk
         self.name = "random llama" if sliding_window is None else f"random mistral, window {sliding_window}"
         config = (
             transformers.LlamaConfig(**sizes)
@@ -88,7 +90,7 @@ class RandomModel:
 
     def fill(self, cache: Any) -> None:
         """Put the prepared states into a cache, in chunks."""
-        fill(cache, self.states, FILL_CHUNK)
+        fill(cache, self.states, self.chunk)
 
 
 class RealModel:

@@ -14,7 +14,7 @@ import transformers
 
 import kvlayers
 from kvlayers import compat
-from kvlayers.generation import old_names, tuples
+from kvlayers.generation import forward, old_names
 from kvlayers.generation.old_names import CLASSES, HOMES
 from kvlayers.legacy import LegacySurface
 from models import prompt, tiny_model
@@ -158,12 +158,12 @@ class _InterruptError(BaseException):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("where", [importlib, old_names, tuples])
+@pytest.mark.parametrize("where", [importlib, old_names, forward])
 def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise _InterruptError
 
-    name = {importlib: "import_module", old_names: "_old_attributes", tuples: "accept"}[where]
+    name = {importlib: "import_module", old_names: "_old_attributes", forward: "accept"}[where]
     # kvlayers imports them when it is asked for them.
     install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
     before = surface()
@@ -346,7 +346,8 @@ def test_pairs_of_caches_of_transformers_have_their_old_methods_again(legacy_nam
 @pytest.mark.fast
 def test_a_static_cache_of_transformers_reads_as_what_it_reserves(legacy_names: None) -> None:
     cache = transformers.StaticCache(config=tiny_model("llama").config, max_cache_len=16)
-    with torch.no_grad():
+    # With layers of kvlayers it would read as the tokens that are held.
+    with kvlayers.installed(replace_empty_caches=False), torch.no_grad():
         tiny_model("llama")(prompt(2, 5), past_key_values=cache)
     assert cache[0][0].shape == (2, 2, 16, 8)
     assert (cache.max_cache_len, cache.max_batch_size, cache.get_max_cache_shape()) == (16, 2, 16)

@@ -603,7 +603,7 @@ def test_a_cache_of_recurrent_layers_counts_its_tokens() -> None:
     assert cache.is_linear == [True, True]
     assert cache.is_sliding == cache.is_dummy == [False, False]
     assert cache.batch_size == 2
-    assert cache.nbytes == bytes_reached(cache)
+    assert cache.nbytes == bytes_reached(cache.layers)
 
 
 # Names of transformers 4
@@ -637,7 +637,7 @@ def test_the_old_names_construct_the_caches_of_their_models() -> None:
         (kvlayers.ConfigError, lambda: kvlayers.MambaCache(None)),
         (kvlayers.ConfigError, lambda: kvlayers.HybridMambaAttentionDynamicCache(tiny_model("llama").config, 2)),
         (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, max_batch_size=0)),
-        (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, dtype="float16")),
+        (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, dtype="float17")),
         (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, device=1.5)),
         (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, batch=2)),
         (kvlayers.OptionError, lambda: kvlayers.HybridMambaAttentionDynamicCache()),

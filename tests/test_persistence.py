@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import stat
 import struct
@@ -152,6 +153,11 @@ def _filled(kind: str, batch: int = 2, tokens: int = 100) -> tuple[Any, Any]:
     return model, cache
 
 
+def _described(cache: Any) -> str:
+    """A cache as it prints, but for its bytes: one that is loaded has other spare room."""
+    return re.sub(r", [\d.]+ \w*B\)", ")", repr(cache))
+
+
 def _small() -> kvlayers.DynamicCache:
     return kvlayers.DynamicCache([(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))])
 
@@ -173,7 +179,7 @@ def test_a_loaded_cache_decodes_as_the_saved_one(kind: str, with_config: bool, p
         return
     loaded = load_cache(path, config=model.config if with_config else None)
     assert type(loaded) is type(cache)
-    assert repr(loaded) == repr(cache)
+    assert _described(loaded) == _described(cache)
     assert loaded.offloading == cache.offloading
     first = prompt(2, 1, seed=2)
     for ours, theirs in zip(_decoded(model, loaded, first), _decoded(model, cache, first), strict=True):
@@ -221,7 +227,7 @@ def test_a_pair_is_saved_in_one_file(family: str, own: str, path: pathlib.Path) 
     loaded = load_cache(path, config=model.config)
     assert isinstance(loaded, kvlayers.EncoderDecoderCache)
     assert type(loaded.self_attention_cache) is type(cache.self_attention_cache)
-    assert repr(loaded) == repr(cache)
+    assert _described(loaded) == _described(cache)
     assert [tuple(loaded.is_updated.values()), loaded.get_seq_length()] == [(True, True), 90]
     for step in range(4):
         assert torch.equal(logits(loaded, prompt(2, 1, seed=step)), logits(cache, prompt(2, 1, seed=step)))
@@ -268,7 +274,7 @@ def test_an_empty_cache_comes_back_empty(make: Callable[[], Any], path: pathlib.
     cache = make()
     save_cache(cache, path)
     loaded = load_cache(path)
-    assert (repr(loaded), loaded.batch_size, loaded.get_seq_length()) == (repr(cache), -1, 0)
+    assert (_described(loaded), loaded.batch_size, loaded.get_seq_length()) == (_described(cache), -1, 0)
     assert inspect_cache(path).length == 0
 
 
@@ -489,7 +495,7 @@ def test_a_prefix_is_what_a_crop_leaves(kind: str, length: int, path: pathlib.Pa
             load_cache(path, length=length)
         return
     loaded = load_cache(path, length=length)
-    assert repr(loaded) == repr(twin)
+    assert _described(loaded) == _described(twin)
     first = prompt(2, 1, seed=2)
     assert _same(_decoded(model, loaded, first), _decoded(model, twin, first))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from . import compat, forward_pass
 from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionError, UnsupportedLayerError
@@ -20,7 +20,7 @@ from .layers.dispatch import attention_part, offloaded, share_readings
 from .layers.graph_operators import GraphHandle, calls_operators, updated
 from .legacy import LegacySurface
 from .offload import Offloading, Prefetcher, TrafficMeter
-from .operations import LayerwiseOperations
+from .operations import CacheState, LayerwiseOperations
 from .options import checks_options
 from .recurrent import RecurrentSurface
 from .seen_tokens import SeenTokens
@@ -319,6 +319,21 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if began.length is not None and behind and self._seen_by(began.layer) != began.length:
             raise self._interrupted(self._in_step)
 
+    def interruption(self) -> InterruptedPassError | None:
+        """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
+        seen = {self._seen_by(index) for index in range(len(self.layers))} - {None}
+        return self._interrupted(len(self.layers) - 1) if len(seen) > 1 else None
+
+    @override
+    def state(self) -> CacheState:
+        """As `LayerwiseOperations.state`.
+
+        Raises:
+            InterruptedPassError: a forward pass was interrupted, so that layers have seen different tokens.
+        """
+        self._check_in_step()
+        return super().state()
+
     def _seen_by(self, layer_idx: int) -> int | None:
         """Tokens that a layer has seen, `None` where it does not know without being waited for."""
         if layer_idx >= len(self.layers):
@@ -419,7 +434,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         if torch.compiler.is_compiling():
             return seen  # type: ignore[no-any-return]
-        return SeenTokens(seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
+        return SeenTokens.of(self, seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.

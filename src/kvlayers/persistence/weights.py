@@ -5,6 +5,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a weight is made of: of a quantized one that is a class of its own, codes and scales."""
     if is_traceable_wrapper_subclass(weight):
         for part in weight.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{part}", getattr(weight, part))
+            yield from _plain(f"{name}.{part}", attrgetter(part)(weight))
     elif weight.is_meta:
         raise ConfigError(
             f"expected weights in memory, but {name} is a meta tensor: pass a weights_id of your own choice."

@@ -1,0 +1,378 @@
+"""The claims of README.md and docs/choosing.md: what each says, the bound that must hold, and what was recorded of it.
+
+`claims.py` measures them. This module needs nothing but Python, so that a test can compare the pages with the record.
+"""
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
+RECORDED = pathlib.Path(__file__).parent / "recorded"
+BEGIN, END = "<!-- claims: written by benchmarks/claims.py -->", "<!-- end of claims -->"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure, and the bound that pages give for it.
+
+    Args:
+        row: what is measured; a row of the table of its group.
+        column: which figure of it.
+        bound: the figure that pages give: conservative, so that a rerun on the same machine stays within it.
+        at_most: whether the figure may be less than the bound, rather than more.
+        form: how figures are written, a format specification.
+        said: the phrase of README.md that gives the bound, if there is one, with `{}` in the place of the bound.
+    """
+
+    row: str
+    column: str
+    bound: float
+    at_most: bool = False
+    form: str = "g"
+    said: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether a measured value is within the bound. A value that is not finite is not."""
+        return math.isfinite(value) and (value <= self.bound if self.at_most else value >= self.bound)
+
+    @property
+    def asked(self) -> str:
+        """The bound as tables write it."""
+        return f"{'≤' if self.at_most else '≥'} {self.bound:{self.form}}"
+
+    @property
+    def phrase(self) -> str:
+        """The phrase of README.md with the bound in it."""
+        return self.said.format(f"{self.bound:{self.form}}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Claims that one measurement answers.
+
+    Args:
+        name: as the record calls it, and the command line its measurement.
+        title: a heading for the table.
+        conditions: model, dtype, tokens, batch, and what is compared with what.
+        claims: in the order of the table, row by row.
+        figures: the heading of docs/benchmarks.md that has more figures of this.
+        also_by: the measurement that answers it, if that has the name of another group.
+    """
+
+    name: str
+    title: str
+    conditions: str
+    claims: tuple[Claim, ...]
+    figures: str
+    also_by: str = ""
+
+    @property
+    def measurement(self) -> str:
+        """The name of the measurement that answers it."""
+        return self.also_by or self.name
+
+
+def at_least(row: str, column: str, bound: float, form: str = ".1f", said: str = "") -> Claim:
+    """A claim that a figure is the bound or more."""
+    return Claim(row, column, bound, form=form, said=said)
+
+
+def at_most(row: str, column: str, bound: float, form: str = ".2f", said: str = "") -> Claim:
+    """A claim that a figure is the bound or less."""
+    return Claim(row, column, bound, at_most=True, form=form, said=said)
+
+
+# Names of rows and columns that measurements fill in.
+DYNAMIC, STATIC, INT8, FP8, INT4, INT2 = "`dynamic`", "`static`", "`int8`", "`fp8`", "`int4`", "`int2`"
+OFFLOADED, OFFLOADED_PACKED = "`offloaded`", "`offloaded_quantized`"
+QUANTO_4, QUANTO_2 = "transformers quanto, 4 bits", "transformers quanto, 2 bits"
+FINE_4, FINE_2 = (f"{name}, groups of 16" for name in (QUANTO_4, QUANTO_2))
+TIMES_AS_FAST = "times as fast as transformers' `DynamicCache`"
+OF_PREALLOCATED = "of the speed of preallocated memory"
+OF_DENSE = "bytes, of dense"
+OVER_QUANTO = "times as fast as quanto at 4 bits"
+OVER_DYNAMIC = "times as fast as `dynamic`"
+TIMES_STATIC = "times as fast as transformers' `StaticCache`"
+TIME_OF_SMALL = "time, of that with the smallest reservation"
+SINK = "`sink`, 64 tokens held"
+COMPILED_STATIC, EAGER_STATIC = f"{STATIC}, compiled", f"{STATIC}, eager"
+FIRST_CALL, LATER_CALLS = "graphs, first call", "graphs, later calls"
+UPDATES = (64, 1024)
+BATCHES = ((8, 128), (32, 128), (8, 1024))
+OVER_BETTER = "times as fast as the faster of transformers' dynamic and static"
+KL, AGREEMENT = "KL", "agreement"
+BYTES_A_TOKEN = "bytes a token"
+TIMES_LESS = "times less KL than quanto"
+BYTES_OF_QUANTO = "bytes, of quanto's"
+LESS_THAN_FINE = "times less than quanto with groups of 16"
+BYTES_OF_FINE = "bytes, of quanto's with groups of 16"
+TIME_OF_THEIRS = "time, of transformers' `DynamicCache`"
+BYTES_OF_THEIRS = "bytes, of transformers' `DynamicCache`"
+TIMES_PERPLEXITY = "times less perplexity than a window without sinks"
+NEW_BYTES = "bytes a step to the host, of the new token's"
+MOST_ON_DEVICE = "most bytes on the device, of all that is held"
+SENT_OF_OFFLOADED = "bytes a step to the device, of those of `offloaded`"
+FROM_MEMORY, FROM_DISK = "a `PrefixStore`, from memory", "a `PrefixStore`, from disk"
+TIME_OF_COLD = "time to the first token, of that without a store"
+
+
+def batch_row(batch: int, tokens: int) -> str:
+    """The row of a batch."""
+    return f"{batch} sequences of {tokens:,} tokens"
+
+
+def update_row(tokens: int) -> str:
+    """The row of updates with so many tokens held."""
+    return f"{tokens:,} tokens held"
+
+
+LLAMA = "Random llama of 8 layers with 16 heads and 8 KV heads of 64, bfloat16, batch 1"
+SMOLLM2 = "SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads of 64) on real text"
+
+GROUPS = (
+    Group(
+        "step",
+        "A decode step at 16,384 tokens",
+        f"{LLAMA}, 16,384 tokens held. Preallocated memory is of the exact length, written in place and checked by "
+        "nobody.",
+        (
+            at_least(
+                DYNAMIC, TIMES_AS_FAST, 2.5, said="at least {} times as fast as with transformers' `DynamicCache`"
+            ),
+            at_least(DYNAMIC, OF_PREALLOCATED, 0.9, ".2f", said="at least {} of the speed of preallocated memory"),
+            at_most(DYNAMIC, OF_DENSE, 1.13),
+            at_least(INT8, TIMES_AS_FAST, 4),
+            at_most(INT8, OF_DENSE, 0.55),
+            at_least(FP8, TIMES_AS_FAST, 3.5),
+            at_most(FP8, OF_DENSE, 0.53),
+            at_least(INT4, TIMES_AS_FAST, 4),
+            at_least(INT4, OVER_DYNAMIC, 1.4, said="at least {} times as fast as with `DynamicCache` of kvlayers"),
+            at_least(INT4, OVER_QUANTO, 6, ".0f", said="at least {} times as fast as with transformers' quanto cache"),
+            at_most(INT4, OF_DENSE, 0.3, said="at most {} of their bytes"),
+            at_least(INT2, TIMES_AS_FAST, 4),
+            at_most(INT2, OF_DENSE, 0.18, said="{} at 2 bits"),
+            at_most(QUANTO_4, TIMES_AS_FAST, 0.9),
+            at_most(QUANTO_4, OF_DENSE, 0.29),
+        ),
+        "a-decode-step-with-quantized-caches",
+    ),
+    Group(
+        "batches",
+        "A decode step of a batch",
+        f"{SMOLLM2}, bfloat16, `dynamic` and transformers' caches in turns.",
+        (
+            at_least(batch_row(8, 128), TIMES_AS_FAST, 1.2),
+            at_least(batch_row(8, 128), OVER_BETTER, 0.93, ".2f"),
+            at_least(batch_row(32, 128), TIMES_AS_FAST, 1.6, said="at least {} times as fast with 32 sequences"),
+            at_least(batch_row(32, 128), OVER_BETTER, 0.93, ".2f"),
+            at_least(batch_row(8, 1024), TIMES_AS_FAST, 1.5),
+            at_least(batch_row(8, 1024), OVER_BETTER, 0.93, ".2f"),
+        ),
+        "batches",
+    ),
+    Group(
+        "static",
+        "A decode step with a large reservation",
+        f"{LLAMA}, 1,024 tokens present, 32,768 reserved by both libraries; the smallest reservation is of 1,088 "
+        "tokens.",
+        (
+            at_least(
+                COMPILED_STATIC, TIMES_STATIC, 10, ".0f", said="at least {} times as fast as with transformers' static"
+            ),
+            at_most(COMPILED_STATIC, TIME_OF_SMALL, 1.3),
+            at_least(EAGER_STATIC, TIMES_STATIC, 2.5),
+            at_most(EAGER_STATIC, TIME_OF_SMALL, 1.15),
+        ),
+        "static-caches",
+    ),
+    Group(
+        "graphs",
+        "Graphs that `generate()` compiles",
+        "512 tokens after a prompt of 200 with `static`, 4,096 reserved: decode steps reach three buckets. Random "
+        "llama of 2 layers: graphs are counted, and their number depends on neither size nor backend.",
+        (
+            at_most(STATIC, FIRST_CALL, 2, ".0f", said="compiles at most {} graphs"),
+            at_most(STATIC, LATER_CALLS, 0, ".0f"),
+        ),
+        "static-caches",
+    ),
+    Group(
+        "fidelity",
+        "What rounding changes in predictions",
+        f"{SMOLLM2}, float32, one passage: 2,048 tokens of context and 1,024 scored, read 64 at once. KL is the mean "
+        "divergence of the next-token distribution from that of transformers' `DynamicCache`, in nats; agreement is "
+        "how often the likeliest token is the same. Bytes are those of states in bfloat16, where a dense cache takes "
+        "23,040 a token.",
+        (
+            at_most(INT8, KL, 0.00001, ".5f"),
+            at_least(INT8, AGREEMENT, 0.995, ".1%"),
+            at_most(INT8, BYTES_A_TOKEN, 13_700, ",.0f"),
+            at_most(FP8, KL, 0.0012, ".4f"),
+            at_least(FP8, AGREEMENT, 0.97, ".1%"),
+            at_most(FP8, BYTES_A_TOKEN, 13_400, ",.0f"),
+            at_most(INT4, KL, 0.002, ".4f"),
+            at_least(INT4, AGREEMENT, 0.97, ".1%"),
+            at_most(INT4, BYTES_A_TOKEN, 8_100, ",.0f"),
+            at_most(INT2, KL, 0.06, ".3f"),
+            at_least(INT2, AGREEMENT, 0.85, ".1%"),
+            at_most(INT2, BYTES_A_TOKEN, 5_400, ",.0f"),
+            at_least(QUANTO_4, KL, 0.015, ".4f"),
+            at_most(QUANTO_4, AGREEMENT, 0.94, ".1%"),
+            at_most(QUANTO_4, BYTES_A_TOKEN, 6_900, ",.0f"),
+            at_least(FINE_4, KL, 0.007, ".4f"),
+            at_most(FINE_4, AGREEMENT, 0.96, ".1%"),
+            at_most(FINE_4, BYTES_A_TOKEN, 9_000, ",.0f"),
+            at_least(QUANTO_2, KL, 2, ".3f"),
+            at_most(QUANTO_2, AGREEMENT, 0.3, ".1%"),
+            at_most(QUANTO_2, BYTES_A_TOKEN, 4_000, ",.0f"),
+            at_least(FINE_2, KL, 0.4, ".3f"),
+            at_most(FINE_2, AGREEMENT, 0.7, ".1%"),
+            at_most(FINE_2, BYTES_A_TOKEN, 6_200, ",.0f"),
+        ),
+        "fidelity-of-quantized-caches",
+    ),
+    Group(
+        "ratios",
+        "How much less that is than with quanto",
+        "The same run. At their defaults, `int4` and `int2` hold more bytes than quanto at 3,072 tokens: sinks and "
+        "more of the newest tokens in full precision. With groups of 16 numbers instead of 64, quanto holds more.",
+        (
+            at_least(INT4, TIMES_LESS, 10, ".0f", said="at least {} times less than quanto at 4 bits"),
+            at_most(INT4, BYTES_OF_QUANTO, 1.2, said="at most {} and"),
+            at_least(INT4, LESS_THAN_FINE, 5, ".0f", said="at least {} times as much at 4 bits"),
+            at_most(INT4, BYTES_OF_FINE, 1),
+            at_least(INT2, TIMES_LESS, 40, ".0f", said="at least {} times less at 2 bits"),
+            at_most(INT2, BYTES_OF_QUANTO, 1.4, said="{} times quanto's bytes"),
+            at_least(INT2, LESS_THAN_FINE, 8, ".0f", said="at least {} times as much at 2 bits"),
+            at_most(INT2, BYTES_OF_FINE, 1),
+        ),
+        "fidelity-at-equal-bytes",
+        also_by="fidelity",
+    ),
+    Group(
+        "update",
+        "One layer takes in one token",
+        "3 KV heads of 64, bfloat16, one thread, Python included. `dynamic` checks what it is given and writes in "
+        "place, where transformers' cache copies the history: it takes longer until the history is long.",
+        (
+            at_most(update_row(UPDATES[0]), TIME_OF_THEIRS, 3, ".1f"),
+            at_most(update_row(UPDATES[1]), TIME_OF_THEIRS, 0.8, ".1f"),
+        ),
+        "an-update",
+    ),
+    Group(
+        "window",
+        "Bytes of a model with windows",
+        "Random mistral of 8 layers with 8 KV heads of 64, window 512, bfloat16, after a prefill of 4,096 tokens.",
+        (at_most(DYNAMIC, BYTES_OF_THEIRS, 0.2, said="at most {} of the bytes"),),
+        "bytes",
+    ),
+    Group(
+        "sinks",
+        "A text of many windows",
+        "SmolLM2-135M-Instruct, float32, 8 windows of 64 tokens read token by token, the second half scored.",
+        (at_least(SINK, TIMES_PERPLEXITY, 1.5),),
+        "sinks",
+    ),
+    Group(
+        "offload",
+        "What offloading moves",
+        "Random llama of 4 layers with 2 KV heads of 32, bfloat16, 2,048 tokens; two memories of the host stand for a "
+        "device and its host.",
+        (
+            at_most(OFFLOADED, NEW_BYTES, 1),
+            at_most(OFFLOADED, MOST_ON_DEVICE, 0.5),
+            at_most(OFFLOADED_PACKED, NEW_BYTES, 1),
+            at_most(OFFLOADED_PACKED, MOST_ON_DEVICE, 0.5),
+            at_most(OFFLOADED_PACKED, SENT_OF_OFFLOADED, 0.4),
+        ),
+        "what-offloading-moves",
+    ),
+    Group(
+        "prefix",
+        "A prompt whose beginning is in a store",
+        f"{SMOLLM2}, float32: 2,048 tokens are held, and 16 more come. `generate()` as a whole.",
+        (
+            at_most(FROM_MEMORY, TIME_OF_COLD, 0.1, ".0%"),
+            at_most(FROM_DISK, TIME_OF_COLD, 0.15, ".0%"),
+        ),
+        "prefixes",
+    ),
+)
+
+Cells = Mapping[str, Mapping[str, float]]
+"""Figures of a measurement, by row and column."""
+
+
+def recorded_path() -> pathlib.Path | None:
+    """The newest record of claims."""
+    return max(RECORDED.glob("claims-*.json"), default=None)
+
+
+def read_record(path: pathlib.Path | None) -> dict[str, Any]:
+    """What was recorded of each measurement: `cells`, `seconds`, and where it ran. Empty if there is no record."""
+    if path is None:
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())["results"]["claims"]
+    return found
+
+
+def value_of(record: Mapping[str, Any], group: Group, claim: Claim) -> float | None:
+    """The figure of a claim in a record, `None` if it is not there."""
+    value: float | None = record.get(group.name, {}).get("cells", {}).get(claim.row, {}).get(claim.column)
+    return value
+
+
+def tables(record: Mapping[str, Any]) -> str:
+    """The section of docs/choosing.md: a table of each group, in which a cell is the bound and the recorded figure."""
+    return "\n\n".join(_table(record, group) for group in GROUPS)
+
+
+def _table(record: Mapping[str, Any], group: Group) -> str:
+    columns = list(dict.fromkeys(claim.column for claim in group.claims))
+    cells: dict[str, dict[str, str]] = {}
+    for claim in group.claims:
+        value = value_of(record, group, claim)
+        seen = "not recorded" if value is None else written(value, claim.form)
+        cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
+    lines = [
+        f"### {group.title}",
+        "",
+        f"{group.conditions} {_where(record.get(group.name))} [More figures](benchmarks.md#{group.figures}).",
+        "",
+        f"| | {' | '.join(columns)} |",
+        f"|---{'|---' * len(columns)}|",
+        *(f"| {row} | {' | '.join(own.get(column, '') for column in columns)} |" for row, own in cells.items()),
+    ]
+    return "\n".join(lines)
+
+
+def written(value: float, form: str) -> str:
+    """A measured figure: with one digit more than its bound, as far as that is a number of digits at all."""
+    more = re.fullmatch(r"\.(\d)([f%])", form)
+    return f"{value:.{int(more[1]) + 1}{more[2]}}" if more else f"{value:{form}}"
+
+
+def _where(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    at = found["at"]
+    threads = found["threads"]
+    return (
+        f"{at['date'][:10]}, {at['hardware']['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch "
+        f"{at['versions']['torch']}, transformers {at['versions']['transformers']}."
+    )
+
+
+def with_tables(page: str, record: Mapping[str, Any]) -> str:
+    """The page with the tables of a record between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables(record)}\n\n{END}{after}"

@@ -1,0 +1,527 @@
+"""Reruns every figure that README.md and docs/choosing.md give, and says whether it holds.
+
+    python benchmarks/claims.py                     # all of them, some ten minutes on two idle cores
+    python benchmarks/claims.py --only step,update  # some of the measurements
+    python benchmarks/claims.py --record            # keep what is found in benchmarks/recorded/claims-<date>.json
+    python benchmarks/claims.py --write             # put what is recorded into docs/choosing.md, and measure nothing
+    python benchmarks/claims.py --quick             # a small random model, to see that it runs
+
+The pages give bounds, which `claimed.py` lists; a claim holds if what is measured now is within its bound. Bounds are
+ratios, bytes and counts: they are of an AMD EPYC with two cores, and other machines may be outside the ratios of time.
+
+Each measurement stands by itself: if one raises, the others go on, and its claims are not measured. With `--record`,
+what was recorded of measurements that did not run, or that raised, is kept. The exit code is 1 if a claim does not
+hold or was not measured.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from rich.progress import Progress, TimeRemainingColumn
+from rich.table import Table
+
+import batches
+import claimed
+import fidelity
+import kvlayers
+import offload
+import prefix
+import report
+import sinks
+import static
+from claimed import GROUPS, Cells
+from compiling import INDUCTOR, nothing_in_memory
+from contenders import (
+    CONTENDERS,
+    EXACT,
+    FLOOR,
+    OURS,
+    OURS_4_BITS,
+    OURS_STATIC,
+    QUANTIZED,
+    REFERENCE,
+    THEIRS_4_BITS,
+    compiled,
+    fill,
+)
+from generation import GENERATORS, Job, measure_generate
+from kvlayers.measuring.held import held_bytes
+from kvlayers.measuring.scoring import CacheMaker
+from kvlayers.measuring.texts import default_text
+from quantized import FULL, Contender
+from quantized import REFERENCE as IN_FULL
+from timing import Disagreements, Ticking, measure_decode, measure_update
+from workload import RandomModel, RealModel, Shape, Workload, default_model
+
+QUICK_SHAPE = fidelity.QUICK_SHAPE
+"""Its heads have the 64 channels that transformers' quantized caches need."""
+
+FINE = 16
+"""Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
+residual would take as many bytes, and leave quanto with more divergence."""
+
+
+class OtherTokensError(Exception):
+    """A cache that is exact gave other tokens than transformers' DynamicCache: its times mean nothing."""
+
+
+@dataclasses.dataclass
+class Run:
+    """What measurements share.
+
+    Args:
+        model: directory or hub name of the real model.
+        quick: whether to take a small random model in the place of every model, and few tokens and trials.
+        progress: where bars are shown.
+    """
+
+    model: str | None
+    quick: bool
+    progress: Progress
+
+    @property
+    def ticking(self) -> Ticking:
+        """Makes bars."""
+        return report.ticking_in(self.progress)
+
+    @functools.cached_property
+    def random(self) -> RandomModel:
+        """The random llama, in bfloat16.
+
+        Caches are filled at once: transformers' quantized ones would quantize all that they hold with every chunk.
+        """
+        return RandomModel(QUICK_SHAPE if self.quick else Shape(), chunk=1 << 16)
+
+    def real(self, dtype: torch.dtype) -> Workload:
+        """The real model over real text."""
+        if self.quick:
+            return RandomModel(QUICK_SHAPE, dtype=dtype)
+        if self.model is None:
+            raise FileNotFoundError("there is no model: set KVLAYERS_DEMO_MODEL, run `make demo`, or pass --model")
+        return RealModel(self.model, default_text(), dtype)
+
+
+def check_tokens(disagreements: Disagreements, exact: Iterable[str]) -> None:
+    """Raise if a cache that computes the reference's sums predicted other tokens."""
+    failures = [entry for entry in disagreements.found if not entry["tie"] and entry["cache"] in exact]
+    if failures:
+        raise OtherTokensError(f"{len(failures)} other tokens, the first: {failures[0]}")
+
+
+def measure_steps(run: Run) -> Mapping[str, Cells]:
+    """Decode steps of caches in full precision and of quantized ones."""
+    length, steps, trials = (128, 4, 1) if run.quick else (16384, 16, 2)
+    names = {
+        claimed.DYNAMIC: OURS,
+        claimed.INT8: "kvlayers 8 bits",
+        claimed.FP8: "kvlayers fp8",
+        claimed.INT4: OURS_4_BITS,
+        claimed.INT2: "kvlayers 2 bits",
+        claimed.QUANTO_4: THEIRS_4_BITS[0],
+    }
+    makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
+    makers |= {name: QUANTIZED[name] for name in names.values()}
+    disagreements = Disagreements()
+    tick = run.ticking(f"decode steps at {length:,} tokens", trials)
+    measured = measure_decode(run.random, makers, length, steps, trials, 4, disagreements, tick)
+    check_tokens(disagreements, (OURS, FLOOR))
+    dense = report.length_bytes(measured)
+    cells = {
+        row: {
+            claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
+            claimed.OF_PREALLOCATED: report.times_as_fast(measured, name, FLOOR),
+            claimed.OVER_DYNAMIC: report.times_as_fast(measured, name, OURS),
+            claimed.OVER_QUANTO: report.times_as_fast(measured, name, THEIRS_4_BITS[0]),
+            claimed.OF_DENSE: measured[name]["held"] / dense,
+        }
+        for row, name in names.items()
+    }
+    return {"step": cells}
+
+
+def measure_batches(run: Run) -> Mapping[str, Cells]:
+    """Decode steps of batches."""
+    workload = run.real(torch.bfloat16)
+    cells = {}
+    for batch, length in claimed.BATCHES:
+        size, tokens = (2, 64) if run.quick else (batch, length)
+        steps, trials = (3, 1) if run.quick else (16, 2 if batch * length < 8192 else 1)
+        disagreements = Disagreements()
+        tick = run.ticking(f"batches of {size} x {tokens}", trials)
+        seconds = batches.measure(workload, size, tokens, steps, trials, disagreements, tick)
+        check_tokens(disagreements, batches.NAMES)
+        cells[claimed.batch_row(batch, length)] = {
+            claimed.TIMES_AS_FAST: batches.ratio(seconds, REFERENCE, OURS),
+            claimed.OVER_BETTER: min(batches.ratio(seconds, theirs, OURS) for theirs in (REFERENCE, EXACT)),
+        }
+    return {"batches": cells}
+
+
+def measure_static(run: Run) -> Mapping[str, Cells]:
+    """Decode steps with large reservations, eager and compiled."""
+    length, most = (64, 512) if run.quick else (1024, 32768)
+    plan = static.Plan(
+        lengths=[length],
+        times=[1, most // length],
+        most=most,
+        steps=3 if run.quick else 12,
+        trials=1 if run.quick else 2,
+        block=4,
+        backend="eager" if run.quick else INDUCTOR,
+    )
+    disagreements = Disagreements()
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, OURS, OURS_STATIC, EXACT)}
+    with nothing_in_memory(plan.backend):
+        eager, in_graphs = static.measure_steps(run.random, makers, length, plan, disagreements, run.ticking)
+    small, large, theirs = (
+        static.with_reservation(name, times)
+        for name, times in ((OURS_STATIC, 1), (OURS_STATIC, plan.times[1]), (EXACT, plan.times[1]))
+    )
+    check_tokens(disagreements, (*eager, *in_graphs))
+    small = static.with_reservation(OURS_STATIC, 1)
+    large, theirs = (static.with_reservation(name, plan.times[1]) for name in (OURS_STATIC, EXACT))
+    cells = {}
+    for row, measured, named in (
+        (claimed.EAGER_STATIC, eager, str),
+        (claimed.COMPILED_STATIC, in_graphs, compiled),
+    ):
+        cells[row] = {
+            claimed.TIMES_STATIC: report.times_as_fast(measured, named(large), named(theirs)),
+            claimed.TIME_OF_SMALL: report.times_as_fast(measured, named(small), named(large)),
+        }
+    return {"static": cells}
+
+
+def measure_graphs(run: Run) -> Mapping[str, Cells]:
+    """Graphs that `generate()` compiles, counted with a backend that compiles no kernels."""
+    prompt, new, reserve = (250, 16, 1024) if run.quick else (200, 512, 4096)
+    workload = RandomModel(QUICK_SHAPE)
+    job = Job(workload.name, workload.model, workload.prompt(prompt), new, reserve, "eager")
+    arguments = {name: GENERATORS[name] for name in (REFERENCE, compiled(OURS_STATIC))}
+    disagreements = Disagreements()
+    tick = run.ticking(f"graphs of {new} tokens", len(arguments) + 1)
+    with nothing_in_memory(job.backend):
+        calls = measure_generate(job, arguments, 1, disagreements, tick)
+    check_tokens(disagreements, arguments)
+    entry = calls[compiled(OURS_STATIC)]
+    return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
+
+
+def quanto(nbits: int, q_group_size: int) -> CacheMaker:
+    """Makes transformers' quanto caches at the axis that its documentation recommends."""
+    return lambda config: transformers.QuantizedCache(
+        "quanto", config, nbits=nbits, axis_key=0, axis_value=0, q_group_size=q_group_size
+    )
+
+
+def measure_fidelity(run: Run) -> Mapping[str, Cells]:
+    """What quantized caches change in predictions, and their bytes; quanto also with more than kvlayers."""
+    rows = {
+        claimed.INT8: Contender("kvlayers", "native", 8),
+        claimed.FP8: Contender("kvlayers", "fp8", 8),
+        claimed.INT4: Contender("kvlayers", "native", 4),
+        claimed.INT2: Contender("kvlayers", "native", 2),
+        claimed.QUANTO_4: Contender("transformers", "quanto", 4),
+        claimed.QUANTO_2: Contender("transformers", "quanto", 2),
+        claimed.FINE_4: Contender("transformers", f"quanto, groups of {FINE}", 4),
+        claimed.FINE_2: Contender("transformers", f"quanto, groups of {FINE}", 2),
+    }
+    makers: dict[Contender, CacheMaker] = {IN_FULL: FULL[IN_FULL], **{each: each.make for each in rows.values()}}
+    makers |= {rows[row]: quanto(nbits, FINE) for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2))}
+    sizes = ["--quick", "--context", "640", "--scored", "64"] if run.quick else []
+    given = fidelity.parse(
+        ["--context", "2048", "--scored", "1024", "--passages", "1", "--chunk", "64", "--outlier", "0", *sizes]
+    )
+    if not run.quick:
+        given.model = [run.model]
+    measured = fidelity.measure(given.model[0], makers, default_text(), given, run.progress)
+    cells: dict[str, dict[str, float]] = {}
+    for row, contender in rows.items():
+        entry = measured["plain"][contender.name]
+        if "failure" not in entry:
+            cells[row] = {
+                claimed.KL: entry["kl"],
+                claimed.AGREEMENT: entry["agreement"],
+                claimed.BYTES_A_TOKEN: measured["bytes"][contender.name]["bytes"],
+            }
+    ratios = {}
+    for row, rival, fine in (
+        (claimed.INT4, claimed.QUANTO_4, claimed.FINE_4),
+        (claimed.INT2, claimed.QUANTO_2, claimed.FINE_2),
+    ):
+        if {row, rival, fine} <= cells.keys():
+            ratios[row] = {
+                claimed.TIMES_LESS: cells[rival][claimed.KL] / cells[row][claimed.KL],
+                claimed.BYTES_OF_QUANTO: cells[row][claimed.BYTES_A_TOKEN] / cells[rival][claimed.BYTES_A_TOKEN],
+                claimed.LESS_THAN_FINE: cells[fine][claimed.KL] / cells[row][claimed.KL],
+                claimed.BYTES_OF_FINE: cells[row][claimed.BYTES_A_TOKEN] / cells[fine][claimed.BYTES_A_TOKEN],
+            }
+    return {"fidelity": cells, "ratios": ratios}
+
+
+def measure_updates(run: Run) -> Mapping[str, Cells]:
+    """One layer's update of one token, on one thread."""
+    shape = QUICK_SHAPE if run.quick else Shape(layers=1, heads=9, kv_heads=3)
+    steps, trials = (8, 1) if run.quick else (64, 5)
+    config = RandomModel(shape).model.config
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, OURS)}
+    cells = {}
+    with threads(1):
+        for tokens in claimed.UPDATES:
+            disagreements = Disagreements()
+            tick = run.ticking(f"updates at {tokens:,} tokens", trials)
+            measured = measure_update(config, shape, makers, tokens, steps, trials, disagreements, tick)
+            check_tokens(disagreements, makers)
+            of_theirs = report.times_as_fast(measured, REFERENCE, OURS)
+            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_THEIRS: of_theirs}
+    return {"update": cells}
+
+
+def measure_window(run: Run) -> Mapping[str, Cells]:
+    """Bytes that caches hold after a prefill that is longer than the window."""
+    window, tokens = (32, 256) if run.quick else (512, 4096)
+    workload = RandomModel(QUICK_SHAPE if run.quick else Shape(), sliding_window=window)
+    tick = run.ticking(f"a window of {window}", 2)
+    held = {}
+    for name in (REFERENCE, OURS):
+        # Each has states of its own: what one holds must not be seen through the other.
+        workload.prepare(tokens)
+        cache = CONTENDERS[name](workload.model.config, tokens)
+        fill(cache, workload.states, tokens)
+        workload.states = []
+        held[name] = held_bytes(cache)
+        tick()
+    return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_THEIRS: held[OURS] / held[REFERENCE]}}}
+
+
+def measure_sinks(run: Run) -> Mapping[str, Cells]:
+    """How well a text is predicted with sinks, and with a window without sinks."""
+    window, windows = (16, 4) if run.quick else (64, 8)
+    workload = run.real(torch.float32)
+    model, ids = workload.model, workload.prompt(windows * window + 1)
+    caches = {
+        sinks.SINKS: kvlayers.SinkCache(window, sinks.NUM_SINK_TOKENS, config=model.config),
+        sinks.WINDOW: sinks.window_cache(model, window),
+    }
+    seen = {
+        name: sinks.stream(model, ids, cache, window, run.ticking(name, windows * window))["perplexity"]
+        for name, cache in caches.items()
+    }
+    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: seen[sinks.WINDOW] / seen[sinks.SINKS]}}}
+
+
+def measure_offload(run: Run) -> Mapping[str, Cells]:
+    """Bytes that offloading moves."""
+    tokens, new = (128, 4) if run.quick else (2048, 16)
+    shape = offload.QUICK_SHAPE
+    workload = RandomModel(shape)
+    tick = run.ticking("offloading", 1)
+    traffic = offload.count_traffic(workload.model, workload.prompt(tokens), new)
+    tick()
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
+    rows = {claimed.OFFLOADED: traffic[offload.OURS], claimed.OFFLOADED_PACKED: traffic[offload.OURS_PACKED]}
+    cells = {
+        row: {
+            claimed.NEW_BYTES: entry["to_host"] / token,
+            claimed.MOST_ON_DEVICE: entry["peak_on_device"] / entry["held"],
+            claimed.SENT_OF_OFFLOADED: entry["to_device"] / traffic[offload.OURS]["to_device"],
+        }
+        for row, entry in rows.items()
+    }
+    return {"offload": cells}
+
+
+def measure_prefix(run: Run) -> Mapping[str, Cells]:
+    """Time to the first token of a prompt whose beginning a store holds."""
+    tokens, question = (128, 16) if run.quick else (2048, 16)
+    workload = run.real(torch.float32)
+    model = workload.model
+    model.generation_config.pad_token_id = model.config.eos_token_id
+    text = workload.prompt(tokens + question)
+    ways = (prefix.COLD, prefix.MEMORY, prefix.DISK)
+    disagreements = Disagreements(torch.float32)
+    with tempfile.TemporaryDirectory() as place:
+        directory = pathlib.Path(place) / "store"
+        store = kvlayers.PrefixStore(prefix.ROOM, directory)
+        kvlayers.generate(model, text[:, :tokens], prefix_store=store, max_new_tokens=1, do_sample=False)
+        store.flush()
+        first = prefix.FirstTokens(model, text[:, :tokens], text[:, tokens:], directory)
+        found = first.measure(1, ways, disagreements, run.ticking("a prefix", len(ways)))
+    check_tokens(disagreements, ways)
+    cold = found["medians"][prefix.COLD]
+    rows = {claimed.FROM_MEMORY: prefix.MEMORY, claimed.FROM_DISK: prefix.DISK}
+    return {"prefix": {row: {claimed.TIME_OF_COLD: found["medians"][way] / cold} for row, way in rows.items()}}
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of torch within it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
+    "window": measure_window,
+    "offload": measure_offload,
+    "update": measure_updates,
+    "graphs": measure_graphs,
+    "step": measure_steps,
+    "batches": measure_batches,
+    "static": measure_static,
+    "prefix": measure_prefix,
+    "sinks": measure_sinks,
+    "fidelity": measure_fidelity,
+}
+"""By name, what answers the claims of the groups that it returns."""
+
+
+def measure(
+    run: Run, names: Sequence[str], keeping: Callable[[Mapping[str, Any]], object]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run measurements.
+
+    Args:
+        run: what they share.
+        names: of the measurements.
+        keeping: called with what is found so far whenever a measurement has ended.
+
+    Returns:
+        For each group `cells`, `seconds` that the measurement took, `threads`, and `at`, where it ran; and what the
+        measurements raised that failed, by their names.
+    """
+    found: dict[str, Any] = {}
+    failures = {}
+    tick = run.ticking("measurements", len(names))
+    for name in names:
+        at, begin = report.surroundings(), time.perf_counter()
+        try:
+            answered = MEASUREMENTS[name](run)
+        except Exception as error:
+            # What the others find is worth more than an early end.
+            failures[name] = f"{type(error).__name__}: {error}"
+        else:
+            seconds = round(time.perf_counter() - begin, 1)
+            used = 1 if name == "update" else torch.get_num_threads()
+            for group, cells in answered.items():
+                found[group] = {"cells": cells, "seconds": seconds, "threads": used, "at": at}
+            keeping(found)
+        tick()
+    return found, failures
+
+
+def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Table, int]:
+    """The claims that were to be measured: what was recorded, and what is found now.
+
+    Args:
+        found: what was measured.
+        record: what was recorded.
+        names: of the measurements that ran.
+        bounds: whether a bound decides; a figure of any size is enough otherwise.
+
+    Returns:
+        The table, and how many claims do not hold.
+    """
+    made = Table(title="Claims", title_justify="left")
+    for index, column in enumerate(("claim", "asked", "recorded", "now", "verdict")):
+        made.add_column(column, justify="right" if 0 < index < 4 else "left", no_wrap=index > 0, overflow="fold")
+    failed = 0
+    for group in GROUPS:
+        if group.measurement not in names:
+            continue
+        for claim in group.claims:
+            before, now = (claimed.value_of(values, group, claim) for values in (record, found))
+            holds = now is not None and (claim.holds(now) or not bounds)
+            failed += not holds
+            verdict = "not measured" if now is None else "holds" if claim.holds(now) else "does not hold"
+            shown = ("" if value is None else claimed.written(value, claim.form) for value in (before, now))
+            row = (f"{group.name}: {claim.row}, {claim.column}", claim.asked, *shown)
+            made.add_row(*row, verdict, style="" if holds else "red")
+        made.add_section()
+    return made, failed
+
+
+def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
+    """Record what was found, with what was recorded before of groups that were not measured; return the file."""
+    old = claimed.recorded_path()
+    kept = {**claimed.read_record(old), **found}
+    path = claimed.RECORDED / f"claims-{datetime.date.today()}.json"
+    in_order = {group.name: kept[group.name] for group in GROUPS if group.name in kept}
+    path.write_text(json.dumps({**content, "results": {"claims": in_order}}, indent=1) + "\n")
+    if old not in (None, path):
+        old.unlink()
+    return path
+
+
+def write_pages() -> None:
+    """Put what is recorded into docs/choosing.md."""
+    page = claimed.CHOOSING.read_text()
+    claimed.CHOOSING.write_text(claimed.with_tables(page, claimed.read_record(claimed.recorded_path())))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(MEASUREMENTS)}")
+    parser.add_argument("--model", default=default_model(), help="directory or hub name of the real model")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--record", action="store_true", help="keep what is found, and put it into docs/choosing.md")
+    parser.add_argument("--write", action="store_true", help="put what is recorded into docs/choosing.md, and stop")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/claims-<date>.json)")
+    parser.add_argument("--quick", action="store_true", help="a small random model and few tokens, under a minute")
+    given = parser.parse_args(arguments)
+    given.only = given.only or list(MEASUREMENTS)
+    unknown = [name for name in given.only if name not in MEASUREMENTS]
+    if unknown:
+        parser.error(f"--only takes names of {', '.join(MEASUREMENTS)}, but saw {', '.join(unknown)}")
+    if given.quick and given.record:
+        parser.error("--record keeps figures that pages give, and --quick takes other models: use one of the two")
+    given.output = given.output or report.output_path("claims")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code is 1 if a claim does not hold, or was not measured."""
+    given = parse(arguments)
+    console = report.terminal()
+    if given.write:
+        write_pages()
+        console.print(f"written: {claimed.CHOOSING}")
+        return 0
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    surroundings = report.surroundings()
+    # Before what is recorded is replaced.
+    before = claimed.read_record(claimed.recorded_path())
+    content = {**surroundings, "arguments": {"only": given.only, "threads": given.threads}}
+    keeping = functools.partial(keep, content=content) if given.record else len
+    with report.progress_bars(console, TimeRemainingColumn()) as progress:
+        found, failures = measure(Run(given.model, given.quick, progress), given.only, keeping)
+    made, failed = table(found, before, given.only, not given.quick)
+    console.print(made)
+    for name, failure in failures.items():
+        console.print(f"{name} failed: {failure}", markup=False)
+    console.print(f"{failed} claims do not hold or were not measured")
+    report.write(console, given, surroundings, {"results": {"claims": found}, "failures": failures})
+    if given.record:
+        write_pages()
+        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.CHOOSING}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

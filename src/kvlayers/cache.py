@@ -100,7 +100,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self.only_non_sliding = offload_only_non_sliding
         self._placement = placement
         self._prefetcher = Prefetcher(placement.memory()) if offloading else None
-        self._handle = GraphHandle(self)
+        # A cache that compiled code makes by itself is traced through.
+        self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
         share_readings(self.layers)
@@ -247,8 +248,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         layer = self.layers[layer_idx]
         if compiling:
             self._note_trace(layer_idx)
-            if isinstance(layer, OF_OURS) and calls_operators(layer, key_states, value_states):
-                return updated(self._handle, layer, layer_idx, key_states, value_states)
+            handle = self._handle
+            if handle is not None and isinstance(layer, OF_OURS) and calls_operators(layer, key_states, value_states):
+                return updated(handle, layer, layer_idx, key_states, value_states)
         elif not self._at < layer_idx <= self._in_step:
             self._follow(layer_idx, key_states.shape[-2])
         if isinstance(layer, compat.DUMMY_LAYER):

@@ -212,3 +212,28 @@ def test_exporters_of_transformers_take_the_caches_of_generate() -> None:
     output = program(**inputs)
     torch.testing.assert_close(output.logits, expected, atol=TOLERANCE, rtol=0)
     assert output.past_key_values.get_seq_length() == PROMPT + 1
+
+
+@pytest.mark.skipif(not compat.HAS_EXPORTERS, reason=f"transformers {transformers.__version__} has no exporters")
+@pytest.mark.parametrize(
+    ("make_cache", "says"),
+    [
+        (lambda config: kvlayers.QuantizedCache(config=config, residual_length=4, sink_tokens=0), "a QuantizedCache"),
+        (lambda config: kvlayers.SinkCache(config=config, window_length=8, num_sink_tokens=2), "a SinkCache"),
+        (lambda config: DynamicCache(config=config, offloading=True), "an? OffloadedLayer"),
+    ],
+)
+def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: Any, says: str) -> None:
+    from transformers.exporters.exporter_dynamo import DynamoExporter
+
+    model = tiny_model("llama")
+    cache = filled_by(model, make_cache(model.config), prompt(1, PROMPT))
+    with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
+        DynamoExporter().export(model, {"input_ids": prompt(1, 1), "past_key_values": cache}, {"dynamic": False})
+    assert cache.get_seq_length() == PROMPT
+
+
+def filled_by(model: Any, cache: Any, ids: Tensor) -> Any:
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache

@@ -650,7 +650,7 @@ def test_what_was_asked_for_is_not_tried_twice(installed: None, asked: Arguments
         ([("int4", 4)], OptionError, "expected the options of a rung by their names, but saw 4"),
         ([("int4", {"nbit": 4})], OptionError, "did you mean 'nbits'"),
         ([("int4", {"nbits": 2})], OptionError, "expected nbits=4, as the name of the cache says"),
-        ([("int4", {"q_group_size": 7})], kvlayers.KVLayersError, "7"),
+        ([("int4", {"q_group_size": -7})], kvlayers.KVLayersError, "-7"),
         (["int4", None], OptionError, "expected None, .* as the first rung"),
         ([(None, {"nbits": 4})], OptionError, "expected options of a cache that has a name"),
     ],

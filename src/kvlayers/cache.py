@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from . import compat, forward_pass
 from .errors import (
@@ -27,7 +27,7 @@ from .layers.dispatch import attention_part, offloaded, share_readings
 from .layers.graph_operators import GraphHandle, calls_operators, updated
 from .legacy import LegacySurface
 from .offload import Offloading, Prefetcher, TrafficMeter
-from .operations import LayerwiseOperations
+from .operations import CacheState, LayerwiseOperations
 from .options import checks_options
 from .recurrent import RecurrentSurface
 from .seen_tokens import SeenTokens
@@ -100,7 +100,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self.only_non_sliding = offload_only_non_sliding
         self._placement = placement
         self._prefetcher = Prefetcher(placement.memory()) if offloading else None
-        self._handle = GraphHandle(self)
+        # A cache that compiled code makes by itself is traced through.
+        self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
         share_readings(self.layers)
@@ -247,8 +248,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         layer = self.layers[layer_idx]
         if compiling:
             self._note_trace(layer_idx)
-            if isinstance(layer, OF_OURS) and calls_operators(layer, key_states, value_states):
-                return updated(self._handle, layer, layer_idx, key_states, value_states)
+            handle = self._handle
+            if handle is not None and isinstance(layer, OF_OURS) and calls_operators(layer, key_states, value_states):
+                return updated(handle, layer, layer_idx, key_states, value_states)
         elif not self._at < layer_idx <= self._in_step:
             self._follow(layer_idx, key_states.shape[-2])
         if isinstance(layer, compat.DUMMY_LAYER):
@@ -323,6 +325,21 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         behind = any(self._seen_by(index) == began.length for index in range(self._at + 1, self._in_step + 1))
         if began.length is not None and behind and self._seen_by(began.layer) != began.length:
             raise self._interrupted(self._in_step)
+
+    def interruption(self) -> InterruptedPassError | None:
+        """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
+        seen = {self._seen_by(index) for index in range(len(self.layers))} - {None}
+        return self._interrupted(len(self.layers) - 1) if len(seen) > 1 else None
+
+    @override
+    def state(self) -> CacheState:
+        """As `LayerwiseOperations.state`.
+
+        Raises:
+            InterruptedPassError: a forward pass was interrupted, so that layers have seen different tokens.
+        """
+        self._check_in_step()
+        return super().state()
 
     def _seen_by(self, layer_idx: int) -> int | None:
         """Tokens that a layer has seen, `None` where it does not know without being waited for."""
@@ -424,7 +441,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         if torch.compiler.is_compiling():
             return seen  # type: ignore[no-any-return]
-        return SeenTokens(seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
+        return SeenTokens.of(self, seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.

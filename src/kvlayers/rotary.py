@@ -25,7 +25,7 @@ class _Turn(NamedTuple):
     sin: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Rotary:
     """A model's rotary position embedding (RoPE), as its cached keys show it.
 

@@ -77,7 +77,7 @@ def prepare(
     # Models that take their cache under another name (mamba) are given new tokens alone.
     counts_whole = model_types.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
     if whole_length is not None and counts_whole and own.layers:
-        check_is_new(own.get_seq_length(), whole_length)
+        check_is_new(own, own.get_seq_length(), whole_length)
 
 
 def check_windows(model: Any, cache: Cache) -> None:

@@ -1,9 +1,9 @@
 """Operators by which compiled code calls a layer of a cache, rather than be traced through it.
 
-What a packed layer does in an update is Python over numbers that change with every token: traced, it would be compiled
-anew whenever a block is packed, or break the graph in each layer. So compiled code calls `take_in` and `attend`, which
-run what eager code runs: one graph serves a sequence from its first token to its last, and attention reads codes as
-they are held. What TorchDynamo sees of a layer is its count of tokens.
+What a packed layer, or an offloaded one, does in an update is Python over numbers and streams that change with every
+token: traced, it would be compiled anew whenever a block is packed, or break the graph in each layer. So compiled code
+calls `take_in` and `attend`, which run what eager code runs: one graph serves a sequence from its first token to its
+last, and attention reads codes as they are held. What TorchDynamo sees of a layer is its count of tokens.
 
 Every operator is given the handle of a cache, and `take_in` and `attend` say that they write to it: so they stay in the
 order in which the model calls them.
@@ -54,10 +54,21 @@ class GraphHandle:
         cache = self._cache()
         if cache is None:
             raise _gone()
-        self.returned[layer_idx] = cache.layers[layer_idx].update(keys, values)
+        layer = cache.layers[layer_idx]
+        if cache.offloading:
+            # What is brought to the device goes again when the next layer is there. Models that share states between
+            # layers share those of the last layer that has a window, and of the last one that has none.
+            others = self.returned.items()
+            self.returned = {at: kept for at, kept in others if cache.layers[at].is_sliding != layer.is_sliding}
+        self.returned[layer_idx] = layer.update(keys, values)
 
     def states(self, layer_idx: int, tokens: int) -> StatePair:
         """What the last update of a layer returned, which was so many tokens."""
+        if layer_idx not in self.returned:
+            raise StaleStatesError(
+                f"expected layer {layer_idx} to be read before other offloaded layers are updated, as its states have "
+                "left the device, but saw it read afterwards: run this function in eager code."
+            )
         keys, values = self.returned[layer_idx]
         if keys.shape[2] != tokens:
             raise StaleStatesError(

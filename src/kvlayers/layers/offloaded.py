@@ -14,6 +14,7 @@ from ..offload.prefetcher import Prefetcher
 from ..quantizers.base import Side
 from ..stores.base import Mover
 from ..stores.buffer import StateForm
+from ..stores.unmatched import UnmatchedHalves
 from .base import CacheLayer, LayerState, attribute_within, public_names
 from .token_layer import TokenLayer
 
@@ -27,6 +28,9 @@ class OffloadedLayer(CacheLayer):
     On a machine that computes on the host, states stay where they are, or in the files of `DiskMemory`.
 
     States that autograd follows are not moved.
+
+    Compiled code calls its `update` by an operator. What the masks are made from in such code, the layer counts by
+    itself, in numbers that are the same whether the states are at home or away.
 
     Args:
         layer: the layer that is wrapped, such as a `DynamicLayer`, `SlidingLayer`, `StaticLayer` or `QuantizedLayer`.
@@ -43,6 +47,8 @@ class OffloadedLayer(CacheLayer):
         OffloadedLayer(DynamicLayer(length=3))
     """
 
+    is_opaque = True
+
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
         if not isinstance(layer, TokenLayer):
             raise UnsupportedLayerError(
@@ -53,6 +59,8 @@ class OffloadedLayer(CacheLayer):
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
         self.edition = 0
+        self._seen = self._past = 0
+        self._read_counts()
 
     # Taking in states
 
@@ -61,13 +69,14 @@ class OffloadedLayer(CacheLayer):
         attended: tuple[Tensor, Tensor] = self._update(key_states, value_states)
         return attended
 
-    # Streams and counts are no part of what is compiled, which breaks its graph here.
+    # Streams are no part of what is compiled. If no operator can be called, compiled code breaks its graph here.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        if not self.prefetcher.travels(key_states.device):
-            return self.layer.update(key_states, value_states)
-        return self._update_away(key_states, value_states)
+        travels = self.prefetcher.travels(key_states.device)
+        attended = (self._update_away if travels else self.layer.update)(key_states, value_states)
+        self._read_counts()
+        return attended
 
     def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.layer.snapshot()
@@ -83,6 +92,19 @@ class OffloadedLayer(CacheLayer):
             raise
         return attended
 
+    # Counting for compiled code
+
+    def _read_counts(self) -> None:
+        """Take the counts of the layer within. It has no counts between the assignments of keys and of values."""
+        layer = self.layer
+        if not isinstance(layer.store, UnmatchedHalves):
+            self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._past = self.layer.attended_past(self._past + tokens)
+        self._seen = self._seen + tokens
+
     # Reading
 
     @property
@@ -97,6 +119,7 @@ class OffloadedLayer(CacheLayer):
     def keys(self, states: Tensor) -> None:
         with self._away(changes=True):
             self.layer.keys = states
+        self._read_counts()
 
     @property
     def values(self) -> Tensor | None:
@@ -107,6 +130,7 @@ class OffloadedLayer(CacheLayer):
     def values(self, states: Tensor) -> None:
         with self._away(changes=True):
             self.layer.values = states
+        self._read_counts()
 
     def _handed_out(self, side: Side) -> Tensor | None:
         with self._away():
@@ -143,6 +167,7 @@ class OffloadedLayer(CacheLayer):
         try:
             yield self.layer
         finally:
+            self._read_counts()
             self._leave_if_there_is_room()
 
     def _leave_if_there_is_room(self) -> None:
@@ -246,7 +271,7 @@ class OffloadedLayer(CacheLayer):
     @property
     @override
     def length(self) -> int:
-        return self.layer.length
+        return self._seen if torch.compiler.is_compiling() else self.layer.length
 
     @property
     @override
@@ -285,10 +310,14 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        self.layer.make_room(tokens)
+        # What compiled code calls by an operator makes room by itself.
+        if not torch.compiler.is_compiling():
+            self.layer.make_room(tokens)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if torch.compiler.is_compiling():
+            return self._past + query_length, self._seen - self._past
         return self.layer.mask_sizes(query_length)
 
     @override

@@ -78,7 +78,7 @@ class SinkLayer(TokenLayer):
         tokens = store.admit(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
-        past = self._past(seen)
+        past = self.attended_past(seen)
         first = seen - past
         front = sinks.standing_before(first) if first > sinks.first_start else None
         # Where some sequences have tokens between their sinks and the window and others do not, those of the latter
@@ -113,13 +113,14 @@ class SinkLayer(TokenLayer):
         )
         return keys, values
 
-    def _past(self, seen: int) -> int:
-        """Tokens before the next one that it attends to, sinks included."""
-        return min(seen, self.window_length - 1)
+    @override
+    def attended_past(self, tokens: int) -> int:
+        # The sinks included.
+        return min(tokens, self.window_length - 1)
 
     def _needed(self, seen: int) -> int:
         """Newest tokens that must be held after `seen` tokens: all that is attended to, or that but for the sinks."""
-        past = self._past(seen)
+        past = self.attended_past(seen)
         return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
 
     def _evict(self) -> None:
@@ -160,7 +161,7 @@ class SinkLayer(TokenLayer):
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         if self._store.key_form is None:
             return None, None
-        past = self._past(self._seen)
+        past = self.attended_past(self._seen)
         first = self._seen - past
         if first <= self._sinks.first_start:
             return self._store.newest(past)
@@ -172,7 +173,7 @@ class SinkLayer(TokenLayer):
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
-        if self._seen != self._store.length or self._seen > self._past(self._seen):
+        if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
                 f"expected states in place of those of all {self._seen} tokens, but some have been evicted: use "
                 "state() and load_state()."
@@ -216,7 +217,7 @@ class SinkLayer(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = self._past(self._seen)
+        past = self.attended_past(self._seen)
         return past + query_length, self._seen - past
 
     @override
@@ -291,7 +292,7 @@ class SinkLayer(TokenLayer):
 
     @override
     def check_held(self, held: int, seen: int) -> None:
-        least = max(self._past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
+        least = max(self.attended_past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
         if not least <= held <= seen:
             raise StateMismatchError(
                 f"expected a state with the newest {least} of {seen} tokens, or with more of them, but saw {held}: "

@@ -1,8 +1,7 @@
 """The first tokens of each sequence, and where they stand in front of a window."""
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ PADDING_NAME = "left_padding"
 """What the padding of each sequence is called in a state."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Sinks:
     """The first `num_tokens` tokens of each sequence that are no padding. What changes them makes new ones.
 
@@ -29,6 +28,8 @@ class Sinks:
         keys: `[batch, kv_heads, num_tokens, key_head_dim]`, turned as they came; `None` before the first tokens.
         values: `[batch, kv_heads, num_tokens, value_head_dim]`.
         partner: what a rotation mixes into the keys, of their shape.
+        first_start: position of the first token that is no padding.
+        last_start: position from which on no sequence has padding.
     """
 
     num_tokens: int
@@ -37,16 +38,13 @@ class Sinks:
     keys: Tensor | None = None
     values: Tensor | None = None
     partner: Tensor | None = None
+    first_start: int = field(init=False, default=0)
+    last_start: int = field(init=False, default=0)
 
-    @functools.cached_property
-    def first_start(self) -> int:
-        """Position of the first token that is no padding."""
-        return 0 if self.padding is None else int(self.padding.min())
-
-    @functools.cached_property
-    def last_start(self) -> int:
-        """Position from which on no sequence has padding."""
-        return 0 if self.padding is None else int(self.padding.max())
+    def __post_init__(self) -> None:
+        if self.padding is not None:
+            object.__setattr__(self, "first_start", int(self.padding.min()))
+            object.__setattr__(self, "last_start", int(self.padding.max()))
 
     def check_batch(self, batch_size: int) -> None:
         """Raise `StateMismatchError` where the padding is of another count of sequences."""

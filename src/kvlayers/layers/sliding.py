@@ -56,7 +56,7 @@ class SlidingLayer(TokenLayer):
     ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
         tokens = store.admit(key_states, value_states)
-        past = min(store.length, self.sliding_window - 1)
+        past = self.attended_past(store.length)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
@@ -117,8 +117,12 @@ class SlidingLayer(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = min(self._store.length, self.sliding_window - 1)
+        past = self.attended_past(self._store.length)
         return past + query_length, self._seen - past
+
+    @override
+    def attended_past(self, tokens: int) -> int:
+        return min(tokens, self.sliding_window - 1)
 
     @override
     def check_truncate(self, length: int) -> None:

@@ -33,6 +33,10 @@ class TokenLayer(CacheLayer):
         """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
         return self._store.length
 
+    def attended_past(self, tokens: int) -> int:
+        """How many of the newest `tokens` tokens the next one attends to, besides itself."""
+        return tokens
+
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
         """Whether compiled code calls `update` as an operator, rather than be traced through it."""

@@ -16,7 +16,7 @@ WIDTHS = (1, 2, 3, 4, 8)
 """Bits that a code may have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CodeFormat:
     """What the codes of a quantizer mean: `state = scale * code + zero`, with one scale and zero for each group.
 
@@ -113,7 +113,7 @@ class Quantizer(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SideOptions:
     """What was asked of the keys, or of the values.
 

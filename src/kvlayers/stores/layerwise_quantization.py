@@ -12,7 +12,7 @@ BITS = ("nbits", "key_nbits", "value_nbits")
 """Options that may be one number for all layers, or one for each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerwiseQuantization:
     """Quantizations of the layers of one model, alike but for their bits.
 

@@ -1,6 +1,5 @@
 """What a quantized store is told: bits, groups, and which tokens stay in full precision."""
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ MINIMUM_BLOCK_TOKENS = 64
 """Tokens in a block at least: so many that the work for a block outweighs that of finding it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """How keys and values are quantized.
 
@@ -74,7 +73,7 @@ class Quantization:
         """How the layer of that index is quantized: as all are."""
         return self
 
-    @functools.cached_property
+    @property
     def _backend(self) -> Backend:
         return backend_called(self.backend)
 

@@ -196,6 +196,9 @@ def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: st
     assert layer.nbytes > 0
     with pytest.raises(StateMismatchError, match=r"saw keys \[2, 2, 3, 4\] beside values \[2, 2, 7, 6\]: assign"):
         USES[use](cache)
+    # A debugger shows it all the same.
+    assert "[2, 2, 3, 4] beside values [2, 2, 7, 6]" in repr(cache)
+    assert type(layer).__name__ in repr(layer)
     # What matches again is as if nothing had been assigned.
     layer.keys = oracle.keys
     step(layer, oracle, 1, generator)

@@ -177,3 +177,28 @@ def test_what_is_replaced_is_put_back() -> None:
     assert "_is_stateful" not in vars(model)
     with pytest.raises(ValueError, match="not supported with stateful models"):
         generated(model, prompt_lookup_num_tokens=4)
+
+
+@pytest.mark.parametrize("given", [kvlayers.DynamicCache, transformers.DynamicCache])
+@pytest.mark.parametrize("way", ["draft model", "prompt look-up"])
+def test_a_chat_goes_on_with_drafts(way: str, given: Any, installed: None) -> None:
+    # From 5.4 on transformers alone passes the whole sequence again, behind what the cache holds of it.
+    model, cache = fresh_model("llama"), given()
+    how: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    if way == "draft model":
+        how = {"assistant_model": draft_of(model)}
+    ids = repetitive()
+    for turn in range(3):
+        mask = torch.ones_like(ids)
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        seen = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, past_key_values=cache, **how)
+        assert torch.equal(seen, expected)
+        assert cache.get_seq_length() == seen.shape[1] - 1
+        ids = torch.cat([seen, prompt(1, 3, seed=turn)], dim=1)
+    if compat.LOOPS_COUNT_CACHE_POSITION:
+        return
+    # New tokens alone, more than are held.
+    cache.crop(-(cache.get_seq_length() - 2))
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    alone = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **how}
+    assert torch.equal(model.generate(ids[:, 2:], past_key_values=cache, **alone), expected[:, 2:])

@@ -178,6 +178,12 @@ def test_padded_batches_and_attention_in_plain_torch(attention: str) -> None:
             torch.testing.assert_close(logits[0, -1], expected[0, -1], rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
+    number, keys = kvlayers.QuantizedCache()._handle.number, torch.zeros(1, 2, 3, 64)
+    with pytest.raises(kvlayers.StaleStatesError, match="but saw none: keep it"):
+        torch.ops.kvlayers.take_in(number, 0, keys, keys)
+
+
 def test_states_that_have_left_the_device_are_not_read() -> None:
     torch._dynamo.reset()
     cache = dense_away(llama())

@@ -78,6 +78,11 @@ def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> No
     assert "Next: `kvlayers bench`" in result.output
 
 
+def _loaded(directory: Path, report: demo_model.Report = demo_model.quiet) -> demo_model.LoadedModel:
+    found = demo_model.read_config(str(directory), report)
+    return demo_model.load_weights(found, torch.float32, torch.device("cpu"), report)
+
+
 def test_the_tables_as_json_are_all_of_stdout(llama: Path) -> None:
     result = _demo("the sea is", "--model", llama, "--tokens", 6, "--json")
     assert result.exit_code == 0, result.output
@@ -128,7 +133,7 @@ def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -
 
 def test_a_cache_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
     # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
-    loaded = demo_model.load_model(str(save_model(tmp_path, "gpt2")), torch.float32, torch.device("cpu")).model
+    loaded = _loaded(save_model(tmp_path, "gpt2")).model
     names = [rival.cache for rival in caches.contenders(loaded, 20) if rival.library == "kvlayers"]
     assert names == ["dynamic", "static", "int8", "int4", "int2"]
 
@@ -160,7 +165,7 @@ def test_another_answer_in_the_second_turn_is_a_failure(llama: Path, monkeypatch
 
 
 def test_a_tie_is_no_other_answer(llama: Path) -> None:
-    loaded = demo_model.load_model(str(llama), torch.float32, torch.device("cpu")).model
+    loaded = _loaded(llama).model
     chat = torch.full((1, 5), 4)
     likeliest, least = (int(index) for index in loaded(chat).logits[0, -1].topk(97).indices[[0, -1]])
     assert generations.differs(loaded, chat, [likeliest, 8], [least, 8])
@@ -300,9 +305,7 @@ def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: p
 @versions.bars_of_transformers
 def test_transformers_loading_bars_go_to_the_report(llama: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    demo_model.load_model(
-        str(llama), torch.float32, torch.device("cpu"), lambda what, done, total: told.append((what, done, total))
-    )
+    _loaded(llama, lambda what, done, total: told.append((what, done, total)))
     weights = [(done, total) for what, done, total in told if what == "Loading weights"]
     assert weights[0][0] == 0
     assert weights[-1][0] == weights[-1][1] > 1

@@ -106,11 +106,11 @@ def test_a_plan_takes_what_people_write(mistral: Any) -> None:
 
 
 def test_caches_take_tokens_as_people_write_them() -> None:
-    assert kvlayers.StaticCache(MISTRAL, "2k").layers[0].max_cache_len == 2048
-    assert kvlayers.OffloadedStaticCache(MISTRAL, "2k").layers[0].max_cache_len == 2048
-    assert kvlayers.make_cache("static", MISTRAL, length_hint="2k").layers[0].max_cache_len == 2048
-    assert kvlayers.make_cache("static", MISTRAL, max_cache_len="2k").layers[0].max_cache_len == 2048
     llama = tf.LlamaConfig(**COMMON)
+    assert kvlayers.StaticCache(llama, "2k").layers[0].max_cache_len == 2048
+    assert kvlayers.OffloadedStaticCache(llama, "2k").layers[0].max_cache_len == 2048
+    assert kvlayers.make_cache("static", llama, length_hint="2k").layers[0].max_cache_len == 2048
+    assert kvlayers.make_cache("static", llama, max_cache_len="2k").layers[0].max_cache_len == 2048
     for cache in (
         kvlayers.DynamicCache(config=llama, length_hint="2k"),
         kvlayers.QuantizedCache(config=llama, length_hint="2k"),

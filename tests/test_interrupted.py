@@ -333,6 +333,16 @@ def test_loops_over_update_may_fill_layers_as_they_like() -> None:
         assert cache.get_seq_length() == 9
 
 
+def test_states_of_other_lengths_in_each_layer_are_no_interrupted_pass() -> None:
+    model, ids = model_of("llama"), prompt(1, SEEN + 3)
+    whole = tf.DynamicCache()
+    passed(model, whole, ids[:, :SEEN])
+    pruned = [(layer.keys[:, :, index:], layer.values[:, :, index:]) for index, layer in enumerate(whole.layers)]
+    cache, reference = kvlayers.DynamicCache(pruned), tf.DynamicCache(pruned)
+    torch.testing.assert_close(decoded(model, cache, ids, SEEN), decoded(model, reference, ids, SEEN))
+    assert cache.get_seq_length() == SEEN + 3
+
+
 def test_layers_that_are_run_one_after_the_other_over_all_chunks_are_left_alone() -> None:
     class Layer(torch.nn.Module):
         def forward(self, cache: Any, index: int) -> None:

@@ -141,8 +141,10 @@ def test_generate_takes_a_group_size_that_does_not_divide_head_dim_as_transforme
 
     generated(asked)
     with kvlayers.installed():
-        with pytest.warns(UserWarning, match=f"but saw {asked}: groups of {used}"):
+        with pytest.warns(UserWarning, match=f"but saw {asked}: groups of {used}") as seen:
             output = generated(asked)
+        # Not the line of transformers that passes the states.
+        assert {warning.filename for warning in seen} == {__file__}
         assert torch.equal(output.sequences, generated(used).sequences)
     assert isinstance(output.past_key_values.layers[0], UPSTREAM_CLASSES[backend])
 

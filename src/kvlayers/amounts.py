@@ -10,7 +10,7 @@ from .errors import OptionError
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 MOST = 2**62
-"""Far more tokens or bytes than there are anywhere; more are no number of torch's."""
+"""More tokens or bytes than any machine has. Torch counts in 64 bits."""
 
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 _BYTES = {"": 1, "b": 1}
@@ -35,7 +35,7 @@ def readable_bytes(count: float) -> str:
 def tokens(given: int | str, name: str) -> int:
     """A number of tokens: 32768, or a text such as "32768", "32k" or "1M", by powers of 1024.
 
-    What is no text is returned as it is, for whoever checks numbers.
+    Anything but a text is returned as it is: callers check numbers.
 
     Args:
         given: the number or the text.
@@ -56,7 +56,7 @@ def tokens(given: int | str, name: str) -> int:
 def amount_of_bytes(given: int | str, name: str) -> int:
     """A number of bytes: 1024, or a text such as "24GiB", "24G" (the same), or "24GB" by powers of 1000.
 
-    What is no text is returned as it is, for whoever checks numbers.
+    Anything but a text is returned as it is: callers check numbers.
 
     Args:
         given: the number or the text.
@@ -85,7 +85,7 @@ def _quantity(text: str, units: dict[str, int], expected: str) -> int:
 
 
 def exact_bytes(count: float) -> str:
-    """Bytes as people read them, and their number if that says more: an error asks for neither less nor more.
+    """Bytes as people read them, with the exact number if that says more, for errors that ask for so many.
 
     Example:
         >>> exact_bytes(3 * 2**29), exact_bytes(10), exact_bytes(4320.5)

@@ -13,7 +13,14 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from . import compat, forward_pass
-from .errors import ConfigError, InterruptedPassError, LayerIndexError, OptionError, UnsupportedLayerError
+from .errors import (
+    ConfigError,
+    InterruptedPassError,
+    LayerIndexError,
+    OptionError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
 from .layers import CacheLayer, HybridLayer, LayerOperations, LinearAttentionLayer, OffloadedLayer, theirs
 from .layers.base import unbounded_as_minus_one
 from .layers.dispatch import attention_part, offloaded, share_readings
@@ -48,8 +55,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         offload_directory: where the files are made, for "disk".
 
     Raises:
-        OptionError: an option that does not exist, options of offloading that contradict each other, or something in
-            the place of a layer that is none, such as a cache.
+        OptionError: an option that does not exist, options of offloading that contradict each other, or a layer that
+            is not a layer, such as a cache.
         UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
         ConfigError: both or neither of the two arguments are given.
     """
@@ -275,13 +282,13 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     # Forward passes that were interrupted
 
     def _follow(self, layer_idx: int, tokens: int) -> None:
-        """Note that a layer is about to be updated, where a pass begins or goes further than the one before.
+        """Note that a layer is about to be updated, if a pass begins there or goes further than the pass before.
 
-        Where passes end at the same layer, that is so once a pass. Models may leave out their last layers (early exit),
-        so that only an update of such a layer tells: it would have seen fewer tokens than those before it.
+        If all passes end at the same layer, this is called once a pass. Models may leave out their last layers (early
+        exit), so only an update of such a layer tells: it would have seen fewer tokens than the layers before it.
 
         Raises:
-            InterruptedPassError: it would.
+            InterruptedPassError: the layer has seen fewer tokens than the first one of this pass.
         """
         if layer_idx <= self._at:
             self._in_step = min(self._in_step, self._at)
@@ -555,7 +562,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return len(self.layers)
 
     def __repr__(self) -> str:
-        return self.summary().line
+        try:
+            return self.summary().line
+        except StateMismatchError as error:
+            # Keys and values that were assigned do not match: a debugger shows the cache all the same.
+            return f"{type(self).__name__}({error})"
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""

@@ -101,6 +101,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
             if states[0] is not None:
                 layer.update(*windowed_states.with_dropped(states, slides))
+        # Evicted states may be of other lengths in each layer: that is how they were given, and no pass broke off.
+        self._in_step = len(given) - 1
 
     @property
     def is_compileable(self) -> bool:

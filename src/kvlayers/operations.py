@@ -278,7 +278,7 @@ class LayerwiseOperations(ABC):
             return self._fork()
         count = whole_number(n, "the number of forks")
         if count < 1:
-            raise OptionError(f"expected a number of forks, at least 1, but saw {count}.")
+            raise OptionError(f"expected a number of forks, at least 1, but saw {count}: pass 1 or more.")
         return [self._fork() for _ in range(count)]
 
     def _fork(self) -> Self:

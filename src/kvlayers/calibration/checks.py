@@ -64,10 +64,10 @@ def checked_quantization(quantization: Quantization | None) -> Quantization:
 
 
 def checked_layers(config: PretrainedConfig, quantization: Quantization) -> tuple[int, list[int]]:
-    """How many layers a cache has, and the indices of those that are quantized.
+    """Number of layers of a cache, and the indices of the quantized ones.
 
     Raises:
-        ConfigError: none is.
+        ConfigError: no layer is quantized.
     """
     layers = QuantizedCache(config=config, backend=quantization.backend).layers
     quantized = [index for index, layer in enumerate(layers) if isinstance(attention_part(layer), QuantizedLayer)]
@@ -94,7 +94,7 @@ def checked_widths(widths: Sequence[int] | None, quantization: Quantization) -> 
 
 
 def checked_tokens(given: int | str, name: str) -> int:
-    """A number of tokens, at least 1. Raises `OptionError` where it is none."""
+    """A number of tokens, at least 1. Raises `OptionError` if it is not."""
     return checked_count(tokens(given, name), name)
 
 

@@ -21,7 +21,7 @@ from ..planning.planned_kind import EXACT
 from . import report, text
 from .caches import compare, contenders
 from .generations import Samples, Turn, continue_text, differs, sample, second_turn
-from .loading import load
+from .loading import find, load
 from .model import LoadedModel, find_device
 
 LIBRARIES = (THEIRS, OURS)
@@ -52,7 +52,7 @@ def run_demo(
         torch.set_num_threads(threads)
     with one_line_errors("demo"), few_words():
         target = find_device(device)
-        loaded = load(console, model, dtype.on(target), target)
+        loaded = load(console, find(console, model), dtype.on(target), target)
         ids = text.input_ids(loaded.tokenizer, prompt, context)
         question = loaded.tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
         text.check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])

@@ -29,22 +29,18 @@ def find(console: Console, given: str | None, origin: str = "--model") -> FoundM
     return read_config(name)
 
 
-def load(
-    console: Console, given: str | FoundModel | None, dtype: torch.dtype, device: torch.device, origin: str = "--model"
-) -> LoadedModel:
-    """The model that is wanted, ready to generate.
+def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """A model that was found, ready to generate.
 
     Args:
         console: where the bars are drawn.
-        given: what `find` returned; or directory or hub name, `None` for the demo's model.
+        found: what `find` returned.
         dtype: of its weights.
         device: where it runs.
-        origin: what a user calls the argument with the name.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: it is no causal language model, or its weights cannot be read.
     """
-    found = given if isinstance(given, FoundModel) else find(console, given, origin)
     if not Path(found.name).is_dir():
         return load_weights(found, dtype, device)
     with loading_bars(console) as bars:

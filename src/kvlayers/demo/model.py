@@ -219,11 +219,6 @@ def load_weights(found: FoundModel, dtype: torch.dtype, device: torch.device, re
     return LoadedModel(Path(found.name).name, model, found.tokenizer)
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, report: Report = quiet) -> LoadedModel:
-    """The model in a directory or by a hub name, ready to generate: `read_config`, and then `load_weights`."""
-    return load_weights(read_config(name, report), dtype, device, report)
-
-
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
     try:

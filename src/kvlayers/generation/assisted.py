@@ -1,13 +1,17 @@
-"""Assisted decoding for models with recurrent states, which transformers refuses, as its own caches cannot be put back.
+"""Assisted decoding from caches that hold tokens already, and for models with recurrent states.
+
+From 5.4 on transformers' loop begins with a pass over the whole sequence, whatever its cache has seen. It refuses
+models with recurrent states, as its own caches cannot be put back.
 
 A rejected draft is taken back to a checkpoint, and the tokens between there and the draft are passed again: together
 with the next draft where they are few, else on their own, which leaves a checkpoint.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import transformers
 from torch import Tensor
 from transformers.utils import ModelOutput
 
@@ -153,7 +157,7 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
     if not isinstance(cache, Cache) or rolling(cache) is cache:
-        return original(model, input_ids, **kwargs)
+        return original(_going_on(model, cache, input_ids, kwargs), input_ids, **kwargs)
     loop = _Loop(model, cache, kwargs["generation_config"])
     view = ModelView(model, prepare_inputs_for_generation=loop.prepare)
     output = original(view, input_ids, **{**kwargs, "past_key_values": loop.cache})
@@ -162,6 +166,38 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     if is_output:
         output["past_key_values"] = cache
     return output
+
+
+def _going_on(model: Any, cache: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> Any:
+    """A model whose first pass over a draft takes the tokens that a filled cache lacks, not the whole sequence again.
+
+    Args:
+        model: the model.
+        cache: what the call was given, or made.
+        input_ids: the whole sequence, or new tokens alone beside a mask for all, `[1, tokens]`.
+        kwargs: the other arguments of the loop.
+    """
+    if compat.LOOPS_COUNT_CACHE_POSITION or not isinstance(cache, transformers.Cache):
+        return model
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    is_whole = mask is None or mask.shape[-1] == input_ids.shape[1]
+    held = cache.get_seq_length() if is_whole else 0
+    if not held:
+        return model
+
+    def prepare(
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if is_first_iteration:
+            next_sequence_length = input_ids.shape[1] - held
+        return model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs
+        )
+
+    return ModelView(model, prepare_inputs_for_generation=prepare)
 
 
 class _Loop:

@@ -35,7 +35,7 @@ KINDS = _WITH_LAYERS | {transformers.EncoderDecoderCache}
 """Classes of caches that are looked at, without their subclasses."""
 
 _left_alone: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Filled caches that the log has had its line of."""
+"""Filled caches that were logged."""
 
 
 def give_layers(cache: Any, model: Any) -> None:

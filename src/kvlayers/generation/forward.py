@@ -1,4 +1,4 @@
-"""The forward pass of a model while kvlayers is installed: what it is given in the place of a cache, or with one.
+"""The forward pass of a model while kvlayers is installed: the cache, name or tuples that it is given.
 
 `PreTrainedModel.__call__` is what is replaced: it is the one method that every forward pass of every model goes
 through, and it costs next to nothing at each token.
@@ -40,7 +40,9 @@ def refuse() -> None:
 def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_wanted is None:
+        # Read once: another thread may uninstall kvlayers meanwhile.
+        is_wanted = _is_wanted
+        if is_wanted is None:
             return original(self, *args, **kwargs)
         past = kwargs.get(tuples.ARGUMENT)
         if past is None:
@@ -50,8 +52,8 @@ def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
         for argument in args:
             if isinstance(argument, tuple | list):
                 return tuples.call(original, self, args, kwargs)
-        # What models do once for a cache is done before any is compiled.
-        if past is None or torch.compiler.is_compiling() or not _is_wanted():
+        # Caches are prepared by eager code, before a model is compiled.
+        if past is None or torch.compiler.is_compiling() or not is_wanted():
             return original(self, *args, **kwargs)
         return _with_cache(functools.partial(original, self), self, past, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""How `install()` was told to treat caches and prompts that are given to models."""
+"""Options of `install()` for caches and prompts that are passed to models."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from ..errors import OptionError
 
 @dataclasses.dataclass(frozen=True)
 class InstallOptions:
-    """What `install()` and `installed()` can be told of them.
+    """The options.
 
     Attributes:
         replace_empty_caches: whether an empty cache of transformers that is given gets kvlayers' layers.
@@ -26,17 +26,17 @@ _of_context: ContextVar[InstallOptions | None] = ContextVar("what the blocks of 
 
 
 def current() -> InstallOptions:
-    """What holds for a call that is made now."""
+    """The options of a call that is made now."""
     return _of_context.get() or _of_all
 
 
 def for_all() -> InstallOptions:
-    """What holds for calls in contexts that say nothing else."""
+    """The options of calls in contexts without options of their own."""
     return _of_all
 
 
 def changed(options: InstallOptions, replace_empty_caches: bool | None, strict_prompts: bool | None) -> InstallOptions:
-    """`options`, with what is given in their place.
+    """`options`, changed by the arguments that are not `None`.
 
     Raises:
         OptionError: an option is neither true nor false, nor `None`.

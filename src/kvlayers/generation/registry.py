@@ -209,7 +209,9 @@ def name_instead_of_cache(argument: str, arguments: dict[str, Any]) -> None:
         return
     other = arguments.get("cache_implementation")
     if other not in (None, name):
-        raise OptionError(f"expected one cache, but saw {argument}={name!r} and cache_implementation={other!r}.")
+        raise OptionError(
+            f"expected one cache, but saw {argument}={name!r} and cache_implementation={other!r}: pass one of them."
+        )
     arguments["cache_implementation"] = name
     del arguments[argument]
 

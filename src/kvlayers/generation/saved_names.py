@@ -27,8 +27,7 @@ def save(original: Callable[..., None], config: Any, args: tuple[Any, ...], kwar
     warn_the_caller(
         f"transformers does not know the cache {config.cache_implementation!r}, so the saved GenerationConfig has its "
         f"name in the field {FIELD!r}: the model can be loaded anywhere, and uses that cache where kvlayers is "
-        "installed (kvlayers.install()).",
-        UserWarning,
+        "installed (kvlayers.install())."
     )
 
 

@@ -53,7 +53,7 @@ class GraphHandle:
         self.returned.pop(layer_idx, None)
         cache = self._cache()
         if cache is None:
-            raise StaleStatesError("expected a cache that is still there: keep it for as long as code is run on it.")
+            raise _gone()
         layer = cache.layers[layer_idx]
         if cache.offloading:
             # What is brought to the device goes again when the next layer is there. Models that share states between
@@ -78,11 +78,24 @@ class GraphHandle:
         return keys, values
 
 
+def _handle(number: Tensor) -> GraphHandle:
+    handle = _handles.get(int(number))
+    if handle is None:
+        raise _gone()
+    return handle
+
+
+def _gone() -> StaleStatesError:
+    return StaleStatesError(
+        "expected a cache that still exists, but saw none: keep it for as long as compiled code uses it."
+    )
+
+
 @torch.library.custom_op("kvlayers::take_in", mutates_args=("number",))
 def take_in(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Update a layer of a cache with states `[batch, kv_heads, new, head_dim]`."""
     with torch.no_grad():
-        _handles[int(number)].take_in(layer_idx, keys.detach(), values.detach())
+        _handle(number).take_in(layer_idx, keys.detach(), values.detach())
 
 
 @take_in.register_fake
@@ -103,7 +116,7 @@ def attend(
 ) -> Tensor:
     """Attention of `query`, `[batch, heads, new, head_dim]`, on what the last update of a layer returned."""
     with torch.no_grad():
-        keys, values = _handles[int(number)].states(layer_idx, tokens)
+        keys, values = _handle(number).states(layer_idx, tokens)
         shares_heads = query.shape[1] != keys.shape[1]
         options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": shares_heads}
         arguments = (query.detach(), keys, values)
@@ -131,7 +144,7 @@ def _(
 def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Keys, or values, that the last update of a layer returned, in full precision: a copy, of the dtype of `like`."""
     with torch.no_grad():
-        states = _handles[int(number)].states(layer_idx, shape[2])[is_values]
+        states = _handle(number).states(layer_idx, shape[2])[is_values]
         # Never what the cache holds: compiled code may write to what operators return.
         return as_dense(states).as_subclass(Tensor).clone(memory_format=torch.contiguous_format)
 

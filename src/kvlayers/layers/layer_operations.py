@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import Self
 
-from ..errors import OptionError, RollbackError, UnsupportedLayerError
+from ..errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from ..memory_held import storages_of
 from ..stores.base import Fact
 from .batch import BatchIndices, as_batch_indices, repeated_rows
@@ -248,7 +248,11 @@ class LayerOperations(ABC):
         return twin
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(length={self.length})"
+        try:
+            return f"{type(self).__name__}(length={self.length})"
+        except StateMismatchError as error:
+            # Keys and values that were assigned do not match: a debugger shows the layer all the same.
+            return f"{type(self).__name__}({error})"
 
 
 def whole_number(number: object, what: str) -> int:

@@ -131,7 +131,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             self._states.put_recurrent(state_idx, states)
 
     def _forget_past(self, state_idx: int) -> None:
-        """Go on from states that somebody else made, of which neither the count of tokens nor checkpoints are true."""
+        """Forget the count of tokens and the checkpoints, which are not those of the states that were assigned."""
         if state_idx not in self._states.conv:
             raise no_state(state_idx, self.number_of_states)
         self._count.give_up()

@@ -38,7 +38,7 @@ def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:
 
 
 def is_checked_on_host(layer: Any, states: Tensor) -> bool:
-    """Whether to check the room for states whose mask may not have been made here: elsewhere it would mean to wait."""
+    """Whether an update checks that its states fit, as a mask may be made elsewhere. A device would be waited for."""
     return states.device.type == "cpu" and is_reserved(layer) and not torch.compiler.is_compiling()
 
 

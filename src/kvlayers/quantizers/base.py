@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..deprecation import warn_at_caller
+from ..deprecation import warn_the_caller
 from ..errors import OptionError, StateMismatchError
 
 Side = Literal["keys", "values"]
@@ -191,7 +191,7 @@ def channel_group(options: SideOptions, head_dim: int) -> int:
     most = min(head_dim, DEFAULT_GROUP_SIZE if asked is None else asked)
     size = next(size for size in range(most, 0, -1) if head_dim % size == 0)
     if asked is not None and size != asked:
-        warn_at_caller(
+        warn_the_caller(
             f"expected a group size that divides the head_dim {head_dim} of the {options.side}, but saw {asked}: "
             f"groups of {size}, the largest smaller size that does, are used instead."
         )

@@ -13,7 +13,7 @@ class Holder(Protocol):
 
 
 class Sharing:
-    """The stores that hold one pair of buffers, and the slots of which the caller was given views.
+    """The stores that hold one pair of buffers, and the slots that the caller has views of.
 
     A store that goes on writes behind its tokens. The first to do so is the writer, and may stay for as long as nobody
     else reads there; all others go on in memory of their own. Stores may be used by a thread each.

@@ -153,6 +153,9 @@ def _rebuild_pair(children: Iterable[Any], context: Context) -> EncoderDecoderCa
 
 
 def _refuse(cache: Any) -> tuple[Children, Context]:
+    if compat.is_exporting():
+        # Not an input: a module within the program is given it, and it is the program's own.
+        return [], cache
     raise UnsupportedLayerError(
         f"expected a DynamicCache, which torch can take apart into keys and values, but saw a {type(cache).__name__}: "
         "export with a DynamicCache, with kvlayers.ExportableDecoder for a static cache, or without install()."
@@ -160,6 +163,8 @@ def _refuse(cache: Any) -> tuple[Children, Context]:
 
 
 def _refuse_to_rebuild(children: Iterable[Any], context: Context) -> Any:
+    if compat.is_exporting() and isinstance(context, Cache):
+        return context
     raise UnsupportedLayerError("expected a tree of a DynamicCache or of an EncoderDecoderCache, but saw another one.")
 
 

@@ -5,7 +5,7 @@ What is replaced in transformers while kvlayers is installed, and why:
 * `GenerationMixin._prepare_cache_for_generation` makes the cache that a name asks for. It is the one place to do so.
 * `GenerationMixin._prepare_generation_config` forgets the name "hybrid" even where the user gave it; it is put back.
 * `GenerationMixin._validate_generation_mode` and `_assisted_decoding` refuse models with recurrent states, which caches
-  of ours can put back (`assisted.py`).
+  of ours can put back, and the latter passes a whole sequence whatever its cache has seen (`assisted.py`).
 * `GenerationMixin._prefill` forgets what a cache has seen where the model's scan begins from zero (`passing.py`).
 * `GenerationMixin.generate` takes legacy tuples and `return_legacy_cache=True`, which transformers 5 dropped, and goes
   by a store of prefixes where there is one (`prefixes.py`).

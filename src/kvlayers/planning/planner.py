@@ -64,8 +64,8 @@ def plan(
         True
         >>> planned  # doctest: +NORMALIZE_WHITESPACE
         1000 tokens, batch 1, bfloat16
-        cache       device  host    a token  bits   states
-        int4     13.8 MiB   0 B  9.00 KiB   4.5  rounded
+        cache      device  host   a token  bits   states
+        int4     12.6 MiB   0 B  9.00 KiB   4.5  rounded
         dynamic  31.2 MiB   0 B  32.0 KiB    16    exact
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """

@@ -226,7 +226,7 @@ def test_exporters_of_transformers_take_the_caches_of_generate() -> None:
 def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: Any, says: str) -> None:
     from transformers.exporters.exporter_dynamo import DynamoExporter
 
-    model = tiny_model("llama")
+    model = fresh_model("llama")  # the exporter leaves an attribute on it
     cache = filled_by(model, make_cache(model.config), prompt(1, PROMPT))
     with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
         DynamoExporter().export(model, {"input_ids": prompt(1, 1), "past_key_values": cache}, {"dynamic": False})

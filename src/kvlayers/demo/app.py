@@ -126,6 +126,9 @@ def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Sam
             found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == OURS))
     alone, shared = found
     console.print(report.table_of_samples(alone, shared))
+    if not torch.equal(alone.sequences, shared.sequences):
+        why = "Both draw with one seed. Sums in another order may tip a draw between two close tokens."
+        console.print(why, highlight=False)
     return alone, shared
 
 

@@ -8,7 +8,7 @@ import transformers as tf
 
 import kvlayers
 import versions
-from models import COMMON, prompt, tiny_model
+from models import COMMON, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
 
@@ -66,7 +66,7 @@ def test_autograd_and_other_functions_say_why_states_are_dequantized() -> None:
 
 
 def test_a_store_of_prefixes_says_what_it_had_of_a_prompt() -> None:
-    model, ids = tiny_model("llama"), prompt(1, 40)
+    model, ids = fresh_model("llama"), prompt(1, 40)
     store = kvlayers.PrefixStore(max_bytes=2**24)
     how = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "prefix_store": store}
     first = kvlayers.generate(model, ids, **how).past_key_values
@@ -78,7 +78,7 @@ def test_a_store_of_prefixes_says_what_it_had_of_a_prompt() -> None:
 
 
 def test_a_call_that_cannot_go_by_its_store_says_why() -> None:
-    model, ids = tiny_model("llama"), prompt(1, 40)
+    model, ids = fresh_model("llama"), prompt(1, 40)
     with kvlayers.installed(prefix_store=kvlayers.PrefixStore(max_bytes=2**24)):
         output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, prompt_lookup_num_tokens=2)
         assert "could not go by the store: it decodes by" in output.past_key_values.explain().prefixes[0]

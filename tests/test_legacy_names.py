@@ -1,7 +1,6 @@
 """Old names of caches, and of their methods, where old code looks for them."""
 
 import importlib
-import subprocess
 import sys
 import types
 import warnings
@@ -12,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import fresh_process
 import kvlayers
 from kvlayers import compat
 from kvlayers.generation import forward, old_names
@@ -193,7 +193,8 @@ assert transformers.SinkCache is kvlayers.SinkCache
 kvlayers.uninstall()
 assert not hasattr(transformers, "HybridCache") or transformers.HybridCache is not kvlayers.HybridCache
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    ran = fresh_process.run(script)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.fast

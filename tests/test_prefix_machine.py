@@ -267,7 +267,7 @@ def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Other sequences in every run; one that fails is printed.
-MACHINES = settings(max_examples=500, stateful_step_count=25, derandomize=False)
+MACHINES = settings(max_examples=200, stateful_step_count=25, derandomize=False)
 TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
 TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
 TestFullInMemory.settings = TestFullOnDisk.settings = MACHINES

@@ -13,6 +13,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+import fresh_process
 from kvlayers.attention.merging import merge
 from kvlayers.attention.triton_decode import MINIMUM_VERSION, _version
 from kvlayers.attention.unpacking import unpacking_instructions
@@ -85,7 +86,8 @@ def test_kernels_are_not_imported_before_they_are_called() -> None:
     code = (
         "import sys, kvlayers, kvlayers.attention.triton_decode; sys.exit('triton_kernels' in str(sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    ran = fresh_process.run(code)
+    assert ran.returncode == 0, ran.stderr
 
 
 def executed(ptx: str, word: int, dtype: torch.dtype) -> list[float]:

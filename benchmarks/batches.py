@@ -21,7 +21,7 @@ from torch import Tensor
 
 import report
 from contenders import CONTENDERS, EXACT, OURS, OURS_STATIC, REFERENCE
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from kvlayers.tools.measuring.interleave import in_turns, quiet_clock
 from timing import Disagreements
 from workload import Workload, default_model, real_workload
 

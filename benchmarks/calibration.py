@@ -25,8 +25,8 @@ from transformers.utils import logging
 import kvlayers
 import report
 from fidelity import passages
-from kvlayers.calibration.divergence import DivergenceInUse
-from kvlayers.layers.dispatch import attention_part
+from kvlayers.caches.from_config import attention_part
+from kvlayers.tools.calibration.divergence import DivergenceInUse
 from workload import RandomModel, Shape, default_model, default_text
 
 UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))

@@ -57,9 +57,9 @@ from contenders import (
     fill,
 )
 from generation import GENERATORS, Job, measure_generate
-from kvlayers.measuring.held import held_bytes
-from kvlayers.measuring.scoring import CacheMaker
-from kvlayers.measuring.texts import default_text
+from kvlayers.tools.measuring.nbytes import held_bytes
+from kvlayers.tools.measuring.scoring import CacheMaker
+from kvlayers.tools.measuring.texts import default_text
 from quantized import FULL, Contender
 from quantized import REFERENCE as IN_FULL
 from timing import Disagreements, Ticking, measure_decode, measure_update

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.single_query import attended_by_one_query
+from kvlayers.attention.gqa import attended_by_one_query
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the number of tokens that it will have held in the end."""
@@ -39,7 +39,7 @@ def roundings(name: str) -> int:
     """How many roundings of the model's dtype a logit may be off the reference's; 0 where every sum is the same.
 
     transformers' StaticCache leads attention to add up the same numbers in another order, by its mask, and so do all
-    caches that mark keys for attention: see `kvlayers.attention.single_query`. Compiled code rounds after several
+    caches that mark keys for attention: see `kvlayers.attention.gqa`. Compiled code rounds after several
     operations instead of after each, and without a cache all products are of other shapes: with 8 layers in bfloat16,
     some logits are then four roundings off.
     """

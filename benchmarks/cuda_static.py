@@ -29,7 +29,7 @@ import kvlayers
 from compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
 from contenders import COMPILED, CONTENDERS, EXACT, OURS, OURS_STATIC, compiled, is_compiled
 from generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Forward, Tick
 from workload import QUICK_SHAPE, RandomModel, Shape
 

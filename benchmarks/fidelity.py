@@ -30,8 +30,8 @@ from torch import Tensor
 import report
 from fidelity_report import plot, promises, show
 from kvlayers.errors import OptionError
-from kvlayers.measuring.scoring import CacheMaker, Scores, read
-from kvlayers.measuring.texts import default_text, passages
+from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
+from kvlayers.tools.measuring.texts import default_text, passages
 from outliers import key_outliers
 from quantized import EXACT, FULL, Contender, contenders, measure_bytes
 from workload import RandomModel, Shape, default_model

@@ -28,7 +28,7 @@ from torch import Tensor
 import kvlayers
 import report
 from contenders import fill, random_states
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import FILL_CHUNK, QUICK_SHAPE, RandomModel, Shape
 
 OURS, THEIRS = "kvlayers", "transformers"

@@ -14,7 +14,7 @@ from torch import Tensor
 import kvlayers
 from compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
 from contenders import EXACT, NO_CACHE, OURS, OURS_STATIC, REFERENCE, compiled, is_compiled
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from kvlayers.tools.measuring.interleave import in_turns, quiet_clock
 from peak import peak_bytes
 from timing import Disagreements, Tick, step
 

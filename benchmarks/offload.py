@@ -29,9 +29,9 @@ import torch
 import transformers
 
 import kvlayers
-import kvlayers.cache
-from kvlayers.measuring.turns import quiet_clock
+import kvlayers.caches.base
 from kvlayers.offload import RecordingTransfers
+from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import RandomModel, Shape
 
 QUICK_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from contenders import Maker
-from kvlayers.measuring.held import held_bytes
+from kvlayers.tools.measuring.nbytes import held_bytes
 
 
 class LiveBytes(TorchDispatchMode):

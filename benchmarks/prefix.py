@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kvlayers
 import report
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Tick
 from workload import default_model, real_workload
 

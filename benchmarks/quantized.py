@@ -10,8 +10,8 @@ from transformers import cache_utils
 
 import kvlayers
 from contenders import fill
-from kvlayers.measuring.held import held_bytes
-from kvlayers.measuring.scoring import CacheMaker
+from kvlayers.tools.measuring.nbytes import held_bytes
+from kvlayers.tools.measuring.scoring import CacheMaker
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
 AXES = {"quanto": 0, "hqq": 1}

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 
 from contenders import EXACT, FLOOR, OURS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
-from kvlayers.measuring.surroundings import surroundings as surroundings
+from kvlayers.tools.measuring.environment import surroundings as surroundings
 from timing import Disagreements, Tick, Ticking
 
 RESULTS = pathlib.Path(__file__).parent / "results"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kvlayers
 import report
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import QUICK_SHAPE, RandomModel, Workload, default_model, real_workload
 
 SINKS, WINDOW, RECOMPUTED = "kvlayers, sinks", "a window without sinks", "recomputed at every token"

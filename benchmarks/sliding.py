@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contenders import FLOOR, REFERENCE, Maker, random_states
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from kvlayers.tools.measuring.interleave import in_turns, quiet_clock
 from timing import Disagreements, Tick, Trials, greedy_reference, step
 from workload import RandomModel
 

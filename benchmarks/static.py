@@ -6,7 +6,7 @@ from typing import Any
 from compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
 from contenders import EXACT, OURS, OURS_STATIC, REFERENCE, Maker, compiled
 from generation import GENERATORS, SERVING, Job, measure_generate
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Ticking, greedy_reference, measure_decode
 from workload import Workload
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from contenders import REFERENCE, Maker, fill, random_states, roundings
-from kvlayers.measuring.held import held_bytes
-from kvlayers.measuring.ties import is_tie
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from kvlayers.tools.measuring.interleave import in_turns, quiet_clock
+from kvlayers.tools.measuring.nbytes import held_bytes
+from kvlayers.tools.measuring.ties import is_tie
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]

@@ -96,7 +96,7 @@ def test_layers_that_are_pruned_to_other_lengths_as_the_prompt_passes_decode_as_
 
 
 def _asked(cache: Any, tokens: int) -> Any:
-    return torch.arange(tokens) if kvlayers.compat.MASKS_BY_CACHE_POSITION else tokens
+    return torch.arange(tokens) if kvlayers.upstream.compat.MASKS_BY_CACHE_POSITION else tokens
 
 
 def test_a_pruned_window_decodes_as_that_of_transformers() -> None:

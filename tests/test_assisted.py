@@ -10,8 +10,8 @@ from transformers.generation.utils import GenerationMixin
 
 import kvlayers
 import versions
-from kvlayers import compat
 from kvlayers.generation import assisted
+from kvlayers.upstream import compat
 from models import CONFIGS, fresh_model, prompt
 from test_families import model_and_inputs
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.attention import single_query
-from kvlayers.attention.single_query import FLOAT32_TOKENS_ON_CPU, SharedKeys, attended_by_one_query
+from kvlayers.attention import gqa
+from kvlayers.attention.gqa import FLOAT32_TOKENS_ON_CPU, SharedKeys, attended_by_one_query
 from models import prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -104,7 +104,7 @@ def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, mo
         return scaled_dot_product_attention(query, *args, **kwargs)
 
     expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-    monkeypatch.setattr(single_query, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(gqa, "scaled_dot_product_attention", attend)
     attended = SharedKeys.__torch_function__(
         attend, (), (query, attended_by_one_query(keys), values), {"enable_gqa": True}
     )

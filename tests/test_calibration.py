@@ -17,10 +17,10 @@ from transformers.utils import logging
 
 import kvlayers
 import versions
-from kvlayers.calibration.allocation import Choice, least_losses
-from kvlayers.calibration.divergence import DivergenceInUse, mean_divergence
-from kvlayers.calibration.passages import passages_of
-from kvlayers.calibration.settings import Settings
+from kvlayers.tools.calibration.allocation import Choice, least_losses
+from kvlayers.tools.calibration.divergence import DivergenceInUse, mean_divergence
+from kvlayers.tools.calibration.passages import passages_of
+from kvlayers.tools.calibration.settings import Settings
 from models import COMMON, tiny_model
 
 CONTEXT, SCORED = 320, 32
@@ -229,7 +229,7 @@ def test_what_is_chosen_loses_least_of_all_that_there_is(
 def test_costs_that_are_counted_coarsely_stay_within_the_budget(drawn: list[list[int]], most: int, units: int) -> None:
     parts = [[Choice(Fraction(cost, 7), 1 / cost) for cost in part] for part in drawn]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvlayers.calibration.allocation.MOST_UNITS", units)
+        patch.setattr("kvlayers.tools.calibration.allocation.MOST_UNITS", units)
         found = least_losses(parts, Fraction(most, 7))
     for chosen in found:
         assert sum(part[index].cost for part, index in zip(parts, chosen, strict=True)) <= Fraction(most, 7)
@@ -415,7 +415,7 @@ def test_sensitivities_serve_another_budget(
     model: Any, ids: Tensor, calibration: kvlayers.Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = calibrated(model, ids, kvlayers.BytesBudget(_bytes(model, 2, 3)))
-    measuring = "kvlayers.calibration.calibrating.measure_sensitivities"
+    measuring = "kvlayers.tools.calibration.calibrate.measure_sensitivities"
     monkeypatch.setattr(measuring, lambda *arguments: pytest.fail("measured again"))
     budget = kvlayers.BytesBudget(_bytes(model, 2, 3))
     assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected

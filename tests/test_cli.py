@@ -18,7 +18,7 @@ from models import COMMON
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.amounts import amount_of_bytes, tokens  # noqa: E402
+from kvlayers.utils.units import amount_of_bytes, tokens  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

@@ -22,12 +22,12 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 from rich.console import Console  # noqa: E402
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.cli import reports  # noqa: E402
-from kvlayers.cli.bench_results import BenchResults  # noqa: E402
-from kvlayers.cli.bench_view import show  # noqa: E402
-from kvlayers.demo import loading  # noqa: E402
-from kvlayers.measuring import contenders, decoding  # noqa: E402
-from kvlayers.measuring.texts import rows  # noqa: E402
+from kvlayers.tools.cli import reports  # noqa: E402
+from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
+from kvlayers.tools.cli.bench_view import show  # noqa: E402
+from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
+from kvlayers.tools.measuring.texts import rows  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

@@ -17,8 +17,8 @@ from models import fresh_model
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.demo import loading  # noqa: E402
-from kvlayers.measuring.texts import passages  # noqa: E402
+from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools.measuring.texts import passages  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

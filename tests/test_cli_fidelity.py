@@ -21,14 +21,14 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.cli import reports  # noqa: E402
-from kvlayers.cli.files import text_in  # noqa: E402
-from kvlayers.cli.output import pasted  # noqa: E402
-from kvlayers.demo import loading  # noqa: E402
-from kvlayers.measuring import settings as settings_module  # noqa: E402
-from kvlayers.measuring.fidelity import Budget, Fidelity, bytes_of, smallest_within  # noqa: E402
-from kvlayers.measuring.settings import setting, settings  # noqa: E402
-from kvlayers.measuring.texts import passages  # noqa: E402
+from kvlayers.tools.cli import reports  # noqa: E402
+from kvlayers.tools.cli.files import text_in  # noqa: E402
+from kvlayers.tools.cli.output import pasted  # noqa: E402
+from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
+from kvlayers.tools.measuring.fidelity import Budget, Fidelity, bytes_of, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
+from kvlayers.tools.measuring.texts import passages  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

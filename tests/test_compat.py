@@ -11,9 +11,9 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
-from kvlayers import compat
-from kvlayers.layers import theirs
-from kvlayers.supported import check_supported
+from kvlayers.layers import upstream_calls
+from kvlayers.upstream import compat
+from kvlayers.upstream.supported import check_supported
 from models import ATTENDING, CONFIGS, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -111,7 +111,7 @@ def test_a_layer_of_transformers_is_asked_in_its_own_words(kind: str) -> None:
         at = end - kv_offset
         assert torch.equal(keys[:, :, at - (end - begin) : at], new)
     assert cache.get_seq_length() == 9
-    assert cache.get_max_length(0) == theirs.max_length(layer)
+    assert cache.get_max_length(0) == upstream_calls.max_length(layer)
 
 
 @pytest.mark.parametrize("make", [kvlayers.DynamicCache, lambda: kvlayers.StaticCache(CONFIGS["llama"](), 32)])

@@ -9,9 +9,10 @@ import torch
 import transformers as tf
 
 import kvlayers
-import kvlayers.cache
-from kvlayers import Prefetcher, StaleStatesError, compat
+import kvlayers.caches.base
+from kvlayers import Prefetcher, StaleStatesError
 from kvlayers.offload import RecordingTransfers
+from kvlayers.upstream import compat
 from models import COMMON, prompt
 
 pytestmark = [

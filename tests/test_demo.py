@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 import kvlayers
 import versions
 from kvlayers.__main__ import main, make_app
-from kvlayers.demo import app, caches, generations, report, text
-from kvlayers.demo import model as demo_model
-from kvlayers.measuring import contenders, decoding
-from kvlayers.measuring.held import held_bytes
+from kvlayers.tools.demo import app, caches, generations, report, text
+from kvlayers.tools.demo import model as demo_model
+from kvlayers.tools.measuring import contenders, decoding
+from kvlayers.tools.measuring.nbytes import held_bytes
 from model_directories import save_model, word_tokenizer
 
 

@@ -11,7 +11,7 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 from test_families import model_and_inputs
 

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import tiny_model
 
 LENGTH = 40

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import WINDOW, prompt, tiny_model
 from test_families import FAMILIES as OTHERS
 

@@ -9,7 +9,7 @@ import transformers as tf
 
 import kvlayers
 import versions
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import COMMON, WINDOW, prompt
 
 WITHOUT_HEAD_DIM = {name: value for name, value in COMMON.items() if name != "head_dim"}

@@ -10,7 +10,7 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
 
 NEW_TOKENS = 14

@@ -15,7 +15,7 @@ import kvlayers
 import versions
 from agreement import check_at_rest, step
 from kvlayers import CacheLayer, LegacyFormatError, PrefixStore, ReadOnlyStatesError, StaleStatesError
-from kvlayers.attention.handle import PackedStates
+from kvlayers.attention.packed_tensor import PackedStates
 from models import prompt, tiny_model
 from oracle import Oracle, states
 from test_layer_matrix import KINDS as ALL_KINDS

@@ -32,20 +32,20 @@ def roots(modules: list[str]) -> set[str]:
 @needs_a_fork
 def test_beside_transformers_an_import_adds_next_to_nothing(imported: Any) -> None:
     ours = [module for module in imported["kvlayers"] if module.startswith("kvlayers")]
-    assert ours == ["kvlayers", "kvlayers.first_import", "kvlayers.supported", "kvlayers.version"]
+    assert ours == ["kvlayers", "kvlayers.upstream.first_import", "kvlayers.upstream.supported", "kvlayers.version"]
     assert roots(imported["kvlayers"]) - set(sys.stdlib_module_names) <= {"kvlayers", "packaging"}
 
 
 @needs_a_fork
 def test_a_cache_is_made_without_generate(imported: Any) -> None:
-    assert "kvlayers.dynamic_cache" in imported["a cache"]
+    assert "kvlayers.caches.dynamic" in imported["a cache"]
     assert "transformers.generation.utils" not in imported["a cache"]
     assert not roots(imported["a cache"]) & OPTIONAL
 
 
 @needs_a_fork
 def test_no_public_name_needs_an_optional_package(imported: Any) -> None:
-    assert "kvlayers.generation.resilient" in imported["all"]
+    assert "kvlayers.generation.oom.resilient" in imported["all"]
     assert not roots(imported["all"]) & OPTIONAL
 
 

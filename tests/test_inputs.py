@@ -9,8 +9,8 @@ import transformers as tf
 
 import kvlayers
 import versions
-from kvlayers import model_types
 from kvlayers.planning import planner
+from kvlayers.upstream import model_types
 from models import COMMON, WINDOW, prompt, tiny_model
 
 pytestmark = pytest.mark.fast

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import prompt, tiny_model
 
 pytestmark = pytest.mark.fast

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers import compat
-from kvlayers.generation import forward, old_names
-from kvlayers.generation.old_names import CLASSES, HOMES
-from kvlayers.legacy import LegacySurface
+from kvlayers.caches.legacy_api import LegacySurface
+from kvlayers.generation import forward, transformers4_names
+from kvlayers.generation.transformers4_names import CLASSES, HOMES
+from kvlayers.upstream import compat
 from models import prompt, tiny_model
 
 OLD_CLASSES = (
@@ -158,12 +158,12 @@ class _InterruptError(BaseException):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("where", [importlib, old_names, forward])
+@pytest.mark.parametrize("where", [importlib, transformers4_names, forward])
 def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise _InterruptError
 
-    name = {importlib: "import_module", old_names: "_old_attributes", forward: "accept"}[where]
+    name = {importlib: "import_module", transformers4_names: "_old_attributes", forward: "accept"}[where]
     # kvlayers imports them when it is asked for them.
     install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
     before = surface()

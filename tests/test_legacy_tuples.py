@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers.generation.tuples import PastTuples
+from kvlayers.generation.legacy_tuples import PastTuples
 from models import ENCODER_DECODERS, fresh_model, prompt, tiny_model
 
 DECODERS = ("llama", "gpt2", "mistral", "gemma3", "llama4", "deepseek_v3")

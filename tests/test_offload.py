@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-import kvlayers.cache
-import kvlayers.compat
+import kvlayers.caches.base
+import kvlayers.upstream.compat
 from kvlayers import CapacityError, OffloadedLayer, OptionError, Prefetcher, UnsupportedLayerError
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, RecordingTransfers, Traffic
@@ -653,7 +653,7 @@ def test_compiled_code_that_calls_no_operators_breaks_its_graph_at_offloaded_lay
     recorded: list[RecordingTransfers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As before torch 2.13.
-    monkeypatch.setattr(kvlayers.compat, "COMPILES_TENSOR_SUBCLASSES", False)
+    monkeypatch.setattr(kvlayers.upstream.compat, "COMPILES_TENSOR_SUBCLASSES", False)
     torch._dynamo.reset()
     model, plain, offloaded = pair("static", "llama")
     forward = torch.compile(model.forward, backend="eager")

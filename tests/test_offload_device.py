@@ -15,7 +15,7 @@ import kvlayers
 import versions
 from fake_device import CPU, DEVICE, IS_SUPPORTED, Crossings, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Prefetcher, StateMismatchError, Traffic
-from kvlayers.attention.handle import PackedStates
+from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.layers import LayerState, TokenLayer
 from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_for
 from kvlayers.stores.quantized import QuantizedStore

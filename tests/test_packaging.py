@@ -80,7 +80,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
     }
     seen = set(wheel.namelist())
     assert {name for name in seen if not name.startswith(information())} == expected
-    assert {"kvlayers/py.typed", "kvlayers/attention/cpu_kernel.cpp", f"{information()}/licenses/LICENSE"} <= seen
+    assert {"kvlayers/py.typed", "kvlayers/attention/cpu/kernel.cpp", f"{information()}/licenses/LICENSE"} <= seen
 
 
 def test_the_metadata_says_what_it_needs_and_what_it_is(metadata: email.message.Message) -> None:

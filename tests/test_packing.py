@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers.quantizers.base import WIDTHS, CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 from kvlayers.stores.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.stores.packing import pack, padded_columns, row_bytes, unpack
 

@@ -33,7 +33,7 @@ from kvlayers import (
     load_cache,
     save_cache,
 )
-from kvlayers.persistence import files, fingerprint
+from kvlayers.persistence import atomic_file, fingerprint
 from models import CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
 NEW = 6
@@ -102,7 +102,7 @@ def _model(family: str) -> Any:
 
 
 def _rotary(config: Any) -> kvlayers.Rotary:
-    from kvlayers.rotary_config import rotaries
+    from kvlayers.rope.from_config import rotaries
 
     found = rotaries(config)[0]
     assert found is not None
@@ -855,7 +855,7 @@ def test_a_file_that_cannot_be_put_in_place_leaves_the_old_one(
         ("replace", interrupted, KeyboardInterrupt),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(files.os, name, instead)
+            patched.setattr(atomic_file.os, name, instead)
             with pytest.raises(error):
                 save_cache(kvlayers.DynamicCache(), path)
         assert [path.read_bytes(), list(path.parent.iterdir())] == [before, [path]]

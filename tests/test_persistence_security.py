@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 import kvlayers
 import versions
 from kvlayers import CacheFileError, KVLayersError, inspect_cache, load_cache, save_cache
-from kvlayers.persistence.description import canonical, read_description
-from kvlayers.persistence.digests import checksum, digest_table
-from kvlayers.persistence.header import DTYPES, Entry
+from kvlayers.persistence.checksums import checksum, digest_table
+from kvlayers.persistence.format import canonical, read_description
+from kvlayers.persistence.safetensors_header import DTYPES, Entry
 from models import CONFIGS
 
 ROOM = 192 * 2**20

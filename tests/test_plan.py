@@ -11,8 +11,8 @@ import transformers as tf
 import kvlayers
 import test_families
 import versions
-from kvlayers import compat, model_types
 from kvlayers.generation import registry
+from kvlayers.upstream import compat, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.fast

@@ -16,8 +16,9 @@ import kvlayers
 import test_fallback_layers
 import test_families
 import versions
-from kvlayers import OptionError, PrefixStore, compat
-from kvlayers.generation.in_use import using
+from kvlayers import OptionError, PrefixStore
+from kvlayers.prefix.active_store import using
+from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.fast

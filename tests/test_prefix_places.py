@@ -18,12 +18,12 @@ from fsspec.registry import known_implementations
 
 import kvlayers
 from kvlayers import CachePathError, OptionError, PrefixStore
-from kvlayers.persistence.digests import checksum, first_rows
-from kvlayers.persistence.header import DTYPES, Entry
-from kvlayers.prefix.places import server
-from kvlayers.prefix.places.address import Address
-from kvlayers.prefix.places.filesystem import FilesystemObjects
-from kvlayers.prefix.places.remote import CHUNK_BYTES, CHUNKS_AT_ONCE, HEAD_BYTES
+from kvlayers.persistence.checksums import checksum, first_rows
+from kvlayers.persistence.safetensors_header import DTYPES, Entry
+from kvlayers.prefix.backends import redis
+from kvlayers.prefix.backends.address import Address
+from kvlayers.prefix.backends.fsspec import FilesystemObjects
+from kvlayers.prefix.backends.remote import CHUNK_BYTES, CHUNKS_AT_ONCE, HEAD_BYTES
 from models import prompt, tiny_model
 from place_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
 from redis_server import running, why_not
@@ -56,7 +56,7 @@ def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: p
         return LocalFiles(tmp_path / "files")
     if request.param == "memory":
         return FilesystemFiles("memory://bucket/team")
-    monkeypatch.setattr(server, "PART_BYTES", PART)
+    monkeypatch.setattr(redis, "PART_BYTES", PART)
     found = ServerFiles(request.getfixturevalue("server_url"))
     found.client.flushall()
     return found
@@ -167,7 +167,7 @@ def test_what_leaves_memory_is_found_again_whole_and_in_part(files: Files) -> No
 
 
 def test_a_file_of_several_parts_and_chunks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlayers.prefix.places.remote.CHUNK_BYTES", 100_000)
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.CHUNK_BYTES", 100_000)
     ids = list(range(1, 9))
     put(PrefixStore(ROOM, files.url), ids, large(ids))
     (name,) = files.names()
@@ -413,8 +413,8 @@ def test_a_place_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: FilesystemFiles, monkeypatch: Any) -> None:
-    monkeypatch.setattr("kvlayers.prefix.places.remote.CHUNK_BYTES", 100_000)
-    monkeypatch.setattr("kvlayers.prefix.places.remote.CHUNKS_AT_ONCE", 1)
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.CHUNK_BYTES", 100_000)
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.CHUNKS_AT_ONCE", 1)
     ids = list(range(1, 9))
     put(PrefixStore(ROOM, failing.url), ids, large(ids))
     (name,) = failing.names()

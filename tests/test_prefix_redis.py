@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvlayers import CacheFileError, CachePathError, OptionError, PrefixStore
-from kvlayers.prefix.places import UnreachableError, server
-from kvlayers.prefix.places.address import Address
-from kvlayers.prefix.places.remote import Remote
-from kvlayers.prefix.places.server import ServerObjects
+from kvlayers.prefix.backends import UnreachableError, redis
+from kvlayers.prefix.backends.address import Address
+from kvlayers.prefix.backends.redis import ServerObjects
+from kvlayers.prefix.backends.remote import Remote
 from place_cases import PART, ServerFiles, covered, filled, large, put
 from redis_server import running, start, why_not
 
@@ -36,7 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def files(url: str, monkeypatch: pytest.MonkeyPatch) -> ServerFiles:
-    monkeypatch.setattr(server, "PART_BYTES", PART)
+    monkeypatch.setattr(redis, "PART_BYTES", PART)
     found = ServerFiles(url)
     found.client.flushall()
     return found
@@ -134,7 +134,7 @@ KILLED = """
     import os, signal, sys
     sys.path.insert(0, sys.argv[2])
     from kvlayers import PrefixStore
-    from kvlayers.prefix.places import server
+    from kvlayers.prefix.backends import server
     from place_cases import PART, large, put
 
     server.PART_BYTES = PART
@@ -166,7 +166,7 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
     (name,) = files.names()
     abandoned = {key for key in keys(files) if ":part:" in key} - set(files.part_keys(name))
     assert abandoned
-    assert all(0 < files.client.ttl(key) <= server.ABANDONED_SECONDS for key in abandoned)
+    assert all(0 < files.client.ttl(key) <= redis.ABANDONED_SECONDS for key in abandoned)
     put(store, [1, 2, 3], large([1, 2, 3]))
     assert covered(PrefixStore(ROOM, files.url), [1, 2, 3]) == 3
 

@@ -18,7 +18,7 @@ import transformers as tf
 import kvlayers
 import versions
 from kvlayers import CachePathError, CapacityError, OptionError, PrefixError, PrefixStore, StateMismatchError
-from kvlayers.prefix.tree import RadixTree, common_tokens
+from kvlayers.prefix.radix_tree import RadixTree, common_tokens
 from models import COMMON, WINDOW, prompt, tiny_model
 
 pytestmark = pytest.mark.fast

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers import DynamicCache, UnsupportedLayerError, compat
+from kvlayers import DynamicCache, UnsupportedLayerError
+from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
 PROMPT = 12

@@ -25,19 +25,20 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
 
 import kvlayers
-from kvlayers import compiled
-from kvlayers.attention import blocks, cpu, fused
-from kvlayers.attention.handle import PackedStates
-from kvlayers.attention.history import DenseRun, History, PackedRun
-from kvlayers.attention.ways import Ways
-from kvlayers.quantizers.base import CodeFormat, QuantizedGroups, Side
+from kvlayers.attention import dispatch, reference
+from kvlayers.attention.cpu import kernel
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.path_counter import Ways
+from kvlayers.attention.segments import DenseRun, History, PackedRun
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.stores.packed_side import PackedSide, pack_side
+from kvlayers.utils import native_library
 from models import prompt, tiny_model
 
 pytestmark = pytest.mark.fast
 
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler for the kernel")
-KERNELS = [pytest.param(cpu.attend, marks=needs_compiler, id="cpu"), pytest.param(blocks.attend, id="blocks")]
+needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
+KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(reference.attend, id="blocks")]
 WIDTHS: list[int | str] = [1, 2, 3, 4, 8, "fp8"]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -215,10 +216,10 @@ def test_the_products_of_eager_attention_are_those_of_the_states(
         query = case.query(groups, queries)
         keys, values = case.of_query_heads(query)
         sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-        check(cpu.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
+        check(kernel.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
         weights = torch.rand(*query.shape[:3], case.tokens).to(dtype)
         sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-        check(cpu.combine(weights, case.history), weights.double() @ values, sizes)
+        check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
 
 
 @pytest.mark.parametrize("queries", range(1, 10))
@@ -298,20 +299,20 @@ def test_threads_that_share_one_head_split_its_history(two_threads: None, width:
     mask[..., 0, :1500] = False
     for given in (None, mask):
         exact = case.attended(query, given, 0.2)
-        check(cpu.attend(query, case.history, full(given, query, case.tokens), 0.2), *exact)
+        check(kernel.attend(query, case.history, full(given, query, case.tokens), 0.2), *exact)
     keys, values = case.of_query_heads(query)
     sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-    check(cpu.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
+    check(kernel.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
     weights = torch.rand(*query.shape[:3], case.tokens)
     sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(cpu.combine(weights, case.history), weights.double() @ values, sizes)
+    check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
 
 
 @needs_compiler
 def test_threads_take_a_head_each(two_threads: None) -> None:
     case = Case(kv_heads=3)
     query = case.query(2, 2)
-    check(cpu.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+    check(kernel.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
 
 
 @pytest.mark.parametrize("attend", KERNELS)
@@ -333,7 +334,7 @@ def test_weights_that_are_not_contiguous() -> None:
     weights = torch.rand(2, 4, case.tokens, 2).transpose(2, 3)
     values = case.values.repeat_interleave(2, 1)
     sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(cpu.combine(weights, case.history), weights.double() @ values, sizes)
+    check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
 
 
 @pytest.mark.parametrize("attend", KERNELS)
@@ -513,7 +514,7 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def test_attention_over_a_handle_makes_no_dense_copy(
     attention: str, groups: int, queries: int, dtype: torch.dtype, no_copy: Callable[[], None]
 ) -> None:
-    if "eager" in attention and attention != "repeat_kv of eager" and cpu.library() is None:
+    if "eager" in attention and attention != "repeat_kv of eager" and kernel.library() is None:
         pytest.skip("eager attention without the kernel reads dense states")
     keys, values = some_handles(queries, dtype)
     query = some_query(groups, queries, dtype)
@@ -742,10 +743,10 @@ def test_what_the_kernels_are_not_for_is_computed_on_dense_states() -> None:
         expected = scaled_dot_product_attention(one, repeat_kv(dense_keys, 2), repeat_kv(dense_values, 2))
         with pytest.MonkeyPatch.context() as patch:
             # A kernel that took these would write beyond its result.
-            patch.setattr(cpu, "obstacle", lambda rows, history: "this is a test")
+            patch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
             close(scaled_dot_product_attention(one, repeat_kv(keys, 2), repeat_kv(values, 2)), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "obstacle", lambda rows, history: "this is a test")
+        patch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
         one = torch.randn(1, KV_HEADS, 3, KEY_DIM)
         close(one @ keys.transpose(2, 3), one @ dense_keys.transpose(2, 3))
 
@@ -834,7 +835,7 @@ def test_attention_in_inference_mode_and_in_float16() -> None:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(kernel, "library", lambda: None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -858,8 +859,8 @@ def test_without_the_kernel_attention_goes_block_by_block(
     expected = with_gqa(query, keys.dense(), values.dense())
     no_copy()
     called = []
-    attend = blocks.attend
-    monkeypatch.setattr(blocks, "attend", lambda *args: called.append(args) or attend(*args))
+    attend = reference.attend
+    monkeypatch.setattr(reference, "attend", lambda *args: called.append(args) or attend(*args))
     close(with_gqa(query, keys, values), expected)
     assert len(called) == 1
 
@@ -880,7 +881,7 @@ def test_a_model_decodes_the_same_with_and_without_the_kernel(attention: str, mo
             model(ids, past_key_values=cache)
             steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3)]
         logits.append(torch.cat(steps, 1))
-        monkeypatch.setattr(cpu, "library", lambda: None)
+        monkeypatch.setattr(kernel, "library", lambda: None)
     assert logits[0].std() > 0
     # Two layers of float32 sums in another order.
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
@@ -901,8 +902,8 @@ def test_what_hinders_the_compiler_is_a_warning(
     for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING):
-        assert cpu.library.__wrapped__() is None
-    assert [record.name for record in caplog.records] == ["kvlayers.compiled"]
+        assert kernel.library.__wrapped__() is None
+    assert [record.name for record in caplog.records] == ["kvlayers.utils.native_library"]
     assert "install g++" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -912,17 +913,17 @@ def test_a_file_that_is_no_library_is_a_warning(
 ) -> None:
     broken = tmp_path / "attention-0.so"
     broken.write_bytes(b"half of a")
-    monkeypatch.setattr(compiled, "_compiled", lambda source: broken)
-    assert cpu.library.__wrapped__() is None
+    monkeypatch.setattr(native_library, "_compiled", lambda source: broken)
+    assert kernel.library.__wrapped__() is None
     assert len(caplog.records) == 1
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("KVLAYERS_CACHE", raising=False)
-    assert compiled.cache_directory() == pathlib.Path("/somewhere/kvlayers")
+    assert native_library.cache_directory() == pathlib.Path("/somewhere/kvlayers")
     monkeypatch.setenv("KVLAYERS_CACHE", "/elsewhere")
-    assert compiled.cache_directory() == pathlib.Path("/elsewhere")
+    assert native_library.cache_directory() == pathlib.Path("/elsewhere")
 
 
 DECODE = """
@@ -984,15 +985,15 @@ def test_two_processes_that_compile_at_once_both_have_the_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     # They load the one module and not the package, as importing that takes longer than what is tested.
-    command = COMPILE, str(compiled.__file__), str(cpu.SOURCE)
+    command = COMPILE, str(native_library.__file__), str(kernel.SOURCE)
     for process in [elsewhere(tmp_path, *command) for _ in range(2)]:
         out, err = process.communicate(timeout=240)
         assert (process.returncode, out, err) == (0, "True\n", "")
     (made,) = tmp_path.iterdir()
-    monkeypatch.setattr(cpu, "library", lambda: ctypes.CDLL(str(made)))
+    monkeypatch.setattr(kernel, "library", lambda: ctypes.CDLL(str(made)))
     case = Case()
     query = case.query()
-    check(cpu.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+    check(kernel.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
 
 
 # Memory
@@ -1064,12 +1065,12 @@ def test_nothing_that_attention_allocates_is_as_large_as_the_history(
     long_layer: kvlayers.QuantizedLayer, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_kernel:
-        monkeypatch.setattr(cpu, "library", lambda: None)
+        monkeypatch.setattr(kernel, "library", lambda: None)
     dense_keys = KV_HEADS * LONG * KEY_DIM * 4
     for tokens in (1, 40, 200):
         sizes = created_by(long_layer.fork(), tokens)
         # The largest are scores: as many as blocks.py says at once, for each kv head, or those of one block.
-        at_once = KV_HEADS * max(blocks.SCORES_AT_ONCE, 2 * tokens * 64) * 4
+        at_once = KV_HEADS * max(reference.SCORES_AT_ONCE, 2 * tokens * 64) * 4
         codes_that_moved = LONG * STATE_BYTES // 3
         assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
 
@@ -1086,11 +1087,11 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -
     case = Case()
     query = case.query(2, 2)
     used = case.key_dim**-0.5 if scale is None else scale
-    check(fused.attend(query, case.history, None, scale, Ways()), *case.attended(query, None, used))
+    check(dispatch.attend(query, case.history, None, scale, Ways()), *case.attended(query, None, used))
 
 
 def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:
     case = Case(kv_heads=1)
-    query = case.query(2, cpu.MOST_ROWS // 2 + 1)
+    query = case.query(2, kernel.MOST_ROWS // 2 + 1)
     mask = torch.rand(1, 1, query.shape[2], case.tokens) > 0.5
-    check(fused.attend(query, case.history, mask, 0.2, Ways()), *case.attended(query, mask, 0.2))
+    check(dispatch.attend(query, case.history, mask, 0.2, Ways()), *case.attended(query, mask, 0.2))

@@ -16,7 +16,7 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers.attention.handle import as_dense
+from kvlayers.attention.packed_tensor import as_dense
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, prompt, tiny_model
 
 SMALL: dict[str, Any] = {"residual_length": 16, "sink_tokens": 4}
@@ -237,13 +237,13 @@ def test_a_decode_step_never_brings_the_whole_history_to_full_precision(
 ) -> None:
     if family == "deepseek_v3":
         pytest.skip("its cache holds latents, from which a linear layer makes keys and values at every step")
-    if implementation == "eager" and kvlayers.attention.cpu.library() is None:
+    if implementation == "eager" and kvlayers.attention.cpu.kernel.library() is None:
         pytest.skip("the products of eager attention are computed on codes by a kernel, for which there is no compiler")
     model, given = tiny_model(family), inputs(family)
     read = []
-    dense = kvlayers.attention.history.History.dense
+    dense = kvlayers.attention.segments.History.dense
     monkeypatch.setattr(
-        kvlayers.attention.history.History,
+        kvlayers.attention.segments.History,
         "dense",
         lambda self, *args: (read.append(self.packed is not None), dense(self, *args))[1],
     )

@@ -14,10 +14,10 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
-from kvlayers import compat
-from kvlayers.attention import cpu
-from kvlayers.attention.history import History
+from kvlayers.attention.cpu import kernel
+from kvlayers.attention.segments import History
 from kvlayers.layers import quantized
+from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -559,7 +559,7 @@ def test_a_decode_step_reads_codes_where_transformers_dequantizes_them_all(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests of generation ask the same of every family."""
-    if cpu.library() is None:
+    if kernel.library() is None:
         pytest.skip("no compiler for the kernel that reads codes")
     calls: list[str] = []
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.layers import theirs
+from kvlayers.layers import upstream_calls
 from kvlayers.quantizers import (
     Backend,
     CodeFormat,
@@ -320,7 +320,7 @@ def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Cal
     layer: Any = kind(nbits=nbits, axis_key=axis, axis_value=axis, q_group_size=group_size)
 
     def quantize(states: Tensor) -> Tensor:
-        theirs.reserve(layer, states)
+        upstream_calls.reserve(layer, states)
         held: Tensor = layer._dequantize(layer._quantize(states.contiguous(), axis=axis))
         return held
 
@@ -334,8 +334,8 @@ def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Cal
 def test_quanto_gives_the_numbers_of_transformers(axis: int, nbits: int, group_size: int, dtype: torch.dtype) -> None:
     quantizer = made("quanto", nbits, axis=axis, group_size=group_size)
     states = torch.randn(2, 3, 128, 64).to(dtype)
-    theirs = transformers_layer("quanto", nbits, axis, group_size)(states).float()
-    torch.testing.assert_close(returned(quantizer, states), theirs, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    upstream_calls = transformers_layer("quanto", nbits, axis, group_size)(states).float()
+    torch.testing.assert_close(returned(quantizer, states), upstream_calls, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -348,12 +348,12 @@ def test_hqq_gives_the_numbers_of_transformers(axis: int, nbits: int, dtype: tor
     if nbits == 3 and axis == 1:
         # HQQ reads the number of groups from the first two sizes of the states, as it would of a matrix.
         states = states.flatten(0, 2)
-    theirs = transformers_layer("hqq", nbits, axis, 64)(states).float().view(1, -1, 64, 64)
+    upstream_calls = transformers_layer("hqq", nbits, axis, 64)(states).float().view(1, -1, 64, 64)
     states = states.view(1, -1, 64, 64)
     # Transformers rounds HQQ's own zero, which counts in steps.
     step = 8 / (2**nbits - 1)
     rounding = torch.finfo(dtype).eps * (8 + 2**nbits * step)
-    torch.testing.assert_close(returned(quantizer, states), theirs, rtol=0, atol=rounding)
+    torch.testing.assert_close(returned(quantizer, states), upstream_calls, rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("axis", [0, -1])

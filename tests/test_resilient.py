@@ -18,9 +18,10 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers import OptionError, RegistryError
-from kvlayers.generation import registry, reservations, resilient
-from kvlayers.generation.ladder import AS_ASKED, DEFAULT_LADDER, Rung
-from kvlayers.generation.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
+from kvlayers.generation import registry, static_pool
+from kvlayers.generation.oom import resilient
+from kvlayers.generation.oom.ladder import AS_ASKED, DEFAULT_LADDER, Rung
+from kvlayers.generation.oom.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.stores.buffer import TokenBuffer
 from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt
 
@@ -816,7 +817,7 @@ def test_what_refers_to_itself_alone_is_given_back() -> None:
 def test_memory_that_is_kept_for_the_next_call_is_given_back(installed: None) -> None:
     model, ids = fresh_model("qwen2"), prompt(1)
     uninterrupted(model, ids, cache_implementation="static")
-    idle = [weakref.ref(cache) for cache in reservations._idle.values()]
+    idle = [weakref.ref(cache) for cache in static_pool._idle.values()]
     assert len(idle) == 1
     resilient.free_memory()
     assert idle[0]() is None

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers import Checkpoints, RollbackError, model_types
+from kvlayers import Checkpoints, RollbackError
+from kvlayers.upstream import model_types
 from models import CONFIGS, fresh_model, prompt
 from test_families import FAMILIES, model_and_inputs
 from versions import RECURRENT_FAMILIES

@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING
 
 import kvlayers
 import versions
-from kvlayers import compat
-from kvlayers.rotary import Layout, Rotary
-from kvlayers.rotary_config import HALVES, PAIRS, rotaries
+from kvlayers.rope.from_config import HALVES, PAIRS, rotaries
+from kvlayers.rope.rotary import Layout, Rotary
+from kvlayers.upstream import compat
 from models import COMMON, WINDOW, prompt
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.0], dtype=torch.float64)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers import SinkCache, SinkLayer, compat
-from kvlayers.layers.dispatch import attention_part, recurrent_part
+from kvlayers import SinkCache, SinkLayer
+from kvlayers.caches.from_config import attention_part, recurrent_part
+from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model
 from test_families import model_and_inputs
 

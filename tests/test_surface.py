@@ -17,7 +17,7 @@ from transformers import cache_utils as upstream
 import kvlayers
 import test_families
 import versions
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
 pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*is from transformers 4")]

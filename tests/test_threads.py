@@ -20,8 +20,9 @@ from transformers.generation.utils import GenerationMixin
 
 import kvlayers
 import versions
-from kvlayers import DynamicLayer, PrefixStore, compiled
+from kvlayers import DynamicLayer, PrefixStore
 from kvlayers.quantizers import search
+from kvlayers.utils import native_library
 from models import fresh_model, prompt
 from oracle import states
 from test_assisted import draft_of, spread
@@ -380,14 +381,14 @@ def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
 def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     asked: list[pathlib.Path] = []
-    original = compiled._compiled
+    original = native_library._compiled
 
     def counted(source: pathlib.Path) -> pathlib.Path:
         asked.append(source)
         return original(source)
 
-    monkeypatch.setattr(compiled, "_compiled", counted)
-    library = compiled.once(search.library.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(native_library, "_compiled", counted)
+    library = native_library.once(search.library.__wrapped__)  # type: ignore[attr-defined]
     in_threads(lambda index: seen.append(library()))
     assert len(asked) == 1
     assert len(seen) == THREADS

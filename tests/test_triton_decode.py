@@ -13,9 +13,9 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from kvlayers.attention.cuda.launch import MINIMUM_VERSION, _version
+from kvlayers.attention.cuda.unpacking import unpacking_instructions
 from kvlayers.attention.merging import merge
-from kvlayers.attention.triton_decode import MINIMUM_VERSION, _version
-from kvlayers.attention.unpacking import unpacking_instructions
 from triton_decode_cases import CASES
 
 # Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
@@ -82,9 +82,7 @@ def test_what_does_not_belong_together_is_refused(interpreted: dict[str, Any]) -
 
 def test_kernels_are_not_imported_before_they_are_called() -> None:
     # They import triton, which decides then and there whether it interprets.
-    code = (
-        "import sys, kvlayers, kvlayers.attention.triton_decode; sys.exit('triton_kernels' in str(sys.modules.keys()))"
-    )
+    code = "import sys, kvlayers, kvlayers.attention.cuda.launch; sys.exit('cuda.kernels' in str(sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
-from kvlayers import compat
+from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
 pytestmark = pytest.mark.fast

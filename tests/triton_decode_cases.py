@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvlayers.attention import triton_decode
+from kvlayers.attention.cuda import launch
+from kvlayers.attention.cuda.launch import Launch, attend_packed, supports
 from kvlayers.attention.merging import merge
-from kvlayers.attention.triton_decode import Launch, attend_packed, supports
 from kvlayers.errors import KVLayersError
-from kvlayers.quantizers.base import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.stores.packed_side import PackedSide, pack_side
 
 
@@ -302,12 +302,12 @@ def check_device() -> dict[str, Any]:
 
     kernels = SimpleNamespace(attend_split=Kernel(), merge_splits=Kernel(), DTYPES={torch.float32: None})
     with (
-        mock.patch.object(triton_decode, "_kernels", return_value=kernels),
-        mock.patch.object(triton_decode, "_launching_on", Current),
+        mock.patch.object(launch, "_kernels", return_value=kernels),
+        mock.patch.object(launch, "_launching_on", Current),
     ):
         attend_packed(torch.randn(1, 4, 1, 128), keys, values)
     with mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"):
-        contexts = [str(triton_decode._launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
+        contexts = [str(launch._launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
     return {"launched": launched, "contexts": contexts}
 
 

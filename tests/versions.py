@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 import kvlayers
-from kvlayers import compat
+from kvlayers.upstream import compat
 
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 

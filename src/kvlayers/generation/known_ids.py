@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..cache import Cache
-from ..deprecation import warn_the_caller
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import PromptMismatchError
-from . import install_options
-from .calls import sequences_of_each_prompt
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.errors import PromptMismatchError
+from kvlayers.generation import install_options
+from kvlayers.generation.calls import sequences_of_each_prompt
+from kvlayers.upstream.deprecation import warn_the_caller
 
 
 class PromptMismatchWarning(UserWarning):

@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .. import compat
-from ..errors import StateMismatchError, UnsupportedLayerError
-from ..stores.base import Fact
-from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
-from .linear_attention import LinearAttentionLayer
-from .linear_states import LinearStates
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
+from kvlayers.layers.linear.layer import LinearAttentionLayer
+from kvlayers.layers.linear.states import LinearStates
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Fact
+from kvlayers.upstream import compat
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""

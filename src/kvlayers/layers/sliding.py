@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import ConfigError, RollbackError, StateMismatchError
-from ..options import checks_options
-from ..stores import DenseStore, TokenStore
-from ..stores.base import Fact
-from .base import LayerState, not_of_so_many, whole_number
-from .dynamic import check_rollback
-from .token_layer import TokenLayer, seen_tokens
+from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
+from kvlayers.layers.contract import LayerState, not_of_so_many, whole_number
+from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.token_layer import TokenLayer, seen_tokens
+from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.contract import Fact
+from kvlayers.utils.options import checks_options
 
 SLACK_DIVISOR = 4
 """A window has spare room for one part in so many of its tokens, and moves to the front when that is used up."""

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..errors import CapacityError, OptionError, StateMismatchError
-from ..options import checks_options
-from ..stores import Buckets, FixedStore
-from ..stores.base import Fact
-from .dynamic import DynamicLayer
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.stores import Buckets, FixedStore
+from kvlayers.stores.contract import Fact
+from kvlayers.utils.options import checks_options
 
 
 def check_reserved(number: object, name: str, what: str) -> None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..errors import CapacityError, StateMismatchError
-from ..options import checks_options
-from ..stores import Buckets, FixedStore
-from ..stores.admission import no_room_for_tokens
-from ..stores.base import Fact
-from .sliding import SlidingLayer, check_window, window_room
-from .static import check_reservation
+from kvlayers.errors import CapacityError, StateMismatchError
+from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
+from kvlayers.layers.static import check_reservation
+from kvlayers.stores import Buckets, FixedStore
+from kvlayers.stores.contract import Fact
+from kvlayers.stores.validation import no_room_for_tokens
+from kvlayers.utils.options import checks_options
 
 
 def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:

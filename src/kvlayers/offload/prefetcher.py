@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..stores.base import Mover
-from ..stores.buffer import TokenBuffer
-from .buffers import HomeBuffer, StagedBuffer, by_tokens, clipped
-from .memory import HomeMemory, HostMemory
-from .traffic import Traffic, TrafficMeter
-from .transfers import Mark, Rows, Transfers, transfers_for
+from kvlayers.offload.buffers import HomeBuffer, StagedBuffer, by_tokens, clipped
+from kvlayers.offload.storage import HomeMemory, HostMemory
+from kvlayers.offload.traffic import Traffic, TrafficMeter
+from kvlayers.offload.transfers import Mark, Rows, Transfers, transfers_for
+from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.stores.contract import Mover
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .transfers import Mark, Rows, Transfers
+from kvlayers.offload.transfers import Mark, Rows, Transfers
 
 FILLING = 0xAB
 """Bytes of memory that nothing was copied to: as a float, nothing that attention could take for a state."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import UnsupportedLayerError
-from ..quantizers.base import Side
-from ..stores import DenseStore, FixedStore, QuantizedStore, TokenStore
-from ..stores.buffer import StateForm
-from ..stores.packed_blocks import GROWTH_DIVISOR, MINIMUM_GROWTH, SIDES, packed_forms
-from ..stores.quantization import block_tokens, blocks_beyond
-from ..stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores import DenseStore, FixedStore, QuantizedStore, TokenStore
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.packed_blocks import GROWTH_DIVISOR, MINIMUM_GROWTH, SIDES, packed_forms
+from kvlayers.stores.quantization import block_tokens, blocks_beyond
+from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
 FOLLOWED = 1
 """The length hint that caches are made with to be planned. A number of a store that is this one follows the hint."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache import Cache
-from ..errors import CacheFileError, CachePathError, KVLayersError
-from ..persistence.header import MAX_HEADER_BYTES
-from ..persistence.inspecting import CacheFile, inspect_cache
-from ..persistence.kinds import check_remakeable
-from ..persistence.loading import load_cache
-from ..persistence.saving import save_cache
-from .entry import Entry, put_back, reach
-from .keys import LABEL_PREFIX
-from .places import GoneError, Place, StoredFile, UnreachableError
-from .places.base import SUFFIX
+from kvlayers.caches.base import Cache
+from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.persistence.inspect import CacheFile, inspect_cache
+from kvlayers.persistence.kinds import check_remakeable
+from kvlayers.persistence.load import load_cache
+from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
+from kvlayers.persistence.save import save_cache
+from kvlayers.prefix.backends import GoneError, Place, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import SUFFIX
+from kvlayers.prefix.entry import Entry, put_back, reach
+from kvlayers.prefix.keys import LABEL_PREFIX
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..cache import Cache
-from ..errors import RollbackError
-from ..layers import LayerOperations
-from ..memory_held import Storages
-from .tree import Tokens
+from kvlayers.caches.base import Cache
+from kvlayers.errors import RollbackError
+from kvlayers.layers import LayerOperations
+from kvlayers.prefix.radix_tree import Tokens
+from kvlayers.utils.tensor_memory import Storages
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from .entry import Entry
+from kvlayers.prefix.entry import Entry
 
 
 class EvictionPolicy(Protocol):

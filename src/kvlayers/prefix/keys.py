@@ -5,12 +5,12 @@ import hashlib
 import numpy as np
 import torch
 
-from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, StateMismatchError
-from ..persistence.description import canonical
-from ..persistence.fingerprint import model_fields
-from .tree import Tokens
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.persistence.fingerprint import model_fields
+from kvlayers.persistence.format import canonical
+from kvlayers.prefix.radix_tree import Tokens
 
 LABEL_PREFIX = "kvlayers.prefix:"
 """What the label of an entry begins with, so that files of a store can be told from others."""

@@ -16,11 +16,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import search
-from .base import DEFAULT_GROUP_SIZE, Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, channel_group
-from .grouping import GROUP_DIMS, from_rows, grouped, one_group_a_row, rounded, smallest_positive, ungrouped
-from .hadamard import rotate, rotation_size
-from .registry import register_quantizer
+from kvlayers.quantizers import search
+from kvlayers.quantizers.contract import (
+    DEFAULT_GROUP_SIZE,
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    SideOptions,
+    channel_group,
+)
+from kvlayers.quantizers.grouping import (
+    GROUP_DIMS,
+    from_rows,
+    grouped,
+    one_group_a_row,
+    rounded,
+    smallest_positive,
+    ungrouped,
+)
+from kvlayers.quantizers.hadamard import rotate, rotation_size
+from kvlayers.quantizers.registry import register_quantizer
 
 CLIPS = {
     2: (0.0, 0.07, 0.14, 0.21, 0.28),

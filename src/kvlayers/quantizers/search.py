@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compiled import compiled_library, once
-from .grouping import smallest_positive
+from kvlayers.quantizers.grouping import smallest_positive
+from kvlayers.utils.native_library import compiled_library, once
 
 SOURCE = pathlib.Path(__file__).with_name("search.cpp")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import OptionError
+from kvlayers.errors import OptionError
 
 ALIGNMENT = 8
 """Sizes are multiples of so many tokens, which attention kernels want of a mask's rows."""

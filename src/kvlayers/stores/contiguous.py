@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .. import compat
-from ..attention.single_query import attended_by_one_query
-from ..errors import InterruptedPassError, StateMismatchError
-from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
-from .base import Mover, StatePair, TokenStore
-from .buffer import StateForm, TokenBuffer
-from .sharing import Sharing
+from kvlayers.attention.gqa import attended_by_one_query
+from kvlayers.errors import InterruptedPassError, StateMismatchError
+from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.contract import Mover, StatePair, TokenStore
+from kvlayers.stores.copy_on_write import Sharing
+from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
+from kvlayers.upstream import compat
 
 _first_fork = threading.Lock()
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ..attention.history import PackedRun
-from ..autocast import without_autocast
-from ..errors import StateMismatchError
-from ..quantizers.base import CodeFormat, Quantizer, Side, check_groups
-from .base import Mover, StatePair
-from .buffer import StateForm
-from .dense import DenseStore
-from .packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.attention.segments import PackedRun
+from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover, StatePair
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.utils.autocast import without_autocast
 
 GROWTH_DIVISOR = 128
 """Blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""

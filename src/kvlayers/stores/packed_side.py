@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quantizers.base import CodeFormat, QuantizedGroups, Side
-from .packing import pack, row_bytes, unpack
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.stores.packing import pack, row_bytes, unpack
 
 
 def _oriented(side: Side, of_tokens: int, of_channels: int) -> tuple[int, int]:

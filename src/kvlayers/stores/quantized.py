@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import Attended, Edition, PackedStates, as_dense
-from ..attention.history import DenseRun, History, PackedRun
-from ..attention.on_handles import handles
-from ..attention.ways import Ways
-from ..errors import StateMismatchError
-from ..quantizers.base import Quantizer, Side
-from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
-from .base import Fact, Mover, StatePair, TokenStore
-from .buffer import StateForm, form_of
-from .dense import DenseStore
-from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
-from .quantization import Quantization, block_tokens, blocks_beyond
-from .residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.attention.packed_ops import handles
+from kvlayers.attention.packed_tensor import Attended, Edition, PackedStates, as_dense
+from kvlayers.attention.path_counter import Ways
+from kvlayers.attention.segments import DenseRun, History, PackedRun
+from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.contract import Quantizer, Side
+from kvlayers.stores.buffer import StateForm, form_of
+from kvlayers.stores.contract import Fact, Mover, StatePair, TokenStore
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
+from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import StateMismatchError
-from .base import Mover, TokenStore
-from .buffer import StateForm
+from kvlayers.errors import StateMismatchError
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover, TokenStore
 
 
 class UnmatchedHalves:

@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
     if given.quick:
         logging.disable_progress_bar()
-    surroundings = report.surroundings()
+    environment = report.environment()
     model, found = load(given)
     measured = measure(model, given, found)
     table = report.new_table(
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{entry['ratio']:.3f}",
         )
     console.print(table)
-    report.write(console, given, surroundings, {"results": {"calibration": measured}})
+    report.write(console, given, environment, {"results": {"calibration": measured}})
     within = all(entry["bytes_per_token"] <= float(budget) for budget, entry in measured["budgets"].items())
     return 0 if within else 1
 

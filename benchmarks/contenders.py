@@ -15,7 +15,7 @@ Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the number of tokens that it will have held in the end."""
 
 REFERENCE = "transformers.DynamicCache"
-OURS = "kvlayers.DynamicCache"
+KVLAYERS = "kvlayers.DynamicCache"
 FLOOR = "preallocated to length"
 OURS_STATIC = "kvlayers.StaticCache"
 EXACT = "transformers.StaticCache"
@@ -99,7 +99,7 @@ def preallocated(config: Any, length: int) -> transformers.Cache:
 
 CONTENDERS: dict[str, Maker] = {
     REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
-    OURS: lambda config, length: kvlayers.DynamicCache(config=config),
+    KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config),
     OURS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
     EXACT: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     FLOOR: preallocated,
@@ -111,7 +111,7 @@ THEIRS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
 
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
-    OURS: CONTENDERS[OURS],
+    KVLAYERS: CONTENDERS[KVLAYERS],
     OURS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
     "kvlayers 2 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=2),
     "kvlayers 8 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from kvlayers.prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
     from kvlayers.quantizers import quantizer_names, register_quantizer, unregister_quantizer
     from kvlayers.rope.rotary import Rotary
-    from kvlayers.stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
+    from kvlayers.stores import Buckets, DenseStore, Quantization, QuantizedStore, StaticStore, TokenStore
     from kvlayers.tools.calibration import (
         BytesBudget,
         Calibration,
@@ -158,12 +158,15 @@ _NAMES = {
     "rope.rotary": ("Rotary",),
     "caches.sink": ("SinkCache",),
     "caches.static": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
-    "stores": ("Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "TokenStore"),
+    "stores": ("Buckets", "DenseStore", "StaticStore", "Quantization", "QuantizedStore", "TokenStore"),
     "caches.summary": ("CacheSummary", "LayerSummary"),
 }
 """Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+_FORMER_NAMES = {"FixedStore": "StaticStore"}
+"""Names of earlier versions, which keep working."""
 
 __all__ = [
     "DEFAULT_LADDER",
@@ -191,7 +194,7 @@ __all__ = [
     "EvictionPolicy",
     "Explanation",
     "ExportableDecoder",
-    "FixedStore",
+    "StaticStore",
     "HQQQuantizedCache",
     "Hit",
     "HomeMemory",
@@ -279,6 +282,7 @@ _importing = threading.RLock()
 if not TYPE_CHECKING:
     # Of a module with a `__getattr__`, type checkers believe that it has any name.
     def __getattr__(name: str) -> Any:
+        name = _FORMER_NAMES.get(name, name)
         if name in _HOMES:
             # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in
             # them. No module of this package asks for a public name while it is imported, so nobody waits for ever.

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.packed_tensor import AS_HELD, Attended, PackedStates, View, computes
+from kvlayers.attention.packed_tensor import AS_HELD, PackedStates, Snapshot, View, computes
 
 
-def handles(attended: Attended, kv_heads: int, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def handles(attended: Snapshot, kv_heads: int, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The two handles of what an update returns: keys and values, each `[batch, kv_heads, tokens, head_dim]`."""
     batch, tokens = attended.history.batch, attended.history.tokens
     keys = PackedStates(attended, "keys", (batch, kv_heads, tokens, head_dims[0]))

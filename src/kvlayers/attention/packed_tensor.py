@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from kvlayers.attention.path_counter import Ways
-from kvlayers.attention.segments import History
-from kvlayers.attention.shared_prefix import SharedHistory
+from kvlayers.attention.path_counter import PathCounter
+from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import ReadOnlyStatesError, StaleStatesError
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.autocast import without_autocast
 
 
-class Edition:
+class Version:
     """Counts the times that what a store has returned stops to be true."""
 
     __slots__ = ("number",)
@@ -38,7 +38,7 @@ class Edition:
 
 
 @dataclass(frozen=True, eq=False)
-class Attended:
+class Snapshot:
     """What both handles of an update stand for.
 
     Attributes:
@@ -51,15 +51,15 @@ class Attended:
         ways: counts which way attention on it goes.
     """
 
-    history: History | SharedHistory
+    history: KVSegments | SharedPrefixSegments
     dtype: torch.dtype
     device: torch.device
-    edition: Edition
+    edition: Version
     number: int
     length: int
-    ways: Ways
+    ways: PathCounter
 
-    def read(self) -> History | SharedHistory:
+    def read(self) -> KVSegments | SharedPrefixSegments:
         """The history.
 
         Raises:
@@ -113,13 +113,13 @@ def computes(*functions: Any) -> Callable[[Computation], Computation]:
 class PackedStates(Tensor):
     """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed."""
 
-    attended: Attended
+    attended: Snapshot
     side: Side
     view_of: View
 
     @staticmethod
     def __new__(
-        cls: type["PackedStates"], attended: Attended, side: Side, shape: Sequence[int], view: View = AS_HELD
+        cls: type["PackedStates"], attended: Snapshot, side: Side, shape: Sequence[int], view: View = AS_HELD
     ) -> "PackedStates":
         """A handle of `shape`, which nothing has been asked of yet."""
         states: PackedStates = torch.Tensor._make_wrapper_subclass(

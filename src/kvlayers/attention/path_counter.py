@@ -3,7 +3,7 @@
 from collections import Counter
 
 
-class Ways:
+class PathCounter:
     """How often attention on what a store holds went which way.
 
     Attributes:

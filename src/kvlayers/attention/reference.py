@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseRun, History
+from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.quantizers.hadamard import rotate
 
 SCORES_AT_ONCE = 1 << 15
@@ -23,7 +23,7 @@ MOST_TOKENS_AT_ONCE = 512
 """Tokens that are brought to full precision at once, however few the queries."""
 
 
-def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:
+def attend(query: Tensor, history: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of some queries over a history.
 
     Args:
@@ -38,7 +38,7 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     return attend_partly(query, history, mask, scale)[0].to(query.dtype)
 
 
-def attend_partly(query: Tensor, history: History, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend_partly(query: Tensor, history: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """As `attend`, for a history that is not all that the queries attend to: see `merging.merge`.
 
     Returns:
@@ -81,7 +81,7 @@ def attend_partly(query: Tensor, history: History, mask: Tensor | None, scale: f
     return result.reshape(batch, heads, queries, result.shape[3]), logsumexp
 
 
-def scores(query: Tensor, history: History) -> Tensor:
+def scores(query: Tensor, history: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     batch, heads, queries, head_dim = query.shape
     rows = heads // history.kv_heads * queries
@@ -91,7 +91,7 @@ def scores(query: Tensor, history: History) -> Tensor:
     return torch.cat(products, dim=3).reshape(batch, heads, queries, history.tokens).to(query.dtype)
 
 
-def combine(weights: Tensor, history: History) -> Tensor:
+def combine(weights: Tensor, history: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     batch, heads, queries, tokens = weights.shape
     rows = heads // history.kv_heads * queries
@@ -117,13 +117,13 @@ class _Piece:
     values_rotated: bool = False
 
 
-def _pieces(history: History, rows: int) -> Iterator[_Piece]:
+def _pieces(history: KVSegments, rows: int) -> Iterator[_Piece]:
     for run in history.runs:
         if not run.tokens:
             continue
-        block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(run, DenseRun) else run.keys.block_tokens
+        block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(run, DenseSegment) else run.keys.block_tokens
         tokens = min(max(SCORES_AT_ONCE // max(rows, 1), block_tokens), MOST_TOKENS_AT_ONCE)
-        if isinstance(run, DenseRun):
+        if isinstance(run, DenseSegment):
             for keys, values in zip(torch.split(run.keys, tokens, 2), torch.split(run.values, tokens, 2), strict=True):
                 yield _Piece(keys.float(), values.float())
             continue

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class DenseRun:
+class DenseSegment:
     """Tokens in full precision.
 
     Attributes:
@@ -38,7 +38,7 @@ class DenseRun:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRun:
+class PackedSegment:
     """Tokens in packed blocks, of which some have room for more tokens than they hold.
 
     Attributes:
@@ -70,10 +70,10 @@ class PackedRun:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
 
-    def pieces(self, blocks: int) -> "Iterator[PackedRun]":
+    def pieces(self, blocks: int) -> "Iterator[PackedSegment]":
         """The run in pieces of at most so many blocks."""
         for start in range(0, self.blocks, blocks):
-            yield PackedRun(
+            yield PackedSegment(
                 _blocks_of(self.keys, start, blocks),
                 _blocks_of(self.values, start, blocks),
                 self.first if start == 0 else 0,
@@ -99,7 +99,7 @@ def _blocks_of(side: "PackedSide", start: int, blocks: int) -> "PackedSide":
 
 
 @dataclass(frozen=True, eq=False)
-class History:
+class KVSegments:
     """Runs of tokens in their order: dense ones, at most one packed run, dense ones again.
 
     Attributes:
@@ -108,16 +108,16 @@ class History:
         after: dense runs of the newest tokens.
     """
 
-    before: tuple[DenseRun, ...]
-    packed: PackedRun | None
-    after: tuple[DenseRun, ...]
+    before: tuple[DenseSegment, ...]
+    packed: PackedSegment | None
+    after: tuple[DenseSegment, ...]
 
-    def of_sequence(self, index: int) -> "History":
+    def of_sequence(self, index: int) -> "KVSegments":
         """That of one of the sequences, a batch of one."""
         one = slice(index, index + 1)
 
-        def of_dense(runs: tuple[DenseRun, ...]) -> tuple[DenseRun, ...]:
-            return tuple(DenseRun(run.keys[one], run.values[one]) for run in runs)
+        def of_dense(runs: tuple[DenseSegment, ...]) -> tuple[DenseSegment, ...]:
+            return tuple(DenseSegment(run.keys[one], run.values[one]) for run in runs)
 
         packed = self.packed
         if packed is not None:
@@ -125,15 +125,15 @@ class History:
                 replace(side, codes=side.codes[one], parameters=side.parameters[one])
                 for side in (packed.keys, packed.values)
             )
-            packed = PackedRun(keys, values, packed.first, packed.ends)
-        return History(of_dense(self.before), packed, of_dense(self.after))
+            packed = PackedSegment(keys, values, packed.first, packed.ends)
+        return KVSegments(of_dense(self.before), packed, of_dense(self.after))
 
-    def behind(self, run: DenseRun) -> "History":
+    def behind(self, run: DenseSegment) -> "KVSegments":
         """The same with other tokens in front."""
         return replace(self, before=(run, *self.before))
 
     @property
-    def runs(self) -> tuple[DenseRun | PackedRun, ...]:
+    def runs(self) -> tuple[DenseSegment | PackedSegment, ...]:
         """All runs in order."""
         return (*self.before, *(() if self.packed is None else (self.packed,)), *self.after)
 
@@ -163,7 +163,7 @@ class History:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`."""
         parts = []
         for run in self.runs:
-            if isinstance(run, DenseRun):
+            if isinstance(run, DenseSegment):
                 parts.append(run.side(side))
             else:
                 states = run.dequantized(side)

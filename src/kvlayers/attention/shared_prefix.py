@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvlayers.attention import reference
 from kvlayers.attention.merging import merge
-from kvlayers.attention.segments import History
+from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import Side
 
 
 @dataclass(frozen=True, eq=False)
-class SharedHistory:
+class SharedPrefixSegments:
     """What the queries of an update attend to, where some of it is common to several sequences.
 
     Attributes:
@@ -26,8 +26,8 @@ class SharedHistory:
         prefix_of: for each sequence the number of its prefix.
     """
 
-    prefix: History
-    own: History | None
+    prefix: KVSegments
+    own: KVSegments | None
     prefix_of: tuple[int, ...]
 
     @property
@@ -60,7 +60,7 @@ class SharedHistory:
         split = self.prefix.tokens
         shared_mask, own_mask = (None, None) if mask is None else (mask[..., :split], mask[..., split:])
 
-        def over_prefix(history: History, rows: Tensor, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        def over_prefix(history: KVSegments, rows: Tensor, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
             return reference.attend_partly(rows, history, rows_mask, scale)
 
         parts = [self._by_prefix(query, shared_mask, over_prefix)]
@@ -90,7 +90,7 @@ class SharedHistory:
         self,
         rows: Tensor,
         mask: Tensor | None,
-        compute: Callable[[History, Tensor, Tensor | None], Sequence[Tensor]],
+        compute: Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]],
     ) -> Sequence[Tensor]:
         """What `compute` makes of the prefixes and of all rows, `[batch, heads, queries, any]`, that share each."""
         prefixes = self.prefix.batch

@@ -221,7 +221,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return count
 
     def _layers_by_use(self) -> dict[str, list[Any]]:
-        return {"": list(self.operable())}
+        return {"": list(self.adapted_layers())}
 
     # Taking in states
 
@@ -362,7 +362,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def _interrupted(self, last: int) -> InterruptedPassError:
         # Of layers that are made as they are needed, the last one may not be there yet.
         seen = [self._seen_by(index) for index in range(max(len(self.layers), last + 1))]
-        return forward_pass.interrupted(seen, any(layer.is_recurrent for layer in self.operable()))
+        return forward_pass.interrupted(seen, any(layer.is_recurrent for layer in self.adapted_layers()))
 
     def forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, and look at each layer if one was interrupted."""
@@ -506,7 +506,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             return (
                 int(layer.get_max_length()) if isinstance(layer, LayerOperations) else upstream_calls.max_length(layer)
             )
-        capacities = [layer.capacity for layer in self.operable() if layer.attends]
+        capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
         return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)
 
@@ -535,7 +535,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @property
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
-        return next((layer.batch_size for layer in self.operable() if layer.batch_size is not None), -1)
+        return next((layer.batch_size for layer in self.adapted_layers() if layer.batch_size is not None), -1)
 
     @property
     def is_initialized(self) -> bool:
@@ -551,22 +551,22 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can put every layer back as it was."""
-        return all(layer.is_croppable for layer in self.operable())
+        return all(layer.is_croppable for layer in self.adapted_layers())
 
     @property
     def is_sliding(self) -> list[bool]:
         """For each layer, whether it attends within a window."""
-        return [layer.is_sliding for layer in self.operable()]
+        return [layer.is_sliding for layer in self.adapted_layers()]
 
     @property
     def is_linear(self) -> list[bool]:
         """For each layer, whether it has a recurrent state and no attention."""
-        return [layer.is_recurrent and not layer.attends for layer in self.operable()]
+        return [layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
 
     @property
     def is_dummy(self) -> list[bool]:
         """For each layer, whether it holds nothing at all."""
-        return [not layer.is_recurrent and not layer.attends for layer in self.operable()]
+        return [not layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -97,7 +97,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             if (keys is None) != (values is None):
                 raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw one alone.")
         legacy_api.check_takes_pairs(
-            layer for layer, (keys, *_) in zip(self.operable(), given, strict=False) if keys is not None
+            layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
         )
         for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
             if states[0] is not None:
@@ -135,7 +135,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
                 "those of every layer."
             )
-        legacy_api.check_takes_pairs(layer for layer in cache.operable() if pairs and layer.attends)
+        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
             layer.update(*windowed_states.with_dropped(pair, slides))
         return cache

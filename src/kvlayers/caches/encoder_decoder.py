@@ -109,8 +109,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def _layers_by_use(self) -> dict[str, list[Any]]:
         return {
-            "self": list(self.self_attention_cache.operable()),
-            "cross": list(self.cross_attention_cache.operable()),
+            "self": list(self.self_attention_cache.adapted_layers()),
+            "cross": list(self.cross_attention_cache.adapted_layers()),
         }
 
     def check_encoded(self, encoded: Tensor) -> None:
@@ -124,7 +124,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             CapacityError: there are none yet, and too little is reserved for them.
         """
         prints = _prints(encoded)
-        for layer in self.cross_attention_cache.operable():
+        for layer in self.cross_attention_cache.adapted_layers():
             if not layer.length:
                 if isinstance(layer, CacheLayer):
                     layer.make_room(encoded.shape[1])
@@ -339,7 +339,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
-        layers = enumerate(self.operable())
+        layers = enumerate(self.adapted_layers())
         return (windowed_states.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
     def to_legacy_cache(self) -> legacy_api.LegacyStates:
@@ -378,7 +378,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
 
 def _holds_tokens(cache: Cache) -> bool:
-    return any(layer.length for layer in cache.operable())
+    return any(layer.length for layer in cache.adapted_layers())
 
 
 def _check_sequences(batch_sizes: set[int]) -> None:

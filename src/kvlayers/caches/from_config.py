@@ -11,7 +11,7 @@ from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.sink_config import Sinking
+from kvlayers.layers.sink_config import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
 from kvlayers.layers.static import StaticLayer
 from kvlayers.layers.static_sliding import StaticSlidingLayer
@@ -21,7 +21,7 @@ from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
-from kvlayers.stores.masking import Reading
+from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.upstream import compat, model_types
 from kvlayers.upstream.compat import LayerSpec
@@ -147,7 +147,7 @@ def share_readings(layers: Sequence[Any]) -> None:
         or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in attending)
         or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
     )
-    readings: dict[object, Reading] = {}
+    readings: dict[object, MaskExtent] = {}
     for layer in fixed:
         kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
         store = layer.reserved
@@ -203,7 +203,7 @@ def quantized_layers(
     return _layers(config, kinds, checkpoints)
 
 
-def sink_layers(config: object, sinking: Sinking, rotary: Rotary | None = None) -> list[Any]:
+def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
     """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than those of the sinks.
 
     Args:

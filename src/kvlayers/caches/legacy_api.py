@@ -228,7 +228,7 @@ class LegacySurface(ABC):
     layers: list[Any]
 
     @abstractmethod
-    def operable(self) -> "Iterator[CacheLayer | TransformersLayer]":
+    def adapted_layers(self) -> "Iterator[CacheLayer | TransformersLayer]":
         """The layers, with the operations of ours."""
 
     @abstractmethod
@@ -262,17 +262,17 @@ class LegacySurface(ABC):
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
         layer_idx = self.check_layer(layer_idx)
-        layer = next(itertools.islice(self.operable(), layer_idx, None))
+        layer = next(itertools.islice(self.adapted_layers(), layer_idx, None))
         return layer.keys, layer.values
 
     def __iter__(self) -> Iterator[StatePair]:
         """A pair of keys and values for each layer."""
-        return (with_window((layer.keys, layer.values), layer) for layer in self.operable())
+        return (with_window((layer.keys, layer.values), layer) for layer in self.adapted_layers())
 
     @property
     def key_cache(self) -> StateList:
         """The keys of each layer, as a list."""
-        return StateList(self.operable(), "keys")
+        return StateList(self.adapted_layers(), "keys")
 
     @key_cache.setter
     def key_cache(self, states: object) -> None:
@@ -281,7 +281,7 @@ class LegacySurface(ABC):
     @property
     def value_cache(self) -> StateList:
         """The values of each layer, as a list."""
-        return StateList(self.operable(), "values")
+        return StateList(self.adapted_layers(), "values")
 
     @value_cache.setter
     def value_cache(self, states: object) -> None:
@@ -331,7 +331,7 @@ class LegacySurface(ABC):
 
     def as_tuples(self, states_of: Callable[[Any], StatePair]) -> LegacyStates:
         """As `to_legacy_cache`, with the keys and values that `states_of` gives for a layer."""
-        return _to_pairs(self.operable(), states_of)
+        return _to_pairs(self.adapted_layers(), states_of)
 
 
 def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:

@@ -67,7 +67,7 @@ class LayerwiseOperations(ABC):
     def forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, as all layers have changed."""
 
-    def operable(self) -> Iterator[Operable]:
+    def adapted_layers(self) -> Iterator[Operable]:
         """The layers, those of transformers behind an adapter that gives them the operations of ours."""
         for layer in self.layers:
             yield _operable(layer)
@@ -92,7 +92,7 @@ class LayerwiseOperations(ABC):
         if number > 0:
             self._remove(self._removals(target))
         else:
-            self._remove([(layer, length - target) for layer in self.operable()])
+            self._remove([(layer, length - target) for layer in self.adapted_layers()])
 
     def truncate(self, length: int) -> int:
         """Roll back to when the cache had seen `length` tokens (0 is one), or as near before that as its layers can go.
@@ -107,11 +107,11 @@ class LayerwiseOperations(ABC):
         Raises:
             RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
         """
-        target = self.restorable(length)
+        target = self.nearest_restorable(length)
         self._remove(self._removals(target))
         return length - target
 
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, that all layers can be put back to.
 
         Raises:
@@ -122,9 +122,9 @@ class LayerwiseOperations(ABC):
             raise RollbackError(
                 f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
             )
-        counting = [layer for layer in self.operable() if isinstance(layer, LayerOperations) and layer.length]
+        counting = [layer for layer in self.adapted_layers() if isinstance(layer, LayerOperations) and layer.length]
         while True:
-            nearest = min((layer.restorable(length) for layer in counting), default=length)
+            nearest = min((layer.nearest_restorable(length) for layer in counting), default=length)
             if nearest == length:
                 return length
             length = nearest
@@ -132,7 +132,7 @@ class LayerwiseOperations(ABC):
     def _removals(self, length: int) -> list[tuple[Operable, int]]:
         """By how many tokens each layer must go back. A pass that broke off leaves some layers ahead of others."""
         held = self._token_count()
-        return [(layer, (layer.length or held) - length) for layer in self.operable()]
+        return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
 
     def _remove(self, removals: list[tuple[Operable, int]]) -> None:
         held = self._token_count()
@@ -151,7 +151,7 @@ class LayerwiseOperations(ABC):
         self.forget_pass()
 
     def _token_count(self) -> int:
-        return max((layer.length or 0 for layer in self.operable()), default=0)
+        return max((layer.length or 0 for layer in self.adapted_layers()), default=0)
 
     def reorder_cache(self, beam_idx: BatchIndices) -> None:
         """As `batch_select_indices`, under the name that beam search uses."""
@@ -211,7 +211,7 @@ class LayerwiseOperations(ABC):
             rows = repeated_rows(repeats, batch_size)
             if repeats > 1:
                 self.check_select(rows.shape[0])
-                for layer in self.operable():
+                for layer in self.adapted_layers():
                     layer.expand(repeats)
                 self._select_known_ids(rows)
 
@@ -219,7 +219,7 @@ class LayerwiseOperations(ABC):
         if is_identity(rows, self.batch_size):
             return
         self.check_select(rows.shape[0])
-        for layer in self.operable():
+        for layer in self.adapted_layers():
             layer.select(rows)
         self._select_known_ids(rows)
 
@@ -230,31 +230,31 @@ class LayerwiseOperations(ABC):
 
     def check_select(self, batch_size: int) -> None:
         """Raise what selecting `batch_size` sequences would raise, whatever the indices."""
-        filled = [layer for layer in self.operable() if layer.length]
+        filled = [layer for layer in self.adapted_layers() if layer.length]
         sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
         if len(sizes) > 1:
             raise BatchIndexError(
                 f"expected layers of one batch size, but saw {sorted(sizes)}: crop the cache to before the forward "
                 "pass that broke off, or reset it."
             )
-        for layer in self.operable():
+        for layer in self.adapted_layers():
             layer.check_select(batch_size)
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
-        for layer in self.operable():
+        for layer in self.adapted_layers():
             layer.reset()
         self.known_ids = None
         self.forget_pass()
 
     def activate_past_recording(self) -> None:
         """From now on, let windows hold all that comes between one crop and the next, which may take it back."""
-        for layer in self.operable():
+        for layer in self.adapted_layers():
             layer.activate_past_recording()
 
     def deactivate_past_recording(self) -> None:
         """Let go of what was recorded, and record no more."""
-        for layer in self.operable():
+        for layer in self.adapted_layers():
             layer.deactivate_past_recording()
 
     @overload
@@ -283,7 +283,7 @@ class LayerwiseOperations(ABC):
 
     def _fork(self) -> Self:
         twin = copy.copy(self)
-        twin.layers = [layer.fork() for layer in self.operable()]
+        twin.layers = [layer.fork() for layer in self.adapted_layers()]
         share_readings(twin.layers)
         return twin
 
@@ -294,7 +294,7 @@ class LayerwiseOperations(ABC):
 
     def storages(self) -> Storages:
         """Bytes of each piece of memory that is held, by its address. Forks may hold the same ones."""
-        return storages_of(tensor for layer in self.operable() for tensor in layer.held_tensors())
+        return storages_of(tensor for layer in self.adapted_layers() for tensor in layer.held_tensors())
 
     @property
     def nbytes(self) -> int:
@@ -303,7 +303,7 @@ class LayerwiseOperations(ABC):
 
     def state(self) -> CacheState:
         """Copies of the live tensors of all layers, and the facts beside them."""
-        return CacheState(type(self).__name__, tuple(layer.state() for layer in self.operable()))
+        return CacheState(type(self).__name__, tuple(layer.state() for layer in self.adapted_layers()))
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.

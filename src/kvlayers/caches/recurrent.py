@@ -14,7 +14,7 @@ RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
 """Ours first: an instance of the very class is found without asking its bases, at every layer and token."""
 
 HOLDERS = (LinearAttentionLayer, HybridLayer)
-OURS = (*HOLDERS, LayerOperations)
+KVLAYERS = (*HOLDERS, LayerOperations)
 
 
 class RecurrentSurface(ABC):
@@ -119,7 +119,7 @@ class RecurrentSurface(ABC):
         followed = isinstance(layer, LinearAttentionLayer) and not torch.compiler.is_compiling()
         if followed and not state_idx and not self._at < layer_idx <= self._in_step:
             self._follow(layer_idx, conv_states.shape[-1])
-        which = (state_idx,) if isinstance(layer, OURS) else upstream_calls.which_state(state_idx)
+        which = (state_idx,) if isinstance(layer, KVLAYERS) else upstream_calls.which_state(state_idx)
         updated: Tensor = layer.update_conv_state(conv_states, *which, **layer_options)
         if followed:
             self._at = layer_idx
@@ -130,7 +130,7 @@ class RecurrentSurface(ABC):
     ) -> Tensor:
         """Replace the recurrent state of a layer, which checks `layer_options`. Raises as `update_conv_state`."""
         layer = self._recurrent(layer_idx)
-        which = (state_idx,) if isinstance(layer, OURS) else upstream_calls.which_state(state_idx)
+        which = (state_idx,) if isinstance(layer, KVLAYERS) else upstream_calls.which_state(state_idx)
         updated: Tensor = layer.update_recurrent_state(recurrent_states, *which, **layer_options)
         return updated
 
@@ -141,7 +141,7 @@ class RecurrentSurface(ABC):
         needs, for a later rollback, is its `is_recording`.
         """
         layer = self.layers[layer_idx]
-        if isinstance(layer, OURS):
+        if isinstance(layer, KVLAYERS):
             return bool(layer.record_past)
         return bool(vars(layer).get("record_past", False))
 

@@ -14,7 +14,7 @@ from kvlayers.caches.from_config import attention_part, sink_layers
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.layers import OffloadedLayer, SinkLayer, TokenLayer
 from kvlayers.layers.sink import check_sinks, padding_of
-from kvlayers.layers.sink_config import Sinking
+from kvlayers.layers.sink_config import SinkConfig
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.quantization import Quantization
 from kvlayers.upstream.model_types import config_of
@@ -88,7 +88,7 @@ class SinkCache(Cache):
             super().__init__(self._layers_of(config), None, offloading, False, offload_device, offload_directory)
 
     def _layers_of(self, config: object) -> list[Any]:
-        sinks = Sinking(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
+        sinks = SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
         return sink_layers(config, sinks, self._rotary)
 
     def _layer_without_config(self) -> SinkLayer:
@@ -97,7 +97,7 @@ class SinkCache(Cache):
                 "expected to know how the model rotates its keys, but the cache has no config: make it with "
                 "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
             )
-        sinks = Sinking(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
+        sinks = SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
         return sinks.layer(self._rotary)
 
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
@@ -128,7 +128,7 @@ class SinkCache(Cache):
             for layer in _sinks(self.layers):
                 layer.left_padding = padding
             return
-        is_recording = any(layer.is_recording for layer in self.operable())
+        is_recording = any(layer.is_recording for layer in self.adapted_layers())
         Cache.__init__(self, layers, None, **self.offloading_options())
         if is_recording:
             self.activate_past_recording()

@@ -10,11 +10,11 @@ from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import DynamicLayer, LayerState, LinearAttentionLayer, SlidingLayer
 from kvlayers.layers.hybrid import LINEAR
-from kvlayers.stores import DenseStore, FixedStore, SharedStore
+from kvlayers.stores import DenseStore, SharedStore, StaticStore
 from kvlayers.stores.contract import Fact
 from kvlayers.upstream.compat import DUMMY_LAYER
 
-STACKED_STORES = (DenseStore, FixedStore, SharedStore)
+STACKED_STORES = (DenseStore, StaticStore, SharedStore)
 """Stores that hold a token apart from the others, so that it can lie in another place."""
 
 
@@ -50,7 +50,7 @@ def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
             f"expected caches whose tokens lie apart from each other, but saw {into!r}: use one for each sequence."
         )
     # A layer at a time, so that no more than one is held in three places.
-    for layer, *rows in zip(into.operable(), *(cache.operable() for cache in caches), strict=True):
+    for layer, *rows in zip(into.adapted_layers(), *(cache.adapted_layers() for cache in caches), strict=True):
         layer.load_state(_stacked([row.state() for row in rows], length))
 
 

@@ -53,7 +53,7 @@ def pass_tokens(
         stop = min(begin + step, end)
         inputs = compat.model_inputs(model, input_ids[:, :stop], stop - begin, cut(model_kwargs, end - stop))
         output = model(**inputs, return_dict=True)
-    if any(layer.is_recording for layer in cache.operable()):
+    if any(layer.is_recording for layer in cache.adapted_layers()):
         # What comes next may be taken back to here.
         cache.activate_past_recording()
     return output

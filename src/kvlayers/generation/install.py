@@ -58,7 +58,7 @@ from kvlayers.generation.calls import sequences_of_each_prompt
 from kvlayers.generation.presence import Presence
 from kvlayers.generation.replacement import Replacement
 from kvlayers.prefix import PrefixStore, active_store, prefixed_call
-from kvlayers.stores.masking import ReadingMode
+from kvlayers.stores.masking import MaskMode
 from kvlayers.upstream import compat, model_types
 
 CONTINUOUS_BATCHING = "paged"
@@ -287,7 +287,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             and kwargs.get("inputs_embeds") is None
             and not prefixed_call.is_own(past)
         )
-        call = known_ids.Call(input_ids if sees_the_ids else None, kwargs.get("attention_mask"))
+        call = known_ids.KnownIds(input_ids if sees_the_ids else None, kwargs.get("attention_mask"))
         try:
             with static_pool.lending() as loans, known_ids.calling(call):
                 output = original(self, *args, **kwargs)
@@ -311,7 +311,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_recording(cache: Any) -> bool:
-    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.operable())
+    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.adapted_layers())
 
 
 def _wrap_prepare_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -429,7 +429,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_cache_for_generation
 
 
-def _reading_mode(cache: Any) -> ReadingMode | None:
+def _reading_mode(cache: Any) -> MaskMode | None:
     """What the layers of the static cache that self-attention has agree on, if it has one with layers of kvlayers."""
     own = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
     fixed = fixed_layers(own.layers) if isinstance(own, transformers.StaticCache) else []

@@ -56,7 +56,7 @@ def _can_be_repeated_later(
         # What else models with images or an encoder return for a prompt, nobody here knows how to repeat.
         return False
     returns_more = generation_config.output_attentions or generation_config.output_hidden_states
-    grows = any(layer.attends and layer.capacity is None for layer in cache.operable())
+    grows = any(layer.attends and layer.capacity is None for layer in cache.adapted_layers())
     return grows and not returns_more and not isinstance(cache, StaticCache)
 
 

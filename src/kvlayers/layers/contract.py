@@ -70,7 +70,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     @override
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         self.check_truncate(length)
         return length
 

@@ -31,7 +31,7 @@ class DynamicLayer(TokenLayer):
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
         store = self._store
-        store.admit(key_states, value_states)
+        store.validate(key_states, value_states)
         return store.extend(key_states, value_states)
 
     @override

@@ -175,9 +175,9 @@ class OffloadedLayer(CacheLayer):
         with contextlib.suppress(CapacityError):
             self.prefetcher.leave(self)
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self.layer.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self.layer.swap_buffers(move)
 
     # Operations
 

@@ -77,7 +77,7 @@ class LayerOperations(ABC):
         return self.record_past
 
     @abstractmethod
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, that the layer can be put back to, exactly.
 
         Raises:

@@ -75,7 +75,7 @@ class SinkLayer(TokenLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> StatePair:
         store, seen = self._store, self._seen
-        tokens = store.admit(key_states, value_states)
+        tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
         past = self.attended_past(seen)
@@ -89,7 +89,7 @@ class SinkLayer(TokenLayer):
             store.reserve(store.length + tokens)
         if not self.record_past and past + tokens > self.room:
             kept = min(self._needed(seen + tokens), behind + tokens)
-            attended = store.pass_through(key_states, value_states, behind, kept, front if all_stand else None)
+            attended = store.extend_and_evict(key_states, value_states, behind, kept, front if all_stand else None)
         else:
             held = store.length
             try:

@@ -12,7 +12,7 @@ from kvlayers.stores.quantized import QuantizedStore
 
 
 @dataclass(frozen=True, eq=False)
-class Sinking:
+class SinkConfig:
     """How the layers of a `SinkCache` are made.
 
     Attributes:

@@ -55,13 +55,13 @@ class SlidingLayer(TokenLayer):
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
-        tokens = store.admit(key_states, value_states)
+        tokens = store.validate(key_states, value_states)
         past = self.attended_past(store.length)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
             kept = min(self.sliding_window - 1, past + tokens)
-            attended = store.pass_through(key_states, value_states, past, kept)
+            attended = store.extend_and_evict(key_states, value_states, past, kept)
             self._seen = seen + tokens
             return attended
         held = store.length

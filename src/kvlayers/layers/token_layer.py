@@ -200,9 +200,9 @@ class TokenLayer(CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self._store.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self._store.swap_buffers(move)
 
     @property
     def kind(self) -> str:

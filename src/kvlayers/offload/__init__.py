@@ -2,7 +2,6 @@
 
 from kvlayers.offload.config import Offloading
 from kvlayers.offload.prefetcher import Prefetcher
-from kvlayers.offload.recording import RecordingTransfers
 from kvlayers.offload.storage import DiskMemory, HomeMemory, HostMemory
 from kvlayers.offload.traffic import Traffic, TrafficMeter
 from kvlayers.offload.transfers import Transfers
@@ -13,7 +12,6 @@ __all__ = [
     "HostMemory",
     "Offloading",
     "Prefetcher",
-    "RecordingTransfers",
     "Traffic",
     "TrafficMeter",
     "Transfers",

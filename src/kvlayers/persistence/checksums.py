@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvlayers.persistence.safetensors_header import DTYPES, Entry
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
 
 RUN_TOKENS = 512
 """Tokens of keys or values that have one digest."""
@@ -45,7 +45,7 @@ def digest_table(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(-1, DIGEST_BYTES)
 
 
-def first_rows(tensors: Mapping[str, Entry]) -> dict[str, int]:
+def first_rows(tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
     """For each tensor the row of its first digest, and under no name how many rows there are."""
     rows: dict[str, int] = {}
     count = 0
@@ -55,7 +55,7 @@ def first_rows(tensors: Mapping[str, Entry]) -> dict[str, int]:
     return {**rows, "": count}
 
 
-def checksum(description: str, tensors: Mapping[str, Entry], digests: Tensor) -> str:
+def checksum(description: str, tensors: Mapping[str, TensorEntry], digests: Tensor) -> str:
     """One SHA-256 of all that a file holds: the description, what each tensor looks like, and the digests of all."""
     total = hashlib.sha256(description.encode("utf-8", "surrogatepass"))
     for name in sorted(tensors):

@@ -131,7 +131,7 @@ def read_description(path: str, text: str) -> Description:
     Raises:
         CacheFileError: the text is none.
     """
-    reader = _Reader(path)
+    reader = _RecordReader(path)
     content = reader.record(parse_json(path, text.encode("utf-8", "surrogatepass"), "the description"), _DESCRIPTION)
     model = reader.record(content["model"], _MODEL)
     rotaries = {}
@@ -211,7 +211,7 @@ _LAYER: _Checks = {
 }
 
 
-class _Reader:
+class _RecordReader:
     """Takes records apart, and refuses those that are none."""
 
     def __init__(self, path: str) -> None:

@@ -18,7 +18,7 @@ from kvlayers.errors import CacheFileError
 from kvlayers.layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from kvlayers.layers.quantized import quantized_layer
 from kvlayers.layers.sink import check_sinks, padding_of
-from kvlayers.layers.sink_config import Sinking
+from kvlayers.layers.sink_config import SinkConfig
 from kvlayers.layers.sliding import window_room
 from kvlayers.persistence.format import CacheRecord, LayerRecord, Options
 from kvlayers.rope.rotary import Rotary
@@ -201,7 +201,7 @@ def _quantized_for(record: CacheRecord, made: Made) -> list[Any]:
 
 def _sinks_for(record: CacheRecord, made: Made) -> list[Any]:
     window, sinks = made.options["window_length"], made.options["num_sink_tokens"]
-    return sink_layers(made.config, Sinking(window, sinks, made.quantization()), made.rotary(made.options["rotary"]))
+    return sink_layers(made.config, SinkConfig(window, sinks, made.quantization()), made.rotary(made.options["rotary"]))
 
 
 def _kinds(prepare: Any, from_config: Any, *classes: type[Cache]) -> dict[str, CacheKind]:

@@ -78,7 +78,7 @@ def load_cache(
     with opened(path) as saved:
         check_model(path, saved.description, config, weights_id)
         _check_length(path, saved.description.cache, length)
-        reader = _Reader(saved, place, length, verify)
+        reader = _StateReader(saved, place, length, verify)
         return reader.new(config) if into is None else reader.fill(into)
 
 
@@ -104,7 +104,7 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
         )
 
 
-class _Reader:
+class _StateReader:
     """Takes a file's states to caches."""
 
     def __init__(self, saved: SavedFile, device: torch.device, length: int | None, verify: bool) -> None:
@@ -133,9 +133,9 @@ class _Reader:
         # A layer at a time, so that no more than one is in two places at once on the device.
         if len(cache.layers) != len(record.layers):
             raise StateMismatchError(f"expected states of {len(cache.layers)} layers, but saw {len(record.layers)}.")
-        for index, (layer, layer_record) in enumerate(zip(cache.operable(), record.layers, strict=True)):
+        for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             layer.load_state(self._state(layer, layer_record, part, index))
-        batch_sizes = {layer.batch_size for layer in cache.operable() if layer.length}
+        batch_sizes = {layer.batch_size for layer in cache.adapted_layers() if layer.length}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(map(str, batch_sizes))}.")
 
@@ -202,7 +202,7 @@ class _Reader:
 
     def _recording(self, cache: Cache) -> Cache:
         for part, record in zip(_parts(cache), self.saved.description.caches(), strict=True):
-            for layer, own in zip(part.operable(), record.layers, strict=True):
+            for layer, own in zip(part.adapted_layers(), record.layers, strict=True):
                 if own.recording:
                     layer.activate_past_recording()
         return cache

@@ -71,9 +71,9 @@ def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tup
 def _record(cache: Cache, state: CacheState) -> CacheRecord:
     layers = tuple(
         LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), _is_recording(layer))
-        for layer, layer_state in zip(cache.operable(), state.layers, strict=True)
+        for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
     )
-    length = max((layer.length or 0 for layer in cache.operable()), default=0)
+    length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
     return CacheRecord(state.kind, length, cache.batch_size, _options(cache), layers)
 
 

@@ -52,7 +52,7 @@ ReadRange = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """What the header says of one tensor."""
 
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Header:
     """
 
     metadata: dict[str, str]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     ranges: dict[str, tuple[int, int]]
     file_bytes: int
 
@@ -180,9 +180,9 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
 
 def _entries(
     path: str, content: dict[str, Any], data_start: int, file_bytes: int
-) -> tuple[dict[str, Entry], dict[str, tuple[int, int]]]:
+) -> tuple[dict[str, TensorEntry], dict[str, tuple[int, int]]]:
     """The tensors of a header, whose bytes must follow one another from the first to the last of the file."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     ranges: dict[str, tuple[int, int]] = {}
     for name, claim in content.items():
         if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
@@ -200,7 +200,7 @@ def _entries(
         if math.prod(size for size in shape if size) > MAX_EMPTY_ELEMENTS and begin == end:
             refuse(path, f"a shape that states have for {shown(name)}", shown(shape))
         ranges[name] = data_start + begin, data_start + end
-        entries[name] = Entry(dtype, tuple(shape))
+        entries[name] = TensorEntry(dtype, tuple(shape))
     following = sorted(ranges.values())
     if [begin for begin, _ in following] != [data_start, *(end for _, end in following)][: len(following)]:
         refuse(path, "tensors that follow one another", "some that overlap, or gaps between them")

@@ -14,7 +14,7 @@ from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import DIGESTS, FORMAT, FORMAT_VERSION
 from kvlayers.persistence.records import described
-from kvlayers.persistence.safetensors_header import Entry, checked_path, read_header
+from kvlayers.persistence.safetensors_header import TensorEntry, checked_path, read_header
 
 
 def save_cache(
@@ -64,7 +64,7 @@ def save_cache(
         model = model_record(config, isinstance(cache, EncoderDecoderCache), weights_id)
         description, tensors = described(cache, model, token_ids)
         text = description.to_json()
-        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         digests = digest_table(tensors)
         metadata = {
             "format": FORMAT,

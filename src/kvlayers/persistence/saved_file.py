@@ -19,7 +19,15 @@ from kvlayers.persistence.format import (
     read_description,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import Entry, Header, ReadRange, parse_header, read_header, refuse, shown
+from kvlayers.persistence.safetensors_header import (
+    Header,
+    ReadRange,
+    TensorEntry,
+    parse_header,
+    read_header,
+    refuse,
+    shown,
+)
 
 METADATA = ("format", "format_version", "description", "checksum")
 
@@ -62,7 +70,7 @@ class SavedFile:
         if total != header.metadata["checksum"]:
             refuse(path, f"the checksum {total}", shown(header.metadata["checksum"]), "it is damaged; save it again")
 
-    def _covered(self) -> dict[str, Entry]:
+    def _covered(self) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
 
     @property

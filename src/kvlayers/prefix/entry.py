@@ -11,7 +11,7 @@ from kvlayers.utils.tensor_memory import Storages
 
 
 @dataclass(eq=False)
-class Entry:
+class PrefixEntry:
     """Tokens, and the cache that has seen them: in memory, in a file, or both.
 
     Attributes:
@@ -68,9 +68,9 @@ def reach(cache: Cache, length: int) -> int:
     if length == cache.get_seq_length():
         return length
     try:
-        target = cache.restorable(length)
+        target = cache.nearest_restorable(length)
         # What no layer of ours counts is only known when it is tried.
-        if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.operable()):
+        if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.adapted_layers()):
             cache.fork().truncate(target)
     except RollbackError:
         return 0

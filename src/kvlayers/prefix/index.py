@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, KVLayersError
 from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import Entry
+from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.eviction import EvictionPolicy
-from kvlayers.prefix.memory_account import Ledger
+from kvlayers.prefix.memory_account import MemoryAccount
 from kvlayers.prefix.radix_tree import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
@@ -16,7 +16,7 @@ from kvlayers.utils.units import exact_bytes
 logger = logging.getLogger(__name__)
 
 
-class Holdings:
+class EntryIndex:
     """Entries by label and tokens; those in memory never take more than `max_bytes`.
 
     Args:
@@ -34,27 +34,27 @@ class Holdings:
         self.directory = directory
         self.directory_max_bytes = directory_max_bytes
         self.evictions = self.spilled = self.failed_writes = 0
-        self._trees: dict[str, RadixTree[Entry]] = {}
+        self._trees: dict[str, RadixTree[PrefixEntry]] = {}
         self._uses = 0
-        self._ledger = Ledger()
+        self._ledger = MemoryAccount()
         self.refresh()
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[PrefixEntry]:
         for tree in self._trees.values():
             yield from tree.values()
 
     def __len__(self) -> int:
         return sum(len(tree) for tree in self._trees.values())
 
-    def tree(self, label: str) -> RadixTree[Entry]:
+    def tree(self, label: str) -> RadixTree[PrefixEntry]:
         """The entries of a model and a namespace, to be read."""
         return self._trees.get(label, RadixTree())
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: PrefixEntry) -> None:
         self._trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
         self.touch(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: PrefixEntry) -> None:
         tree = self.tree(entry.label)
         tree.remove(entry.ids)
         if not len(tree):
@@ -70,7 +70,7 @@ class Holdings:
         """Bytes of files."""
         return sum(entry.file_bytes for entry in self)
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: PrefixEntry) -> None:
         """Note that an entry is used now."""
         self._uses += 1
         entry.last_use = self._uses
@@ -96,8 +96,8 @@ class Holdings:
             self.touch(standing)
             return False
         known = tree.get(ids)
-        entry = Entry(label, ids) if known is None else known
-        candidate = Entry(label, ids, cache)
+        entry = PrefixEntry(label, ids) if known is None else known
+        candidate = PrefixEntry(label, ids, cache)
         shorter = [found.value for found in tree.on_the_way(ids) if found.value is not entry]
         replaced = [old for old in shorter if not old.pins and candidate.stands_for(old.boundaries)]
         self._make_room(cache.storages(), leaving=replaced)
@@ -111,16 +111,16 @@ class Holdings:
         self._add(entry)
         return True
 
-    def _hold(self, entry: Entry, cache: Cache) -> None:
+    def _hold(self, entry: PrefixEntry, cache: Cache) -> None:
         self._let_go(entry)
         entry.hold(cache)
         self._ledger.add(entry.storages)
 
-    def _let_go(self, entry: Entry) -> None:
+    def _let_go(self, entry: PrefixEntry) -> None:
         self._ledger.remove(entry.storages)
         entry.let_go()
 
-    def standing_for(self, label: str, ids: Tokens) -> Entry | None:
+    def standing_for(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be put back to exactly these tokens, `None` where there is none."""
         for found in self.tree(label).nearest(ids):
             if found.tokens < len(ids):
@@ -129,7 +129,7 @@ class Holdings:
                 return found.value
         return None
 
-    def admit(self, entry: Entry, cache: Cache) -> bool:
+    def validate(self, entry: PrefixEntry, cache: Cache) -> bool:
         """Take the cache of an entry, which was in a file alone, into memory, where there is room beside the pinned."""
         try:
             self._make_room(cache.storages(), leaving=())
@@ -141,7 +141,7 @@ class Holdings:
         self._hold(entry, cache)
         return True
 
-    def _make_room(self, storages: Storages, leaving: Sequence[Entry]) -> None:
+    def _make_room(self, storages: Storages, leaving: Sequence[PrefixEntry]) -> None:
         nbytes = sum(storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
@@ -150,7 +150,7 @@ class Holdings:
             )
         apart = set(map(id, leaving))
         staying = [entry for entry in self if entry.cache is not None and id(entry) not in apart]
-        pinned = Ledger(entry.storages for entry in staying if entry.pins)
+        pinned = MemoryAccount(entry.storages for entry in staying if entry.pins)
         already = pinned.nbytes
         pinned.add(storages)
         if pinned.nbytes > self.max_bytes:
@@ -180,7 +180,7 @@ class Holdings:
         self._evict([entry for entry in self if entry.cache is not None], most)
         return before - self.nbytes
 
-    def _evict(self, held: Iterable[Entry], most: int) -> None:
+    def _evict(self, held: Iterable[PrefixEntry], most: int) -> None:
         """Evict entries among `held`, until no more than `most` bytes are held or none is left that may go."""
         loose = [entry for entry in held if not entry.pins]
         order = list(self.policy.order(loose)) if self.nbytes > most else []
@@ -196,7 +196,7 @@ class Holdings:
                 self.forget(entry)
         self._shrink_directory()
 
-    def spill(self, entry: Entry) -> None:
+    def spill(self, entry: PrefixEntry) -> None:
         """Write an entry to the directory, where there is one that it is not in yet."""
         if self.directory is None or entry.path is not None or entry.cache is None:
             return
@@ -263,14 +263,14 @@ class Holdings:
             if entry.cache is None:
                 self.forget(entry)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: PrefixEntry) -> None:
         """Hold an entry no more, neither in memory nor in a file."""
         if self.directory is not None:
             self.directory.delete(entry)
         self._let_go(entry)
         self._remove(entry)
 
-    def lose_file(self, entry: Entry) -> None:
+    def lose_file(self, entry: PrefixEntry) -> None:
         """Look for an entry in its file no more, which is gone or damaged."""
         entry.path, entry.file_bytes = None, 0
         if entry.cache is None:

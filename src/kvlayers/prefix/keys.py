@@ -92,7 +92,7 @@ def seen_by(cache: object, ids: Tokens) -> tuple[Cache, int]:
             f"expected the ids of the {length} tokens that the cache has seen, but saw {len(ids)}: pass those of the "
             "whole sequence."
         )
-    lengths = {layer.length for layer in cache.operable() if layer.length}
+    lengths = {layer.length for layer in cache.adapted_layers() if layer.length}
     if lengths - {length}:
         raise StateMismatchError(
             f"expected layers that have seen the same tokens, but saw {sorted(lengths)}: a forward pass broke off, so "

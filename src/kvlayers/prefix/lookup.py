@@ -9,9 +9,9 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import NeedsConfigError
-from kvlayers.prefix.entry import Entry, put_back, reach
-from kvlayers.prefix.index import Holdings
-from kvlayers.prefix.radix_tree import Sharing, Tokens
+from kvlayers.prefix.entry import PrefixEntry, put_back, reach
+from kvlayers.prefix.index import EntryIndex
+from kvlayers.prefix.radix_tree import SharedRun, Tokens
 
 MOST_FILES = 4
 """Files that are tried for one look-up: whether a window can go back far enough is only known when it is."""
@@ -44,7 +44,7 @@ class Search:
         device: where states from files are to be, `None` for the host.
     """
 
-    holdings: Holdings
+    holdings: EntryIndex
     label: str
     ids: Tokens
     config: object | None = None
@@ -52,8 +52,8 @@ class Search:
     _notes: list[str] = field(default_factory=list)
     _files: int = 0
     _is_cut_off: bool = False
-    _lost: list[Entry] = field(default_factory=list)
-    _loaded: list[tuple[Entry, Cache]] = field(default_factory=list)
+    _lost: list[PrefixEntry] = field(default_factory=list)
+    _loaded: list[tuple[PrefixEntry, Cache]] = field(default_factory=list)
 
     def run(self) -> Hit:
         """The best that can be had."""
@@ -79,11 +79,11 @@ class Search:
         for lost in self._lost:
             self.holdings.lose_file(lost)
         for entry, cache in self._loaded:
-            self.holdings.admit(entry, cache)
+            self.holdings.validate(entry, cache)
 
     def _best_of(
-        self, group: list[Sharing[Entry]], bound: int, best: Cache | None, best_entry: Entry | None
-    ) -> tuple[Cache | None, Entry | None]:
+        self, group: list[SharedRun[PrefixEntry]], bound: int, best: Cache | None, best_entry: PrefixEntry | None
+    ) -> tuple[Cache | None, PrefixEntry | None]:
         """The best among entries that share equally many tokens, and what was best before them."""
         # Memory first, and then the shortest: the less a window has moved on, the sooner it can go back.
         for found in sorted(group, key=lambda found: (found.value.cache is None, found.value.length)):
@@ -99,7 +99,7 @@ class Search:
                 best, best_entry = found_cache, entry
         return best, best_entry
 
-    def _from_file(self, entry: Entry, length: int) -> Cache | None:
+    def _from_file(self, entry: PrefixEntry, length: int) -> Cache | None:
         directory = self.holdings.directory
         # What one file has waited for in vain, the others need not.
         if directory is None or self._is_cut_off:

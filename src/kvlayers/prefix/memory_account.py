@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kvlayers.utils.tensor_memory import Storages
 
 
-class Ledger:
+class MemoryAccount:
     """Who holds which memory, by its address.
 
     Args:
@@ -15,7 +15,7 @@ class Ledger:
         nbytes: bytes that are held by anybody.
 
     Example:
-        >>> ledger = Ledger([{1: 100, 2: 50}, {2: 50, 3: 7}])
+        >>> ledger = MemoryAccount([{1: 100, 2: 50}, {2: 50, 3: 7}])
         >>> ledger.nbytes
         157
         >>> ledger.remove({1: 100, 2: 50})

@@ -248,7 +248,7 @@ class PrefixedCall:
     def _knows_of_padding(self, example: Cache) -> bool:
         """Whether a token's states are the same with padding before it and without."""
         relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
-        return self._takes_positions or relative or not any(layer.attends for layer in example.operable())
+        return self._takes_positions or relative or not any(layer.attends for layer in example.adapted_layers())
 
     def _lookup(self, ids: Tensor) -> Hit:
         hit = self._store.lookup(ids, **self._whose)
@@ -292,7 +292,7 @@ class PrefixedCall:
         found = hit.cache
         if found is None:
             return self._empty()
-        devices = {attention_part(layer).device for layer in found.operable() if layer.length}
+        devices = {attention_part(layer).device for layer in found.adapted_layers() if layer.length}
         if not isinstance(found, StaticCache) and devices <= {self._model.device}:
             return found
         # It was reserved for another call, or comes from a file.

@@ -33,7 +33,7 @@ class _Node(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Sharing(Generic[T]):
+class SharedRun(Generic[T]):
     """A value in the tree, and how many of its first tokens are those that were asked for."""
 
     value: T
@@ -91,7 +91,7 @@ class RadixTree(Generic[T]):
         if node.parent is not None and node.value is None and len(node.children) == 1:
             self._join(node)
 
-    def on_the_way(self, ids: Tokens) -> list[Sharing[T]]:
+    def on_the_way(self, ids: Tokens) -> list[SharedRun[T]]:
         """The values of `ids` and of all that they begin with, the shortest first."""
         node, depth, inside = self._descend(ids)
         found = []
@@ -100,12 +100,12 @@ class RadixTree(Generic[T]):
             up, depth = node.parent, depth - inside
         while up is not None:
             if up.value is not None:
-                found.append(Sharing(up.value, depth))
+                found.append(SharedRun(up.value, depth))
             depth -= len(up.edge)
             up = up.parent
         return found[::-1]
 
-    def nearest(self, ids: Tokens) -> Iterator[Sharing[T]]:
+    def nearest(self, ids: Tokens) -> Iterator[SharedRun[T]]:
         """All values, those first whose tokens share most with `ids`: take as many as are needed.
 
         At equal numbers the value of those tokens alone comes before those of longer ones.
@@ -113,24 +113,24 @@ class RadixTree(Generic[T]):
         node, matched, inside = self._descend(ids)
         if inside:
             for value in node.values():
-                yield Sharing(value, matched)
+                yield SharedRun(value, matched)
             came_from, node = node, node.parent or node
             matched -= inside
         else:
             came_from = node
             for value in node.values():
-                yield Sharing(value, matched)
+                yield SharedRun(value, matched)
             if node.parent is None:
                 return
             matched -= len(node.edge)
             node = node.parent
         while True:
             if node.value is not None:
-                yield Sharing(node.value, matched)
+                yield SharedRun(node.value, matched)
             for child in list(node.children.values()):
                 if child is not came_from:
                     for value in child.values():
-                        yield Sharing(value, matched)
+                        yield SharedRun(value, matched)
             if node.parent is None:
                 return
             matched -= len(node.edge)

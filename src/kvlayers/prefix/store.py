@@ -14,7 +14,7 @@ from kvlayers.prefix.backends import place_for
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import put_back
 from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
-from kvlayers.prefix.index import Holdings
+from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import label_of, seen_by, tokens_of
 from kvlayers.prefix.lookup import Hit, Search
 from kvlayers.prefix.statistics import PrefixStatistics
@@ -90,7 +90,7 @@ class PrefixStore:
         self._lock = threading.Lock()
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
         files = None if directory is None else Directory(place_for(directory, storage_options))
-        self._holdings = Holdings(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
+        self._holdings = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
 
     def insert(
         self,

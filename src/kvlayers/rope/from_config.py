@@ -19,7 +19,7 @@ from kvlayers.upstream.model_types import decoder_config
 
 # A config says how fast a model turns its keys, and not which dimensions it turns with which. That is in the code of
 # the model, and a wrong guess gives wrong text and no error. So only what has been looked at is known here: the keys
-# of every type below are checked in tests/test_rotary.py against those of the model itself.
+# of every type below are checked in tests/rope/test_rotary.py against those of the model itself.
 HALVES = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "bamba", "bitnet", "cwm", "dbrx", "diffllama", "doge", "dots1", "exaone4",
     "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",

@@ -6,6 +6,6 @@ from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.shared_prefix import SharedStore
-from kvlayers.stores.static import FixedStore
+from kvlayers.stores.static import StaticStore
 
-__all__ = ["Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "SharedStore", "TokenStore"]
+__all__ = ["Buckets", "DenseStore", "StaticStore", "Quantization", "QuantizedStore", "SharedStore", "TokenStore"]

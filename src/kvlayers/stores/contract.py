@@ -51,7 +51,7 @@ class TokenStore(ABC):
         """The same of the values."""
 
     @abstractmethod
-    def admit(self, keys: Tensor, values: Tensor) -> int:
+    def validate(self, keys: Tensor, values: Tensor) -> int:
         """Check that new states can follow those held; return how many tokens they are.
 
         An empty store takes on their form when it next makes room for them.
@@ -92,7 +92,7 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def pass_through(
+    def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
     ) -> StatePair:
         """As `extend`, where no more than the newest `kept` tokens are held afterwards, nor room is made for more."""
@@ -169,7 +169,7 @@ class TokenStore(ABC):
         """An independent store with the same tokens."""
 
     @abstractmethod
-    def relocate(self, move: Mover) -> None:
+    def swap_buffers(self, move: Mover) -> None:
         """Hold the same tokens in other buffers, of the same capacity: each in what `move` gives for the one it is in.
 
         Forms, and with them the device that new states are expected on, stay what they are.
@@ -187,7 +187,7 @@ class TokenStore(ABC):
         """
         fresh = self.fork()
         fresh.clear()
-        fresh.admit(keys, values)
+        fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
 

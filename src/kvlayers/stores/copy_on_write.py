@@ -12,7 +12,7 @@ class Holder(Protocol):
         """Whether any of its tokens is in the slots from `start` to `end`."""
 
 
-class Sharing:
+class CopyOnWrite:
     """The stores that hold one pair of buffers, and the slots that the caller has views of.
 
     A store that goes on writes behind its tokens. The first to do so is the writer, and may stay for as long as nobody

@@ -85,7 +85,7 @@ class DenseStore(ContiguousStore):
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
         fresh = self.snapshot()
         fresh._release()
-        fresh.admit(keys, values)
+        fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
 

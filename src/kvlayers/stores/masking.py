@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from kvlayers.stores.buckets import Place
+from kvlayers.stores.buckets import Slot
 
 
-class ReadingMode:
+class MaskMode:
     """What the layers of a cache agree on, whatever their kinds: masks of all of them are made alike.
 
     Args:
@@ -34,7 +34,7 @@ class ReadingMode:
         return self.compileable and (torch.compiler.is_compiling() or not torch.is_grad_enabled())
 
 
-class Reading:
+class MaskExtent:
     """Which of the two the mask of a forward pass was made for, so that updates return the same.
 
     Eager code reads the tokens that are there: no mask is needed for one query, and no slot is read over. Compiled code
@@ -43,15 +43,15 @@ class Reading:
     an update follows. Layers that share a mask share a reading.
     """
 
-    def __init__(self, mode: ReadingMode | None = None) -> None:
-        self.mode = ReadingMode() if mode is None else mode
-        self._announced: Place | None = None
+    def __init__(self, mode: MaskMode | None = None) -> None:
+        self.mode = MaskMode() if mode is None else mode
+        self._announced: Slot | None = None
 
-    def announce(self, place: Place | None) -> None:
+    def announce(self, place: Slot | None) -> None:
         """Settle what the next update returns: the bucket, if it is that of a layer at `place`."""
         self._announced = place if place is not None and self.mode.buckets_now else None
 
-    def is_of_bucket(self, place: Place) -> bool:
+    def is_of_bucket(self, place: Slot) -> bool:
         """Whether the update of a layer at `place` returns the bucket."""
         return self._announced is place
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import handles
-from kvlayers.attention.packed_tensor import Attended, Edition, as_dense
-from kvlayers.attention.path_counter import Ways
-from kvlayers.attention.segments import DenseRun, History
-from kvlayers.attention.shared_prefix import SharedHistory
+from kvlayers.attention.packed_tensor import Snapshot, Version, as_dense
+from kvlayers.attention.path_counter import PathCounter
+from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Mover, StatePair, TokenStore
@@ -44,10 +44,10 @@ class SharedStore(TokenStore):
         self._prefix_of = tuple(row for row in range(key_form[0]) for _ in range(repeats))
         self._own = DenseStore(minimum_growth=MINIMUM_GROWTH)
         self._own.reserve_form(_of_batch(key_form, repeats), _of_batch(value_form, repeats))
-        self._edition = Edition()
-        self._prefix_history: History | None = None
-        self._held: Attended | None = None
-        self.ways = Ways()
+        self._edition = Version()
+        self._prefix_history: KVSegments | None = None
+        self._held: Snapshot | None = None
+        self.ways = PathCounter()
 
     @property
     def _shared_tokens(self) -> int:
@@ -69,11 +69,11 @@ class SharedStore(TokenStore):
         return self._own.value_form
 
     @override
-    def admit(self, keys: Tensor, values: Tensor) -> int:
+    def validate(self, keys: Tensor, values: Tensor) -> int:
         forms = checked_forms(keys, values)
         if self._prefix is not None and forms != (self.key_form, self.value_form):
             raise mismatch(forms, (self.key_form, self.value_form), self.length)
-        return self._own.admit(keys, values)
+        return self._own.validate(keys, values)
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -95,11 +95,11 @@ class SharedStore(TokenStore):
         return attended if front is None else _behind(front, attended)
 
     @override
-    def pass_through(
+    def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
     ) -> StatePair:
         self._take_apart()
-        return self._own.pass_through(keys, values, past, kept, front)
+        return self._own.extend_and_evict(keys, values, past, kept, front)
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -119,7 +119,7 @@ class SharedStore(TokenStore):
         # Keys and values that are asked for one after the other must be handles of one history.
         if self._held is None or self._held.length != self.length:
             form = self._sides()[0][1]
-            self._held = Attended(
+            self._held = Snapshot(
                 self._history(), form[3], form[4], self._edition, self._edition.number, self.length, self.ways
             )
         (_, key_form), (_, value_form) = self._sides()
@@ -133,15 +133,15 @@ class SharedStore(TokenStore):
     def _sides(self) -> tuple[tuple[Any, StateForm], tuple[Any, StateForm]]:
         return ("keys", self.key_form), ("values", self.value_form)  # type: ignore[return-value]
 
-    def _history(self) -> SharedHistory:
+    def _history(self) -> SharedPrefixSegments:
         if self._prefix is None:
             raise StateMismatchError("expected a prefix, but it has been taken apart.")
         if self._prefix_history is None:
-            self._prefix_history = History((DenseRun(*self._prefix.newest(self._prefix.length)),), None, ())
+            self._prefix_history = KVSegments((DenseSegment(*self._prefix.newest(self._prefix.length)),), None, ())
         own = None
         if self._own.length:
-            own = History((DenseRun(*self._own.newest(self._own.length)),), None, ())
-        return SharedHistory(self._prefix_history, own, self._prefix_of)
+            own = KVSegments((DenseSegment(*self._own.newest(self._own.length)),), None, ())
+        return SharedPrefixSegments(self._prefix_history, own, self._prefix_of)
 
     def _take_apart(self) -> None:
         """Give each sequence a copy of its prefix."""
@@ -150,7 +150,7 @@ class SharedStore(TokenStore):
         whole = self._prefix.selected(torch.tensor(self._prefix_of))
         if self._own.length:
             own = self._own.newest(self._own.length)
-            whole.admit(*own)
+            whole.validate(*own)
             whole.append(*own)
         self._own = whole
         self._forget_prefix()
@@ -227,7 +227,7 @@ class SharedStore(TokenStore):
     def _twin(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition, twin.ways = Edition(), Ways()
+        twin._edition, twin.ways = Version(), PathCounter()
         return twin
 
     @override
@@ -243,12 +243,12 @@ class SharedStore(TokenStore):
         return twin
 
     @override
-    def relocate(self, move: Mover) -> None:
+    def swap_buffers(self, move: Mover) -> None:
         if self._prefix is not None:
             # Others may hold the prefix as well.
             self._prefix = self._prefix.snapshot()
-            self._prefix.relocate(move)
-        self._own.relocate(move)
+            self._prefix.swap_buffers(move)
+        self._own.swap_buffers(move)
         self._prefix_history = self._held = None
 
     def __getstate__(self) -> dict[str, Any]:

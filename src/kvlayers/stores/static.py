@@ -14,7 +14,7 @@ from kvlayers.stores.buckets import Buckets, places
 from kvlayers.stores.buffer import StateForm, TokenBuffer, form_of
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import Mover, StatePair
-from kvlayers.stores.masking import Reading
+from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.upstream import compat
 
@@ -22,7 +22,7 @@ SPECIAL_SIZES = 2
 """Sizes below this one TorchDynamo takes for constants, always."""
 
 
-class FixedStore(ContiguousStore):
+class StaticStore(ContiguousStore):
     """Full-precision states in buffers of `capacity` tokens, reserved when the first states come.
 
     What a reservation has no room for raises `CapacityError`, or moves to a larger one where `grow` says so.
@@ -50,11 +50,11 @@ class FixedStore(ContiguousStore):
         self.buckets = Buckets() if buckets is None else buckets
         self.whole_from = whole_from
         self.grow = grow
-        self.reading = Reading()
+        self.reading = MaskExtent()
         self._lay_out(capacity)
         self._place = self._places.at(0)
-        self._beyond = 0
-        self._ruler = _ruler(0)
+        self._unslotted = 0
+        self._symbolic_offset = _symbolic_offset(0)
         self._rows = max_batch_size
         self._reserved: tuple[TokenBuffer, TokenBuffer] | None = None
         self._cursor: Tensor | None = None
@@ -70,16 +70,16 @@ class FixedStore(ContiguousStore):
 
     @property
     def _end(self) -> int:
-        return self._place.length + self._beyond
+        return self._place.length + self._unslotted
 
     @_end.setter
     def _end(self, slot: int) -> None:
-        self._place, self._beyond = self._places.at(slot), 0
+        self._place, self._unslotted = self._places.at(slot), 0
 
     @property
     def passed(self) -> int:
         """Tokens that were taken in before the one in the first slot."""
-        return self._ruler.shape[0] - SPECIAL_SIZES
+        return self._symbolic_offset.shape[0] - SPECIAL_SIZES
 
     @property
     def total(self) -> int:
@@ -93,7 +93,7 @@ class FixedStore(ContiguousStore):
         if further:
             if self._passed_on_device is not None:
                 self._passed_on_device.add_(further)
-            self._ruler = _ruler(passed)
+            self._symbolic_offset = _symbolic_offset(passed)
 
     def total_on_device(self) -> Tensor:
         """`total` as compiled code knows it: int64, without a dimension, and its own from now on."""
@@ -105,11 +105,11 @@ class FixedStore(ContiguousStore):
         self._start = 0
         if end == 0:
             # By itself, as compiled code may hold it for a number that varies.
-            self._place, self._beyond = self._places.first, 0
+            self._place, self._unslotted = self._places.first, 0
         elif is_one_number(end):
             self._end = end
         else:
-            self._place, self._beyond = self._places.at(0), end
+            self._place, self._unslotted = self._places.at(0), end
         self._tell_device()
         self.total = total
 
@@ -119,7 +119,7 @@ class FixedStore(ContiguousStore):
 
     def is_step(self, tokens: int) -> bool:
         """Whether `tokens` more lead from one place to the next, so that no number needs to be read."""
-        return tokens == 1 and self._beyond == 0
+        return tokens == 1 and self._unslotted == 0
 
     def lacks_room_for(self, tokens: int) -> bool:
         """Whether fewer than `tokens` slots are left behind those in use."""
@@ -134,7 +134,7 @@ class FixedStore(ContiguousStore):
         elif is_one_number(tokens) and is_one_number(self._end):
             self._end += tokens
         else:
-            self._beyond += tokens
+            self._unslotted += tokens
 
     # What attention reads
 
@@ -179,7 +179,7 @@ class FixedStore(ContiguousStore):
 
     def settle(self) -> None:
         """Stand at a place again, where compiled code that took in several tokens at once could not name it."""
-        if self._beyond and not torch.compiler.is_compiling():
+        if self._unslotted and not torch.compiler.is_compiling():
             self._stand_at(self._end, self.total)
 
     @override
@@ -201,14 +201,14 @@ class FixedStore(ContiguousStore):
     # Taking in states
 
     @override
-    def admit(self, keys: Tensor, values: Tensor) -> int:
+    def validate(self, keys: Tensor, values: Tensor) -> int:
         if torch.compiler.is_compiling() and self._keys is not None and self._values is not None:
             # What compiled code knows of the buffers' tensors is checked at each call anyway, and the forms are not.
             held = self._keys.tensor, self._values.tensor
             if all(map(_fits, (keys, values), held)) and keys.shape[2] == values.shape[2]:
                 self._admitted = None
                 return keys.shape[2]
-        return super().admit(keys, values)
+        return super().validate(keys, values)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -240,11 +240,11 @@ class FixedStore(ContiguousStore):
             self._allocate(self.capacity)
 
     @override
-    def pass_through(
+    def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
     ) -> StatePair:
         if not torch.compiler.is_compiling():
-            return super().pass_through(keys, values, past, kept, front)
+            return super().extend_and_evict(keys, values, past, kept, front)
         total = self.total + keys.shape[2]
         self._reserve_in_graph(kept)
         attended = keys.detach(), values.detach()
@@ -330,7 +330,7 @@ class FixedStore(ContiguousStore):
         """Sequences that there is room for, `None` where that is not settled yet."""
         return self._rows if self._reserved is None else self._reserved[0].form[0]
 
-    def covers(self, other: "FixedStore", batch_size: int | None) -> bool:
+    def covers(self, other: "StaticStore", batch_size: int | None) -> bool:
         """Whether memory is reserved here for all that `other` would hold of so many sequences, and is read alike."""
         rows = self.reserved_batch_size if self._reserved is not None else None
         return (
@@ -502,7 +502,7 @@ class FixedStore(ContiguousStore):
             # They may be views of what is erased.
             keys, values = self._apart(keys), self._apart(values)
             self.clear()
-            self.admit(keys, values)
+            self.validate(keys, values)
             self.append(keys, values)
             return self
         fresh = super().rewritten(keys, values)
@@ -532,9 +532,9 @@ class FixedStore(ContiguousStore):
             self._sit_on(reserved, key_form, value_form, held, self._start)
 
     @override
-    def relocate(self, move: Mover) -> None:
+    def swap_buffers(self, move: Mover) -> None:
         if self._reserved is None or self._key_form is None or self._tracks_gradients:
-            super().relocate(move)
+            super().swap_buffers(move)
             return
         start, end = self._start, self._end
         self._reserved = move(self._reserved[0], start, end), move(self._reserved[1], start, end)
@@ -553,7 +553,7 @@ class FixedStore(ContiguousStore):
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__setstate__(self.__getstate__())
-        twin.reading = Reading(copy.copy(self.reading.mode))
+        twin.reading = MaskExtent(copy.copy(self.reading.mode))
         return twin
 
     @override
@@ -561,7 +561,11 @@ class FixedStore(ContiguousStore):
         live = super().__getstate__()
         # Only live tokens travel; the reservation is taken again.
         length = live.pop("_end")
-        live["_place"], live["_beyond"], live["_ruler"] = self._places.at(length), 0, _ruler(self.total - length)
+        live["_place"], live["_unslotted"], live["_symbolic_offset"] = (
+            self._places.at(length),
+            0,
+            _symbolic_offset(self.total - length),
+        )
         live["_reserved"] = live["_cursor"] = live["_passed_on_device"] = None
         live["_rows"] = self.reserved_batch_size
         return live
@@ -578,7 +582,7 @@ class FixedStore(ContiguousStore):
         yield from (count for count in (self._cursor, self._passed_on_device) if count is not None)
 
 
-def _ruler(number: int) -> Tensor:
+def _symbolic_offset(number: int) -> Tensor:
     """A tensor without elements that is `number` long, and a little: compiled code reads a size without a guard on it.
 
     A number that it reads from an attribute, it is compiled for alone the first time, and for all others the second.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseRun, History, PackedRun
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.utils.native_library import compiled_library, once
 
@@ -78,7 +78,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def obstacle(rows: Tensor, history: History) -> str | None:
+def obstacle(rows: Tensor, history: KVSegments) -> str | None:
     """Why the kernel is not for such queries, or weights, `[batch, heads, queries, any]`; `None` where it is."""
     if rows.device.type != "cpu":
         return f"there is none for {rows.device.type}"
@@ -91,7 +91,7 @@ def obstacle(rows: Tensor, history: History) -> str | None:
     return None if library() is not None else "it could not be compiled (the log says why)"
 
 
-def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:
+def attend(query: Tensor, history: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention, as `blocks.attend`."""
     batch, heads, queries, _ = query.shape
     call, kept = _call(query, history, heads, queries, scale)
@@ -104,7 +104,7 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     return out
 
 
-def scores(query: Tensor, history: History) -> Tensor:
+def scores(query: Tensor, history: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     batch, heads, queries, _ = query.shape
     call, _kept = _call(query, history, heads, queries, 1.0)
@@ -114,7 +114,7 @@ def scores(query: Tensor, history: History) -> Tensor:
     return out
 
 
-def combine(weights: Tensor, history: History) -> Tensor:
+def combine(weights: Tensor, history: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     batch, heads, queries, _ = weights.shape
     call, _kept = _call(weights, history, heads, queries, 1.0)
@@ -124,7 +124,7 @@ def combine(weights: Tensor, history: History) -> Tensor:
     return out
 
 
-def _call(query: Tensor, history: History, heads: int, queries: int, scale: float) -> tuple[_Call, list[Any]]:
+def _call(query: Tensor, history: KVSegments, heads: int, queries: int, scale: float) -> tuple[_Call, list[Any]]:
     """Arguments of the kernel, and what must stay alive until it returns."""
     call = _Call()
     if query.stride(3) != 1:
@@ -150,7 +150,7 @@ def _call(query: Tensor, history: History, heads: int, queries: int, scale: floa
     return call, kept
 
 
-def _set_dense(entry: _Dense, run: DenseRun) -> tuple[Tensor, Tensor]:
+def _set_dense(entry: _Dense, run: DenseSegment) -> tuple[Tensor, Tensor]:
     keys = run.keys if run.keys.stride(3) == 1 else run.keys.contiguous()
     values = run.values if run.values.stride(3) == 1 else run.values.contiguous()
     entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
@@ -160,7 +160,7 @@ def _set_dense(entry: _Dense, run: DenseRun) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _packed(run: PackedRun) -> _Packed:
+def _packed(run: PackedSegment) -> _Packed:
     packed: _Packed | None = run.for_kernels.get("cpu")
     if packed is None:
         packed = _Packed(blocks=run.blocks, block_tokens=run.keys.block_tokens, first=run.first)

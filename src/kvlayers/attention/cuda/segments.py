@@ -5,14 +5,14 @@ from torch import Tensor
 
 from kvlayers.attention.cuda import launch
 from kvlayers.attention.merging import merge
-from kvlayers.attention.segments import DenseRun, History, PackedRun
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.hadamard import rotate
 
 MOST_ROWS = 4 * launch.MAXIMUM_ROWS
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
 
 
-def obstacle(query: Tensor, history: History) -> str | None:
+def obstacle(query: Tensor, history: KVSegments) -> str | None:
     """Why the kernel is not for such queries `[batch, heads, queries, key_head_dim]`; `None` where it is."""
     run = history.packed
     if query.device.type != "cuda":
@@ -35,14 +35,14 @@ def obstacle(query: Tensor, history: History) -> str | None:
     return None if supported else "Triton, or the kernel, is not for such codes on this device"
 
 
-def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -> Tensor:
+def attend(query: Tensor, history: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention, as `blocks.attend`."""
     parts = []
     position = 0
     for run in history.runs:
         of_run = None if mask is None else mask[..., position : position + run.tokens]
         position += run.tokens
-        if isinstance(run, DenseRun):
+        if isinstance(run, DenseSegment):
             parts.append(_attend_dense(query, run, of_run, scale))
         else:
             parts.append(_attend_packed(query, run, of_run, scale))
@@ -50,7 +50,7 @@ def attend(query: Tensor, history: History, mask: Tensor | None, scale: float) -
     return merge(outs, lses)[0].to(query.dtype)
 
 
-def _attend_packed(query: Tensor, run: PackedRun, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_packed(query: Tensor, run: PackedSegment, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     if run.keys.format.rotated:
         # Products stay what they are where both sides are rotated, so that keys need not be rotated back.
         query = rotate(query.float()).to(query.dtype)
@@ -61,7 +61,7 @@ def _attend_packed(query: Tensor, run: PackedRun, mask: Tensor | None, scale: fl
     return (rotate(out) if run.values.format.rotated else out), lse
 
 
-def _attend_dense(query: Tensor, run: DenseRun, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_dense(query: Tensor, run: DenseSegment, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
     kv_heads = run.keys.shape[1]
     rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, -1).float() * scale

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from kvlayers.generation.calls import by_name, generates_as_transformers, whole_config
 from kvlayers.generation.install import own_call
 from kvlayers.generation.oom.ladder import AS_ASKED, Rung
-from kvlayers.generation.oom.resume import KeepingLoop, OncePerToken
+from kvlayers.generation.oom.resume import OncePerToken, ResumableLoop
 from kvlayers.upstream import model_types
 
 KEEPING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -23,7 +23,7 @@ KEEPING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-class Call:
+class GenerateCall:
     """A call of generate(), to be attempted with one cache after another.
 
     Attributes:
@@ -41,7 +41,7 @@ class Call:
         self.no_other_cache = _why_no_other_cache(model, self._config, arguments)
         streamer = arguments.get("streamer")
         self._streamer = None if streamer is None else OncePerToken(streamer)
-        self._loop = None if self.starts_again is not None else KeepingLoop(self._streamer, arguments)
+        self._loop = None if self.starts_again is not None else ResumableLoop(self._streamer, arguments)
 
     @property
     def tokens_so_far(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvlayers.generation.oom.attempt import Call
+from kvlayers.generation.oom.attempt import GenerateCall
 from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, possible_rungs
 from kvlayers.generation.static_pool import free_reservations
 
@@ -68,7 +68,7 @@ def resilient_generate(
         torch.Size([1, 7])
     """
     rungs, impossible = possible_rungs(ladder, model)
-    call = Call(model, args, kwargs)
+    call = GenerateCall(model, args, kwargs)
     rung, *below = call.rungs_below_what_is_asked_for(rungs)
     history: list[_Failure] = []
     while True:
@@ -138,7 +138,7 @@ def _tokens(count: int) -> str:
     return f"{count} new token{'' if count == 1 else 's'}"
 
 
-def _stepping_down(failure: _Failure, rung: Rung, call: Call) -> str:
+def _stepping_down(failure: _Failure, rung: Rung, call: GenerateCall) -> str:
     if call.starts_again is not None:
         how = f"It starts again from the prompt, as {call.starts_again}"
     elif call.tokens_so_far:
@@ -148,7 +148,7 @@ def _stepping_down(failure: _Failure, rung: Rung, call: Call) -> str:
     return f"resilient_generate ran out of memory with {failure}. {how}, now with {rung}."
 
 
-def _all_failed(error: BaseException, history: list[_Failure], impossible: list[str], call: Call) -> str:
+def _all_failed(error: BaseException, history: list[_Failure], impossible: list[str], call: GenerateCall) -> str:
     lines = [str(error), "", "resilient_generate ran out of memory on every rung of its ladder:"]
     lines += [f"  {number}. {failure}" for number, failure in enumerate(history, 1)]
     if call.no_other_cache is not None:

@@ -53,7 +53,7 @@ class OncePerToken(BaseStreamer):  # type: ignore[misc]
 class _Recorded(StoppingCriteriaList):  # type: ignore[misc]
     """Criteria of a call, which note in a loop what tokens they have seen, and which sequences they have ended."""
 
-    def __init__(self, criteria: StoppingCriteriaList, loop: "KeepingLoop", ended: Tensor) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, loop: "ResumableLoop", ended: Tensor) -> None:
         super().__init__(criteria)
         self._loop, self._ended = loop, ended
 
@@ -77,7 +77,7 @@ class _PaddingFor(LogitsProcessor):  # type: ignore[misc]
         return torch.where(self._ended.to(scores.device)[:, None], only_padding, scores)
 
 
-class KeepingLoop:
+class ResumableLoop:
     """The decoding loop of transformers, which each attempt enters where the last one left it.
 
     generate() is called with the caller's arguments in every attempt, and runs this in the place of its own loop. So

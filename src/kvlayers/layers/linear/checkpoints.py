@@ -133,7 +133,7 @@ def rows(states: Tensor, indices: Tensor) -> Tensor:
     return states.index_select(0, indices.to(states.device))
 
 
-class History:
+class StateHistory:
     """The checkpoints that a layer holds, from the oldest to the newest.
 
     An update gives its states one after the other, so the newest checkpoint may lack some of them until it ends.

@@ -286,17 +286,17 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             self.deactivate_past_recording()
 
     @override
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         """The greatest length that the layer can be put back to, `length` at most: 0 where there is no other.
 
         Raises:
             RollbackError: fewer tokens were seen, or the layer does not know how many.
         """
-        return self._past.restorable(length)
+        return self._past.nearest_restorable(length)
 
     @override
     def check_truncate(self, length: int) -> None:
-        latest = self.restorable(length)
+        latest = self.nearest_restorable(length)
         if latest != length:
             raise RollbackError(
                 f"expected a checkpoint at {length} tokens, but the latest before that is at {latest}: use truncate() "
@@ -307,7 +307,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     @override
     def check_removal(self, tokens: int) -> None:
         if self.length is None and tokens and self._states.live_batch is not None:
-            self.restorable(0)
+            self.nearest_restorable(0)
         super().check_removal(tokens)
 
     @override
@@ -318,10 +318,10 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             How many tokens must be passed again to be at `length`.
 
         Raises:
-            RollbackError: as `restorable`; nothing is changed.
+            RollbackError: as `nearest_restorable`; nothing is changed.
         """
         length = whole_number(length, "a length")
-        target = self.restorable(length)
+        target = self.nearest_restorable(length)
         if target == 0:
             self.reset()
         else:

@@ -5,7 +5,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import RollbackError
-from kvlayers.layers.linear.checkpoints import LEAST_WHILE_RECORDING, Checkpoint, Checkpoints, History, States, rows
+from kvlayers.layers.linear.checkpoints import (
+    LEAST_WHILE_RECORDING,
+    Checkpoint,
+    Checkpoints,
+    StateHistory,
+    States,
+    rows,
+)
 from kvlayers.layers.linear.states import LinearStates, kept
 from kvlayers.layers.linear.token_count import TokenCount
 
@@ -23,7 +30,7 @@ class LinearPast:
 
     def __init__(self, checkpoints: Checkpoints, states: LinearStates, count: TokenCount) -> None:
         self.checkpoints = checkpoints
-        self.history = History()
+        self.history = StateHistory()
         self.is_recording = False
         self._states = states
         self._count = count
@@ -120,7 +127,7 @@ class LinearPast:
         if any(self._states.has_recurrent.values()):
             self._take()
 
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, that can be restored: 0 where there is no other.
 
         Raises:
@@ -154,7 +161,7 @@ class LinearPast:
         return min((self._recorded[i].shape[-1] - (self._states.kernel[i] or 0) for i in conv), default=0)
 
     def put_back(self, target: int) -> None:
-        """Restore the states of a length that `restorable` has returned, other than 0."""
+        """Restore the states of a length that `nearest_restorable` has returned, other than 0."""
         removed = (self._count.length or 0) - target
         if 0 < removed <= self._recorded_tokens():
             for index, columns in self._recorded.items():

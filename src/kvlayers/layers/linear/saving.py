@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.layers.linear.checkpoints import Checkpoint, History
+from kvlayers.layers.linear.checkpoints import Checkpoint, StateHistory
 from kvlayers.layers.linear.states import LinearStates, kept
 from kvlayers.layers.linear.token_count import TokenCount
 from kvlayers.layers.operations import LayerState
 from kvlayers.stores.contract import Fact
 
 
-def linear_state(kind: str, states: LinearStates, count: TokenCount, history: History) -> LayerState:
+def linear_state(kind: str, states: LinearStates, count: TokenCount, history: StateHistory) -> LayerState:
     """Copies of all states and checkpoints, with names that say which is which."""
     conv, recurrent = states.live()
     tensors = _named("", conv, recurrent)
@@ -53,7 +53,7 @@ def check_linear_state(state: LayerState, kind: str, number_of_states: int) -> N
         raise StateMismatchError(f"expected dense tensors of one batch size, but saw batch sizes {sorted(sizes)}.")
 
 
-def read_history(state: LayerState) -> History:
+def read_history(state: LayerState) -> StateHistory:
     """The checkpoints of a state, copied."""
     count = state.facts.get("checkpoints")
     checkpoints = []
@@ -69,4 +69,4 @@ def read_history(state: LayerState) -> History:
                 held[int(index)] = kept(states)
         if seen:
             checkpoints.append(checkpoint)
-    return History(checkpoints)
+    return StateHistory(checkpoints)

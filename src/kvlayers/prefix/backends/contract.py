@@ -37,7 +37,7 @@ class StoredFile:
     used: int = field(default=0, compare=False)
 
 
-class Place(Protocol):
+class StorageBackend(Protocol):
     """Files by their names. Of each there is the whole or nothing, as far as what is underneath can do that.
 
     Methods raise `UnreachableError` where nobody can say whether a file is there.

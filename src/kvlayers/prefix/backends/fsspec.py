@@ -22,7 +22,7 @@ MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "cr
 """What file systems call the time of the last change; where there are several, the first of these is meant."""
 
 
-class FilesystemObjects:
+class FsspecObjects:
     """The files directly below a URL.
 
     Args:

@@ -73,7 +73,7 @@ class _Manifest:
         return StoredFile(name, self.nbytes, f"{self.nonce} {self.part_bytes}", used)
 
 
-class ServerObjects:
+class RedisObjects:
     """Files under keys that begin with a prefix: an index, manifests, and the parts that these name.
 
     A manifest is written last, together with the index, and what it replaces is deleted in the same transaction: so

@@ -8,10 +8,10 @@ from fsspec.core import url_to_fs
 
 from kvlayers.errors import OptionError
 from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.contract import Place
-from kvlayers.prefix.backends.fsspec import FilesystemObjects
+from kvlayers.prefix.backends.contract import StorageBackend
+from kvlayers.prefix.backends.fsspec import FsspecObjects
 from kvlayers.prefix.backends.local import LocalDirectory
-from kvlayers.prefix.backends.redis import SCHEMES, ServerObjects
+from kvlayers.prefix.backends.redis import SCHEMES, RedisObjects
 from kvlayers.prefix.backends.remote import Remote
 
 LOCAL_SCHEMES = ("file", "local")
@@ -21,7 +21,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:_-]+://")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-def place_for(directory: object, options: Mapping[str, object] | None) -> Place:
+def place_for(directory: object, options: Mapping[str, object] | None) -> StorageBackend:
     """Where a store's files are to be.
 
     Args:
@@ -37,9 +37,9 @@ def place_for(directory: object, options: Mapping[str, object] | None) -> Place:
     if isinstance(directory, str) and _URL.match(directory):
         address = Address(directory, options or {})
         if address.scheme in SCHEMES:
-            return Remote(ServerObjects(address), address)
+            return Remote(RedisObjects(address), address)
         if address.scheme not in LOCAL_SCHEMES:
-            return Remote(FilesystemObjects(address), address)
+            return Remote(FsspecObjects(address), address)
         path = url_to_fs(directory)[1]
     else:
         path = _local_path(directory)

@@ -12,7 +12,7 @@ MOST_UNITS = 200_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class PartChoice:
     """A setting that a part can have.
 
     Attributes:
@@ -24,7 +24,7 @@ class Choice:
     loss: float
 
 
-def least_losses(parts: Sequence[Sequence[Choice]], most: Fraction) -> list[tuple[int, ...]]:
+def least_losses(parts: Sequence[Sequence[PartChoice]], most: Fraction) -> list[tuple[int, ...]]:
     """For each number of bytes up to `most` at which less is lost, the choice of each part that loses least in sum.
 
     Exact where `most` is no more than `MOST_UNITS` of what all costs are whole multiples of, as it is but for odd

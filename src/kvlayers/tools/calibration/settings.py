@@ -10,7 +10,7 @@ from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.packed_blocks import SIDES, packed_forms
 from kvlayers.stores.quantization import Quantization, block_tokens
-from kvlayers.tools.calibration.allocation import Choice, least_losses
+from kvlayers.tools.calibration.allocation import PartChoice, least_losses
 from kvlayers.tools.calibration.bits import with_bits
 from kvlayers.tools.calibration.sensitivities import Sensitivity
 
@@ -72,7 +72,7 @@ class Settings:
         self._parts: list[Part] = [(part.layer, part.side) for part in sensitivities]
         self._widths = [sorted(part.divergence) for part in sensitivities]
         self._choices = [
-            [Choice(costs[part.layer, part.side][nbits], loss) for nbits, loss in sorted(part.divergence.items())]
+            [PartChoice(costs[part.layer, part.side][nbits], loss) for nbits, loss in sorted(part.divergence.items())]
             for part in sensitivities
         ]
 

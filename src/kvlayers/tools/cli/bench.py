@@ -61,7 +61,7 @@ def bench(
     import torch
     from rich.console import Console
 
-    from kvlayers.tools.cli.bench_choice import choice, fitting_lengths, their_names
+    from kvlayers.tools.cli.bench_choice import choice, fitting_lengths, transformers_names
     from kvlayers.tools.cli.bench_results import BenchResults
     from kvlayers.tools.cli.bench_view import bench_report, show
     from kvlayers.tools.cli.files import text_in
@@ -70,7 +70,7 @@ def bench(
     from kvlayers.tools.cli.reports import command_line, destination, publish
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
-    from kvlayers.tools.measuring.environment import surroundings
+    from kvlayers.tools.measuring.environment import environment
     from kvlayers.tools.measuring.texts import check_known, rows
     from kvlayers.utils.units import tokens
 
@@ -80,7 +80,7 @@ def bench(
         torch.set_num_threads(threads)
     with one_line_errors("bench"), few_words():
         asked = [tokens(each, "--lengths") for each in lengths.split(",")]
-        theirs = their_names(against)
+        theirs = transformers_names(against)
         path = destination(console, report, REPORT)
         content = text_in(text)
         target = find_device(device)
@@ -99,7 +99,7 @@ def bench(
             trials,
             chosen.states,
             chosen.left_out,
-            surroundings(),
+            environment(),
         )
         _measure(console, loaded, prompt, fitting, results)
         show(console, results)

@@ -6,9 +6,9 @@ from typing import Any
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.tools.measuring.contenders import (
-    OURS,
+    KVLAYERS,
     THEIR_NAMES,
-    THEIRS,
+    TRANSFORMERS,
     Key,
     contender,
     exact_names,
@@ -17,12 +17,12 @@ from kvlayers.tools.measuring.contenders import (
 )
 from kvlayers.upstream.model_types import most_positions
 
-REFERENCE: Key = (THEIRS, THEIR_NAMES[0])
+REFERENCE: Key = (TRANSFORMERS, THEIR_NAMES[0])
 QUANTIZED = ("int8", "int4")
 
 
 @dataclass(frozen=True)
-class Choice:
+class BenchChoice:
     """The caches.
 
     Attributes:
@@ -34,7 +34,7 @@ class Choice:
     left_out: dict[str, str]
 
 
-def their_names(asked: Sequence[str] | None) -> list[str]:
+def transformers_names(asked: Sequence[str] | None) -> list[str]:
     """Names of transformers' caches: those asked for, or those that are installed.
 
     Raises:
@@ -53,7 +53,7 @@ def their_names(asked: Sequence[str] | None) -> list[str]:
     return [name for name in asked if name != REFERENCE[1]]
 
 
-def choice(config: Any, ours: Sequence[str] | None, theirs: Sequence[str], length: int) -> Choice:
+def choice(config: Any, ours: Sequence[str] | None, theirs: Sequence[str], length: int) -> BenchChoice:
     """The caches that there can be for a model.
 
     Args:
@@ -69,14 +69,14 @@ def choice(config: Any, ours: Sequence[str] | None, theirs: Sequence[str], lengt
     left_out = {}
     for name in [*exact_names(config), *QUANTIZED] if ours is None else ours:
         try:
-            states[OURS, name] = states_in(contender(OURS, name, config, length))
+            states[KVLAYERS, name] = states_in(contender(KVLAYERS, name, config, length))
         except KVLayersError as error:
             if ours is not None:
                 raise
             left_out[name] = str(error)
-    states |= {(THEIRS, name): states_in(contender(THEIRS, name, config, length)) for name in theirs}
+    states |= {(TRANSFORMERS, name): states_in(contender(TRANSFORMERS, name, config, length)) for name in theirs}
     # The exact ones first, so that what rounds stands beside what rounds.
-    return Choice(dict(sorted(states.items(), key=lambda item: item[1] != states[REFERENCE])), left_out)
+    return BenchChoice(dict(sorted(states.items(), key=lambda item: item[1] != states[REFERENCE])), left_out)
 
 
 def fitting_lengths(config: Any, asked: Sequence[int], steps: int) -> list[int]:

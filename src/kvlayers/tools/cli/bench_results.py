@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvlayers.planning.planned_kind import EXACT
-from kvlayers.tools.measuring.contenders import OURS, Key
+from kvlayers.tools.measuring.contenders import KVLAYERS, Key
 from kvlayers.tools.measuring.decoding import Row
 
 
@@ -24,7 +24,7 @@ class BenchResults:
         trials: of each cache.
         states: what each cache does to states, by library and name, the reference first.
         left_out: why there is no such cache for the model, by the name.
-        surroundings: hardware, versions and date.
+        environment: hardware, versions and date.
         lengths: rows of the caches by the tokens of the prompt; a single one where the reference failed.
     """
 
@@ -36,7 +36,7 @@ class BenchResults:
     trials: int
     states: Mapping[Key, str]
     left_out: Mapping[str, str]
-    surroundings: Mapping[str, Any]
+    environment: Mapping[str, Any]
     lengths: dict[int, list[Row]] = field(default_factory=dict)
 
     def is_exact(self, row: Row) -> bool:
@@ -45,7 +45,7 @@ class BenchResults:
 
     def is_well(self, row: Row) -> bool:
         """Whether a cache did what it should; of those of transformers, only the reference must."""
-        if row.contender.library != OURS:
+        if row.contender.library != KVLAYERS:
             return row is not self.lengths_of(row)[0] or row.failure is None
         return row.failure is None and (not self.is_exact(row) or row.same_tokens)
 
@@ -76,7 +76,7 @@ class BenchResults:
             "batch": self.batch,
             "steps": self.steps,
             "trials": self.trials,
-            **self.surroundings,
+            **self.environment,
             "left_out": self.left_out,
             "results": [
                 {"length": length, "caches": [self._plain_row(row) for row in rows]}

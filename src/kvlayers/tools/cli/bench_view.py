@@ -10,7 +10,7 @@ from rich.table import Table
 from kvlayers.tools.cli.bench_results import BenchResults
 from kvlayers.tools.cli.output import PASTE, pasted, plain
 from kvlayers.tools.cli.reports import facts
-from kvlayers.tools.measuring.contenders import OURS, THEIRS
+from kvlayers.tools.measuring.contenders import KVLAYERS, TRANSFORMERS
 from kvlayers.tools.measuring.decoding import Row
 from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable
 from kvlayers.utils.units import readable_bytes
@@ -61,7 +61,9 @@ def findings(results: BenchResults) -> list[str]:
     measured = {length: rows for length, rows in results.lengths.items() if rows[0].failure is None}
     if measured:
         length, rows = max(measured.items())
-        ours = [row for row in rows if row.contender.library == OURS and row.failure is None and results.is_well(row)]
+        ours = [
+            row for row in rows if row.contender.library == KVLAYERS and row.failure is None and results.is_well(row)
+        ]
         fastest = min(ours, key=lambda row: row.step_seconds, default=None)
         smallest = min(ours, key=lambda row: row.nbytes, default=None)
         if fastest is not None and smallest is not None:
@@ -88,7 +90,7 @@ def bench_report(results: BenchResults, command: str) -> Report:
             _title(results, length),
             COLUMNS,
             [_cells(results, row) for row in rows],
-            [index for index, row in enumerate(rows) if row.contender.library == OURS],
+            [index for index, row in enumerate(rows) if row.contender.library == KVLAYERS],
         )
         for length, rows in results.lengths.items()
     ]
@@ -107,7 +109,7 @@ def bench_report(results: BenchResults, command: str) -> Report:
         tables=tables,
         plots=_plots(results),
         notes=NOTES,
-        facts={**settings, **facts(results.surroundings)},
+        facts={**settings, **facts(results.environment)},
     )
 
 
@@ -119,7 +121,7 @@ def _plots(results: BenchResults) -> list[ReportPlot]:
         for length, rows in results.lengths.items():
             for row in (row for row in rows if row.failure is None):
                 series.setdefault(_name(row), {})[length] = figure(row)
-        dashed = tuple(label for label in series if label.startswith(THEIRS))
+        dashed = tuple(label for label in series if label.startswith(TRANSFORMERS))
         return ReportPlot(title, lines(name, title, "tokens of the prompt", up, series, dashed))
 
     return [
@@ -166,7 +168,7 @@ def _verdict(results: BenchResults) -> list[str]:
         f"{_name(row)} at {length:,}": results.is_well(row)
         for length, rows in results.lengths.items()
         for row in rows
-        if row.contender.library == OURS and row.failure is None and results.is_exact(row)
+        if row.contender.library == KVLAYERS and row.failure is None and results.is_exact(row)
     }
     wrong = ", ".join(name for name, is_well in exact.items() if not is_well)
     if wrong:

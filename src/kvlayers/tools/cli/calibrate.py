@@ -64,7 +64,7 @@ def calibrate(
     from kvlayers.tools.cli.quietly import few_words
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
-    from kvlayers.tools.measuring.environment import surroundings
+    from kvlayers.tools.measuring.environment import environment
     from kvlayers.tools.measuring.texts import passages as passages_of
 
     # With JSON on stdout, what is for people goes elsewhere.
@@ -105,7 +105,7 @@ def calibrate(
             asked,
             calibration,
             calibration.save(asked.file),
-            surroundings(),
+            environment(),
         )
         show(console, results)
     if as_json:

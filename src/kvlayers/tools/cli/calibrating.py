@@ -95,7 +95,7 @@ class CalibrationResults:
         asked: the arguments.
         calibration: what was found.
         file: where it was written.
-        surroundings: hardware, versions and date.
+        environment: hardware, versions and date.
     """
 
     model: str
@@ -106,7 +106,7 @@ class CalibrationResults:
     asked: CalibrationAsked
     calibration: Calibration
     file: Path
-    surroundings: Mapping[str, Any]
+    environment: Mapping[str, Any]
 
     @property
     def use(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class CalibrationResults:
             "passages": self.passages,
             "context": self.asked.context,
             "scored": self.asked.scored,
-            **self.surroundings,
+            **self.environment,
             "budget": self.asked.budget,
             "chosen": self.calibration.chosen,
             "uniform": self.calibration.uniform,

@@ -66,7 +66,7 @@ def fidelity(
     from kvlayers.tools.cli.reports import command_line, destination, publish
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
-    from kvlayers.tools.measuring.environment import surroundings
+    from kvlayers.tools.measuring.environment import environment
     from kvlayers.tools.measuring.fidelity import Budget, measure_fidelity
     from kvlayers.tools.measuring.settings import settings
     from kvlayers.tools.measuring.texts import check_known
@@ -113,7 +113,7 @@ def fidelity(
             measured,
             {each.name: each.generate_options for each in possible},
             left_out,
-            surroundings(),
+            environment(),
         )
         show(console, results)
         if path is not None:

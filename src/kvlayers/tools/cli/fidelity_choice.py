@@ -8,7 +8,7 @@ from kvlayers.tools.calibration import Calibration
 from kvlayers.tools.cli.fidelity import CONTEXT, SCORED
 from kvlayers.tools.cli.files import home_expanded
 from kvlayers.tools.measuring.fidelity import bytes_of
-from kvlayers.tools.measuring.settings import Setting
+from kvlayers.tools.measuring.settings import QuantizationSetting
 from kvlayers.upstream.model_types import most_positions
 
 CALIBRATED = "calibrated"
@@ -40,14 +40,14 @@ def lengths(config: Any, context: int | None, scored: int | None, chunk: int) ->
     return context, scored
 
 
-def calibrated(path: Path) -> Setting:
+def calibrated(path: Path) -> QuantizationSetting:
     """What a calibration has found. Raises `OptionError` where there is none."""
-    return Setting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
+    return QuantizationSetting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
 
 
 def possible_settings(
-    asked: list[Setting], config: Any, tokens: int, required: list[Setting]
-) -> tuple[list[Setting], dict[str, str]]:
+    asked: list[QuantizationSetting], config: Any, tokens: int, required: list[QuantizationSetting]
+) -> tuple[list[QuantizationSetting], dict[str, str]]:
     """The settings that there can be for a model, and why not the others.
 
     Raises:

@@ -27,7 +27,7 @@ class FidelityResults:
         settings: what each came to, full precision first.
         uses: arguments of `generate()` that ask for such a cache, by the name of the setting.
         left_out: why there is no such cache for the model, by the name of the setting.
-        surroundings: hardware, versions and date.
+        environment: hardware, versions and date.
     """
 
     model: str
@@ -42,7 +42,7 @@ class FidelityResults:
     settings: Sequence[Fidelity]
     uses: Mapping[str, Mapping[str, Any]]
     left_out: Mapping[str, str]
-    surroundings: Mapping[str, Any]
+    environment: Mapping[str, Any]
 
     @property
     def recommended(self) -> Fidelity | None:
@@ -71,7 +71,7 @@ class FidelityResults:
             "context": self.context,
             "scored": self.scored,
             "chunk": self.chunk,
-            **self.surroundings,
+            **self.environment,
             "budget": self.budget,
             "left_out": self.left_out,
             "settings": [{**_plain_setting(each), **self._use(each.name)} for each in self.settings],

@@ -83,7 +83,7 @@ def fidelity_report(results: FidelityResults, command: str) -> Report:
         ],
         plots=[ReportPlot(drawn, svg)],
         notes=NOTES,
-        facts={**settings, **facts(results.surroundings)},
+        facts={**settings, **facts(results.environment)},
     )
 
 

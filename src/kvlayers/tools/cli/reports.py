@@ -65,7 +65,7 @@ def _printable(text: str) -> str:
 
 
 def facts(found: Mapping[str, Any]) -> dict[str, str]:
-    """What `surroundings()` has found, in words."""
+    """What `environment()` has found, in words."""
     hardware, versions = found["hardware"], found["versions"]
     memory = "" if hardware["ram_bytes"] is None else f", {readable_bytes(hardware['ram_bytes'])}"
     machine = {"CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads{memory}"}

@@ -20,11 +20,11 @@ from kvlayers.tools.demo.caches import compare, contenders
 from kvlayers.tools.demo.generations import Samples, Turn, continue_text, differs, sample, second_turn
 from kvlayers.tools.demo.loading import find, load
 from kvlayers.tools.demo.model import LoadedModel, find_device
-from kvlayers.tools.measuring.contenders import OURS, THEIRS, states_in
+from kvlayers.tools.measuring.contenders import KVLAYERS, TRANSFORMERS, states_in
 from kvlayers.tools.measuring.decoding import Row
 from kvlayers.tools.measuring.scoring import ReadingError
 
-LIBRARIES = (THEIRS, OURS)
+LIBRARIES = (TRANSFORMERS, KVLAYERS)
 SAMPLES = 8
 TOKENS_OF_SAMPLES = 16
 QUESTION = "\n\nWhat is this text about? It is about"
@@ -75,7 +75,7 @@ def run_demo(
                 "second_turn": None if turns is None else dict(zip(LIBRARIES, turns, strict=True)),
             }
         )
-    exact = [row for row in rows if row.contender.library == OURS and states_in(row.contender) == EXACT]
+    exact = [row for row in rows if row.contender.library == KVLAYERS and states_in(row.contender) == EXACT]
     if is_other or not all(row.failure is None and row.same_tokens for row in exact):
         raise typer.Exit(NOT_WELL)
 
@@ -123,7 +123,7 @@ def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Sam
         found = []
         for library in LIBRARIES:
             begin(f"{SAMPLES} samples of the prompt, {library}")
-            found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == OURS))
+            found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == KVLAYERS))
     alone, shared = found
     console.print(report.table_of_samples(alone, shared))
     if not torch.equal(alone.sequences, shared.sequences):

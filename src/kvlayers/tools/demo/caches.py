@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError
-from kvlayers.tools.measuring.contenders import Contender, exact_names, is_installed, of_ours, of_theirs
+from kvlayers.tools.measuring.contenders import Contender, exact_names, is_installed, of_kvlayers, of_transformers
 from kvlayers.tools.measuring.decoding import Row, measure, warm_up
 
 ROUNDED_OR_EVICTING = ("int8", "int4", "int2", "sink")
@@ -20,10 +20,13 @@ def contenders(model: Any, length: int) -> list[Contender]:
         model: the model.
         length: the most tokens that a cache will hold.
     """
-    of_transformers = ["dynamic", "static", *(["quanto"] if is_installed("quanto") else [])]
+    transformers_names = ["dynamic", "static", *(["quanto"] if is_installed("quanto") else [])]
     names = [*exact_names(model.config), *ROUNDED_OR_EVICTING]
-    ours = [of_ours(name, model, length) for name in names]
-    return [*(of_theirs(name, model, length) for name in of_transformers), *filter(_can_be_made, ours)]
+    kvlayers_caches = [of_kvlayers(name, model, length) for name in names]
+    return [
+        *(of_transformers(name, model, length) for name in transformers_names),
+        *filter(_can_be_made, kvlayers_caches),
+    ]
 
 
 def compare(

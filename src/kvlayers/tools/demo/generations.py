@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvlayers.generation.generate import generate
 from kvlayers.prefix import PrefixStore
-from kvlayers.tools.measuring.nbytes import held_bytes
+from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.ties import is_tie
 from kvlayers.upstream import model_types
 
@@ -84,7 +84,7 @@ def sample(model: Any, ids: Tensor, tokens: int, count: int, with_kvlayers: bool
     call = _with_kvlayers if with_kvlayers else _alone
     output = call(model, ids, **options, return_dict_in_generate=True)
     seconds = time.perf_counter() - begin
-    return Samples(seconds, held_bytes(output.past_key_values), output.sequences.cpu())
+    return Samples(seconds, cache_nbytes(output.past_key_values), output.sequences.cpu())
 
 
 def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tuple[Tensor, Turn, Turn]:

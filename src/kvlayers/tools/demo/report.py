@@ -14,7 +14,7 @@ from kvlayers.planning.planned_kind import EXACT
 from kvlayers.tools.cli.progress import bar_between_runs
 from kvlayers.tools.demo.generations import Samples, Turn
 from kvlayers.tools.demo.model import Report
-from kvlayers.tools.measuring.contenders import OURS, Contender, states_in
+from kvlayers.tools.measuring.contenders import KVLAYERS, Contender, states_in
 from kvlayers.tools.measuring.decoding import Row
 from kvlayers.utils.units import readable_bytes
 
@@ -76,7 +76,7 @@ def table_of_caches(rows: Sequence[Row]) -> Table:
                 readable_bytes(row.nbytes),
             )
         )
-        style = "bold" if row.contender.library == OURS else None
+        style = "bold" if row.contender.library == KVLAYERS else None
         drawn.add_row(row.contender.library, row.contender.cache, verdict(row, row is rows[0]), *figures, style=style)
     return drawn
 

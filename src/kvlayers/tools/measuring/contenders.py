@@ -10,9 +10,9 @@ import transformers
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.generation.registry import make_cache
 from kvlayers.planning.planned_kind import EXACT, ROUNDED, fidelity_of
-from kvlayers.tools.measuring.names import OURS as OURS
+from kvlayers.tools.measuring.names import KVLAYERS as KVLAYERS
 from kvlayers.tools.measuring.names import THEIR_NAMES as THEIR_NAMES
-from kvlayers.tools.measuring.names import THEIRS as THEIRS
+from kvlayers.tools.measuring.names import TRANSFORMERS as TRANSFORMERS
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_types import config_of
 
@@ -47,20 +47,20 @@ class Contender:
     make: Callable[[], Any]
 
 
-def of_ours(name: str, model: Any, length: int) -> Contender:
+def of_kvlayers(name: str, model: Any, length: int) -> Contender:
     """A cache of kvlayers by its name, for a model (or its config) and the most tokens that it will hold."""
     # With the length that generate() would give as a hint after `kvlayers.install()`.
-    return Contender(OURS, name, lambda: make_cache(name, model, length_hint=length))
+    return Contender(KVLAYERS, name, lambda: make_cache(name, model, length_hint=length))
 
 
-def of_theirs(name: str, model: Any, length: int) -> Contender:
+def of_transformers(name: str, model: Any, length: int) -> Contender:
     """A cache of transformers, of `THEIR_NAMES`, for a model or its config and the most tokens that it will hold."""
-    return Contender(THEIRS, name, lambda: _MAKERS[name](config_of(model), length))
+    return Contender(TRANSFORMERS, name, lambda: _MAKERS[name](config_of(model), length))
 
 
 def contender(library: str, name: str, model: Any, length: int) -> Contender:
-    """A cache of either library, as `of_ours` and `of_theirs`."""
-    return {OURS: of_ours, THEIRS: of_theirs}[library](name, model, length)
+    """A cache of either library, as `of_kvlayers` and `of_transformers`."""
+    return {KVLAYERS: of_kvlayers, TRANSFORMERS: of_transformers}[library](name, model, length)
 
 
 def is_installed(name: str) -> bool:
@@ -80,6 +80,6 @@ def states_in(rival: Contender) -> str:
     Raises:
         KVLayersError: there is no such cache for the model.
     """
-    if rival.library == THEIRS:
+    if rival.library == TRANSFORMERS:
         return ROUNDED if rival.cache in THEIR_QUANTIZED else EXACT
     return fidelity_of(rival.make())

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.forward import newest_alone
 from kvlayers.tools.measuring.interleave import quiet_clock, there_and_back
-from kvlayers.tools.measuring.nbytes import held_bytes
+from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.scoring import ReadingError, divergences
 from kvlayers.tools.measuring.ties import is_tie
 from kvlayers.upstream import model_types
@@ -198,7 +198,7 @@ def _run(model: Any, sequence: Continuation, rival: Contender) -> Trial:
             logits.append(newest.cpu())
     predicted = torch.stack([newest.argmax(-1) for newest in logits], 1)
     kl = 0.0 if sequence.expected is None else _mean_divergence(sequence.expected, logits)
-    return Trial(prefill_seconds, step_seconds, held_bytes(decoder.cache), predicted, kl)
+    return Trial(prefill_seconds, step_seconds, cache_nbytes(decoder.cache), predicted, kl)
 
 
 def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:

@@ -12,7 +12,7 @@ import transformers
 from kvlayers.version import __version__
 
 
-def surroundings() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Hardware, versions and date."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

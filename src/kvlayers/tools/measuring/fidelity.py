@@ -13,9 +13,9 @@ from kvlayers.errors import OptionError
 from kvlayers.planning.cache_bytes import cache_bytes
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.planning.store_bytes import FOLLOWED
-from kvlayers.tools.measuring.contenders import of_ours
+from kvlayers.tools.measuring.contenders import of_kvlayers
 from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
-from kvlayers.tools.measuring.settings import Setting
+from kvlayers.tools.measuring.settings import QuantizationSetting
 
 FULL = "full"
 """The name of full precision."""
@@ -106,7 +106,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
 def measure_fidelity(
     model: Any,
     passages: Sequence[Tensor],
-    settings: Sequence[Setting],
+    settings: Sequence[QuantizationSetting],
     context: int,
     chunk: int,
     budget: Budget,
@@ -152,7 +152,7 @@ def smallest_within(measured: Sequence[Fidelity]) -> Fidelity | None:
 
 
 def _in_full(config: Any, length_hint: int) -> Any:
-    return of_ours("dynamic", config, length_hint).make()
+    return of_kvlayers("dynamic", config, length_hint).make()
 
 
 def _figures(score: Scores, perplexity: float, budget: Budget | None) -> dict[str, Any]:

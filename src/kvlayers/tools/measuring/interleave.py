@@ -21,11 +21,11 @@ def quiet_clock() -> Iterator[None]:
         gc.enable()
 
 
-def in_turns(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
+def interleaved(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
     """The entrants, each turn beginning with another.
 
     Example:
-        >>> in_turns(["a", "b", "c"], 4)
+        >>> interleaved(["a", "b", "c"], 4)
         ['b', 'c', 'a']
     """
     first = turn % len(entrants)

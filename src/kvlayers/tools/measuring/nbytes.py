@@ -10,7 +10,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.utils.tensor_memory import storages_of
 
 
-def held_bytes(cache: Any) -> int:
+def cache_nbytes(cache: Any) -> int:
     """Bytes of a cache: `nbytes` where it says so, else the memory behind its layers' tensors, each once.
 
     Codes, scales and zero points are found inside quanto's tensors and hqq's tuples, and the residual in full precision

@@ -19,7 +19,7 @@ _FORMS = re.compile(r"(?:(?P<backend>[\w-]+):)?(?:(?:int)?(?P<bits>\d+)|k(?P<key
 
 
 @dataclass(frozen=True)
-class Setting:
+class QuantizationSetting:
     """How a quantized cache rounds.
 
     Attributes:
@@ -42,7 +42,7 @@ class Setting:
         return QuantizedCache(config=config, length_hint=length_hint, **self.options)
 
 
-def setting(text: str) -> Setting:
+def setting(text: str) -> QuantizationSetting:
     """The setting of a name.
 
     Args:
@@ -58,7 +58,7 @@ def setting(text: str) -> Setting:
     """
     asked = text.strip().lower()
     if asked in quantizer_names():
-        return Setting(asked, {"backend": asked})
+        return QuantizationSetting(asked, {"backend": asked})
     found = _FORMS.fullmatch(asked)
     if found is None or (found["backend"] or NATIVE) not in quantizer_names():
         raise OptionError(
@@ -69,12 +69,12 @@ def setting(text: str) -> Setting:
     prefix = f"{found['backend']}:" if backend else ""
     if found["bits"]:
         bits = int(found["bits"])
-        return Setting(f"{prefix}{bits}" if backend else f"int{bits}", {**backend, "nbits": bits})
+        return QuantizationSetting(f"{prefix}{bits}" if backend else f"int{bits}", {**backend, "nbits": bits})
     keys, values = int(found["keys"]), int(found["values"])
-    return Setting(f"{prefix}k{keys}v{values}", {**backend, "key_nbits": keys, "value_nbits": values})
+    return QuantizationSetting(f"{prefix}k{keys}v{values}", {**backend, "key_nbits": keys, "value_nbits": values})
 
 
-def settings(text: str) -> list[Setting]:
+def settings(text: str) -> list[QuantizationSetting]:
     """Settings separated by commas, each once. Raises as `setting`.
 
     Example:

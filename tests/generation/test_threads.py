@@ -29,8 +29,8 @@ from oracle import states
 
 THREADS = 4
 ROUNDS = int(os.environ.get("KVLAYERS_TEST_ROUNDS", "1"))
-"""How often each thread goes through all modes. `KVLAYERS_TEST_ROUNDS=20 pytest tests/generation/test_threads.py` is the whole
-test: with 8 modes, 6 families and 4 threads that is 3,840 calls."""
+"""How often each thread goes through all modes. `KVLAYERS_TEST_ROUNDS=20 pytest tests/generation/test_threads.py` is
+the whole test: with 8 modes, 6 families and 4 threads that is 3,840 calls."""
 
 FAMILIES = ("llama", "gemma3", "qwen3_next", "bamba", "falcon_h1", "t5")
 RECURRENT = ("qwen3_next", "bamba", "falcon_h1")

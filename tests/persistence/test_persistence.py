@@ -927,9 +927,11 @@ def test_a_writer_that_is_killed_leaves_a_whole_file(path: pathlib.Path) -> None
         assert bool((keys == keys.shape[2]).all())
 
 
+HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
+
 DECODER = """
 import sys, torch, kvlayers
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(":")
 from models import prompt
 from test_persistence import KINDS, _decoded, _model
 logits = []
@@ -948,6 +950,6 @@ def test_another_process_decodes_on(tmp_path: pathlib.Path) -> None:
         model, cache = _filled(kind)
         save_cache(cache, tmp_path / str(number), config=model.config)
         expected += _decoded(model, cache, prompt(2, 1, seed=2))
-    command = [sys.executable, "-c", DECODER, str(pathlib.Path(__file__).parents[1] / "helpers"), str(tmp_path), *kinds]
+    command = [sys.executable, "-c", DECODER, f"{HELPERS}:{pathlib.Path(__file__).parent}", str(tmp_path), *kinds]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert _same(list(torch.load(tmp_path / "logits")), expected)

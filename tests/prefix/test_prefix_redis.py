@@ -134,18 +134,18 @@ KILLED = """
     import os, signal, sys
     sys.path.insert(0, sys.argv[2])
     from kvlayers import PrefixStore
-    from kvlayers.prefix.backends import server
+    from kvlayers.prefix.backends import redis
     from place_cases import PART, large, put
 
-    server.PART_BYTES = PART
-    commit = server.RedisObjects._commit
+    redis.PART_BYTES = PART
+    commit = redis.RedisObjects._commit
 
     def killed(self, name, manifest):
         if moment == "after":
             commit(self, name, manifest)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    server.RedisObjects._commit = killed
+    redis.RedisObjects._commit = killed
     for moment, ids in (("before", [1, 2, 3]), ("after", [4, 5, 6])):
         # A fork, since starting an interpreter takes seconds.
         child = os.fork()

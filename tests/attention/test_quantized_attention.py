@@ -31,7 +31,7 @@ from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.path_counter import PathCounter
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.stores.packed_side import PackedSide, pack_side
+from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.utils import native_library
 from models import prompt, tiny_model
 

@@ -19,7 +19,7 @@ from kvlayers.attention.cuda.launch import Launch, attend_packed, supports
 from kvlayers.attention.merging import merge
 from kvlayers.errors import KVLayersError
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.stores.packed_side import PackedSide, pack_side
+from kvlayers.quantizers.packed_side import PackedSide, pack_side
 
 
 @dataclass

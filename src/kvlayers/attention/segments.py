@@ -12,7 +12,7 @@ from kvlayers.quantizers.hadamard import rotate
 
 if TYPE_CHECKING:
     # Stores import attention.
-    from kvlayers.stores.packed_side import PackedSide
+    from kvlayers.quantizers.packed_side import PackedSide
 
 
 @dataclass(frozen=True, eq=False)

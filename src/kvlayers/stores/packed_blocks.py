@@ -14,7 +14,7 @@ from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_grou
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Mover, StatePair
 from kvlayers.stores.dense import DenseStore
-from kvlayers.stores.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.utils.autocast import without_autocast
 
 GROWTH_DIVISOR = 128

@@ -16,7 +16,7 @@ from kvlayers.utils.native_library import compiled_library, once
 
 if TYPE_CHECKING:
     # Stores import attention.
-    from kvlayers.stores.packed_side import PackedSide
+    from kvlayers.quantizers.packed_side import PackedSide
 
 SOURCE = pathlib.Path(__file__).with_name("kernel.cpp")
 DTYPES = (torch.float32, torch.bfloat16)

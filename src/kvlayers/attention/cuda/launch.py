@@ -28,7 +28,7 @@ from kvlayers.quantizers.contract import CodeFormat, Side
 
 if TYPE_CHECKING:
     # Stores import attention.
-    from kvlayers.stores.packed_side import PackedSide
+    from kvlayers.quantizers.packed_side import PackedSide
 
 WIDTHS = (2, 4, 8)
 """Bits of a code that the kernel unpacks."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers.contract import WIDTHS, CodeFormat, QuantizedGroups, Side
-from kvlayers.stores.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.stores.packing import pack, padded_columns, row_bytes, unpack
+from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.quantizers.packing import pack, padded_columns, row_bytes, unpack
 
 pytestmark = pytest.mark.fast
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.stores.packing import pack, row_bytes, unpack
+from kvlayers.quantizers.packing import pack, row_bytes, unpack
 
 
 def _oriented(side: Side, of_tokens: int, of_channels: int) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
     for name, make in COUNTED.items():
         transfers = RecordingTransfers(lambda waiting: waiting)
         prefetcher = functools.partial(kvlayers.Prefetcher, transfers=lambda device, transfers=transfers: transfers)
-        with mock.patch.object(kvlayers.cache, "Prefetcher", prefetcher):
+        with mock.patch.object(kvlayers.caches.base, "Prefetcher", prefetcher):
             cache = make(model.config, prompt.shape[1])
         tokens = decode(model, cache, prompt, new)
         steps = [cache.traffic.of_step(step) for step in range(-new + 1, 0)]

@@ -82,7 +82,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int, int]] = {
 def _away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offloaded caches move their states between two memories of the host."""
     make = functools.partial(Prefetcher, transfers=lambda device: RecordingTransfers(None))
-    monkeypatch.setattr(kvlayers.cache, "Prefetcher", make)
+    monkeypatch.setattr(kvlayers.caches.base, "Prefetcher", make)
 
 
 def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:

@@ -55,7 +55,7 @@ def record(monkeypatch: pytest.MonkeyPatch, progress: Any) -> list[RecordingTran
         made.append(RecordingTransfers(progress, seed=len(made)))
         return made[-1]
 
-    monkeypatch.setattr(kvlayers.cache, "Prefetcher", functools.partial(Prefetcher, transfers=transfers))
+    monkeypatch.setattr(kvlayers.caches.base, "Prefetcher", functools.partial(Prefetcher, transfers=transfers))
     return made
 
 

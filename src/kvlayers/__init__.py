@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvlayers.upstream.supported import check_installed, is_command
+from kvlayers.utils import late
 from kvlayers.version import __version__
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ if TYPE_CHECKING:
         Sensitivity,
         calibrate,
     )
+
+late.provide("save_cache", "kvlayers.persistence.save:save_cache")
 
 if not is_command():
     # The command checks by itself, and does not wait for transformers before it answers `--help`.

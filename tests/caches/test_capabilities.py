@@ -175,8 +175,8 @@ def table() -> str:
     rows = [
         "# Which kind does what",
         "",
-        "Written by `tests/caches/test_capabilities.py`, which tries each. What a kind does not do raises a named error",
-        "and changes nothing.",
+        "Written by `tests/caches/test_capabilities.py`, which tries each. What a kind does not do raises a named",
+        "error and changes nothing.",
         "",
         f"| | {' | '.join(f'`{kind}`' for kind in KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",

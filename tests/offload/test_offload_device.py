@@ -338,7 +338,9 @@ def test_many_layers_share_a_device_whatever_is_late() -> None:
 def test_a_model_on_the_device_generates_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, kind: str, transfers: str
 ) -> None:
-    monkeypatch.setattr(kvlayers.caches.base, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers]))
+    monkeypatch.setattr(
+        kvlayers.caches.base, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers])
+    )
     caches: dict[str, Callable[..., kvlayers.Cache]] = {
         "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),
         "static": lambda config, **options: kvlayers.StaticCache(config, max_cache_len=90, **options),

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenalt
 import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
-from kvlayers.prefix.active_store import using
+from kvlayers.generation.prefixes.active_store import using
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 

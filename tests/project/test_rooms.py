@@ -20,8 +20,9 @@ FLOORS = (
     ("layers",),
     ("caches",),
     ("persistence",),
+    ("prefix",),
     ("generation",),
-    ("planning", "prefix"),
+    ("planning",),
     ("tools",),
     ("__init__", "__main__"),
 )

@@ -28,6 +28,7 @@ from kvlayers.errors import (
 )
 from kvlayers.layers import (
     CacheLayer,
+    DynamicLayer,
     HybridLayer,
     LayerOperations,
     LinearAttentionLayer,
@@ -38,6 +39,7 @@ from kvlayers.layers.contract import unbounded_as_minus_one
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.upstream import compat
+from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 
 if TYPE_CHECKING:
@@ -158,10 +160,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         Args:
             encoder_length: tokens of the encoder's output, where that is known, for a cache that must reserve them.
         """
-        # Late, as it is a subclass.
-        from kvlayers.caches.dynamic import DynamicCache
-
-        return DynamicCache(**self.offloading_options())
+        return Cache(layer_class_to_replicate=DynamicLayer, **self.offloading_options())
 
     def save(self, path: str | os.PathLike[str], token_ids: Tensor | None = None, config: object | None = None) -> None:
         """Write all that is needed to go on decoding to a file; see `save_cache`.
@@ -175,10 +174,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             CachePathError: the file cannot be written.
             CacheFileError: states that a file cannot hold.
         """
-        # Late, as it makes caches of every kind.
-        from kvlayers.persistence import save_cache
-
-        save_cache(self, path, token_ids=token_ids, config=config)
+        late.function("save_cache")(self, path, token_ids=token_ids, config=config)
 
     def summary(self) -> "CacheSummary":
         """What the cache holds: kinds of layers, tokens, bits, and bytes by where they are. Printed it is a table.

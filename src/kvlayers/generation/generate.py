@@ -6,7 +6,8 @@ from transformers.generation.utils import GenerationMixin
 
 from kvlayers.errors import OptionError
 from kvlayers.generation.install import own_call
-from kvlayers.prefix import PrefixStore, active_store
+from kvlayers.generation.prefixes import active_store
+from kvlayers.prefix import PrefixStore
 
 
 def generate(

@@ -55,9 +55,10 @@ from kvlayers.generation import (
     validate_cache,
 )
 from kvlayers.generation.calls import sequences_of_each_prompt
+from kvlayers.generation.prefixes import active_store, prefixed_call
 from kvlayers.generation.presence import Presence
 from kvlayers.generation.replacement import Replacement
-from kvlayers.prefix import PrefixStore, active_store, prefixed_call
+from kvlayers.prefix import PrefixStore
 from kvlayers.stores.masking import MaskMode
 from kvlayers.upstream import compat, model_types
 

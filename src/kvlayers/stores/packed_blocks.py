@@ -11,10 +11,10 @@ from typing_extensions import Self
 from kvlayers.attention.segments import PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
+from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Mover, StatePair
 from kvlayers.stores.dense import DenseStore
-from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.utils.autocast import without_autocast
 
 GROWTH_DIVISOR = 128

@@ -5,13 +5,10 @@ from typing import Annotated
 
 import typer
 
+from kvlayers.tools.cli.defaults import FIDELITY_BITS, FIDELITY_CONTEXT, FIDELITY_SCORED
 from kvlayers.tools.cli.dtypes import Dtype
 from kvlayers.tools.cli.failing import NOT_WELL, one_line_errors
 from kvlayers.tools.demo.names import HUB_NAME
-
-BITS = "8,fp8,k8v4,4,k4v2,3,2"
-CONTEXT, SCORED = 1024, 512
-"""Tokens that are read, and tokens that are scored, where nobody says how many."""
 
 
 def fidelity(
@@ -24,16 +21,16 @@ def fidelity(
         str | None,
         typer.Option(
             help="Settings, separated by commas: bits (4), those of keys and values (k4v2), a backend (fp8), or one "
-            f"with bits (hqq:4). Default: {BITS}."
+            f"with bits (hqq:4). Default: {FIDELITY_BITS}."
         ),
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="What Calibration.save() wrote, or its directory: measured as well.")
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help=f"Tokens of a passage read before scoring begins. Default: {CONTEXT}.")
+        str | None, typer.Option(help=f"Tokens of a passage read before scoring begins. Default: {FIDELITY_CONTEXT}.")
     ] = None,
-    scored: Annotated[str | None, typer.Option(help=f"Tokens that are scored. Default: {SCORED}.")] = None,
+    scored: Annotated[str | None, typer.Option(help=f"Tokens that are scored. Default: {FIDELITY_SCORED}.")] = None,
     passages: Annotated[int, typer.Option(min=1, help="Passages, from places spread over the text.")] = 4,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens read at once.")] = 32,
     max_kl: Annotated[float | None, typer.Option(min=0, help="Budget: mean divergence, in nats a token.")] = None,
@@ -80,7 +77,7 @@ def fidelity(
         torch.set_num_threads(threads)
     with one_line_errors("fidelity"), few_words():
         budget = Budget(max_kl, max_perplexity_increase)
-        named = settings(bits or BITS)
+        named = settings(bits or FIDELITY_BITS)
         of_calibration = [] if calibration is None else [calibrated(calibration)]
         required = [*([] if bits is None else named), *of_calibration]
         given_context = None if context is None else tokens(context, "--context")

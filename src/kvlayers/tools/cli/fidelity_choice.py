@@ -5,7 +5,7 @@ from typing import Any
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.tools.calibration import Calibration
-from kvlayers.tools.cli.fidelity import CONTEXT, SCORED
+from kvlayers.tools.cli.defaults import FIDELITY_CONTEXT, FIDELITY_SCORED
 from kvlayers.tools.cli.files import home_expanded
 from kvlayers.tools.measuring.fidelity import bytes_of
 from kvlayers.tools.measuring.settings import QuantizationSetting
@@ -21,12 +21,12 @@ def lengths(config: Any, context: int | None, scored: int | None, chunk: int) ->
         OptionError: they are no whole chunks, none is scored, or the model has no positions for them.
     """
     most = most_positions(config)
-    if context is None and scored is None and most is not None and most <= CONTEXT + SCORED:
+    if context is None and scored is None and most is not None and most <= FIDELITY_CONTEXT + FIDELITY_SCORED:
         whole = (most - 1) // chunk
         context, scored = (whole - whole // 3) * chunk, whole // 3 * chunk
     # Without a number of their own, whole chunks.
-    context = CONTEXT // chunk * chunk if context is None else context
-    scored = max(SCORED // chunk, 1) * chunk if scored is None else scored
+    context = FIDELITY_CONTEXT // chunk * chunk if context is None else context
+    scored = max(FIDELITY_SCORED // chunk, 1) * chunk if scored is None else scored
     if scored < 1 or context % chunk or scored % chunk:
         raise OptionError(
             f"expected --context and --scored to be multiples of --chunk, {chunk}, with something to score, but saw "

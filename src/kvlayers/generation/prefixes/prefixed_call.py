@@ -31,10 +31,8 @@ from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation import registry
 from kvlayers.generation.calls import by_name, sequences_of_each_prompt, whole_config
 from kvlayers.generation.chunked_prefill import at_once, pass_tokens
-from kvlayers.generation.shared_prefill import LEAST_TOKENS
-from kvlayers.prefix import Hit
-from kvlayers.prefix.active_store import Prefixes, using
-from kvlayers.prefix.eligibility import (
+from kvlayers.generation.prefixes.active_store import Prefixes, using
+from kvlayers.generation.prefixes.eligibility import (
     UnusableError,
     check_model,
     check_options,
@@ -43,7 +41,9 @@ from kvlayers.prefix.eligibility import (
     options_of,
     prompts_of,
 )
-from kvlayers.prefix.model_identity import model_identity
+from kvlayers.generation.prefixes.model_identity import model_identity
+from kvlayers.generation.shared_prefill import LEAST_TOKENS
+from kvlayers.prefix import Hit
 from kvlayers.upstream import compat, model_types
 
 BLIND_TO_ORDER = frozenset((

@@ -16,7 +16,7 @@ from models import COMMON, prompt
 from recording_transfers import RecordingTransfers
 
 pytestmark = [
-    pytest.mark.fast,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace it from torch 2.13"
     ),

@@ -105,6 +105,7 @@ def pair_of(family: str, own: str, cross: str) -> Pair:
 # generate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_two_caches_give_the_tokens_of_transformers(family: str, way: str) -> None:
@@ -173,6 +174,7 @@ def test_a_name_gives_a_pair_of_its_kinds(family: str, name: str, installed: Non
         hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_verified_and_rolled_back_with_any_pair(family: str) -> None:
     given = inputs(family, batch=1)
@@ -232,6 +234,7 @@ def test_another_input_is_read_after_the_first_one_is_forgotten(family: str) -> 
         assert torch.equal(generate(family, others, past_key_values=pair), expected), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cross", ["dynamic", "static"])
 def test_steps_around_reserved_self_attention_are_one_graph(installed: None, cross: str) -> None:
     """Also where compiled code asks whether there is cross-attention, and reads it."""

@@ -11,6 +11,8 @@ import kvlayers
 from kvlayers.upstream import compat
 from models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 40
 TOLERANCE = 1e-5
 """Attention over masked slots adds up the same float32 numbers in another order."""

@@ -146,6 +146,7 @@ def test_an_interrupted_chunk_is_noticed_and_truncated_away(kind: str) -> None:
     torch.testing.assert_close(decoded(model, cache, ids, rest), expected, rtol=0, atol=0.5 if kind == "packed" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_of_an_update_that_was_interrupted_does_not_count(kind: str) -> None:
     model, ids = model_of("llama"), prompt(1, 20)
@@ -198,6 +199,7 @@ def test_a_window_is_cropped_while_it_holds_every_token_and_refuses_by_name_afte
         assert torch.equal(decoded(model, early, ids, 4), decoded(model, whole, ids, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dynamic", "static", "packed"])
 def test_a_move_of_a_window_that_was_interrupted_loses_no_token_silently(kind: str) -> None:
     model, ids = model_of("mistral"), prompt(1, END)
@@ -401,6 +403,7 @@ def test_early_exit_drafts_of_generate_are_left_alone() -> None:
     assert torch.equal(exiting, expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_that_was_interrupted_is_repaired_by_a_crop_to_the_length() -> None:
     model, ids = model_of("llama"), prompt(1, 12)
     fail_at = [-1]

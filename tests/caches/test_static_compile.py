@@ -17,6 +17,8 @@ from counted_graphs import COUNTS, MODELS, backend, graphs
 from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
 from models import WINDOW, fresh_model, prompt
 
+pytestmark = pytest.mark.slow
+
 HYBRID = ("hybrid", "llama4")
 
 BUCKETS = Buckets(minimum=32)

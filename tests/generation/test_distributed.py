@@ -19,10 +19,13 @@ from models import COMMON, fresh_model
 RANKS = 2
 HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="torch is built without gloo, the one backend for CPUs",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+        reason="torch is built without gloo, the one backend for CPUs",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_generates_the_tokens_of_transformers(family: str, way: str) -> None:
@@ -54,6 +55,7 @@ def test_every_family_generates_the_tokens_of_transformers(family: str, way: str
 HAVE_CONVOLUTIONS = ("mamba2", "falcon_mamba", "bamba", "lfm2", "qwen3_next", "zamba2", "falcon_h1", "nemotron_h")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5])
 @pytest.mark.parametrize("family", HAVE_CONVOLUTIONS)
 def test_prompts_about_as_long_as_a_convolution_give_the_tokens_of_transformers(family: str, tokens: int) -> None:

@@ -39,6 +39,7 @@ def generated_cache(output: Any) -> Any:
     return next(output[name] for name in ("past_key_values", "cache_params") if name in output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, way: str) -> None:

@@ -18,7 +18,7 @@ DIRECTORY = pathlib.Path(
 CONTEXT, NEW_TOKENS, WINDOW = 224, 16, 112
 
 pytestmark = [
-    pytest.mark.real_model,
+    pytest.mark.slow,
     pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"no model at {DIRECTORY}: `make test` brings it"),
 ]
 

@@ -18,8 +18,6 @@ import versions
 from kvlayers.generation import registry
 from models import fresh_model, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 CLASSES = {
     "auto": kvlayers.DynamicCache,
     "dynamic": kvlayers.DynamicCache,

@@ -19,6 +19,8 @@ from families import FAMILIES
 from kvlayers import Buckets, CapacityError
 from models import fresh_model, prompt, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = 9
 NEW_TOKENS = 40
 """The window of the hybrid model, 8 tokens with room for 23, moves at tokens 24 and 40."""

@@ -20,8 +20,6 @@ from layer_kinds import KINDS as ALL_KINDS
 from models import prompt, tiny_model
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
 KINDS = [
     "dynamic",
     "sliding",

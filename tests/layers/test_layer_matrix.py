@@ -10,8 +10,6 @@ from kvlayers import (
 from layer_kinds import KINDS, OPERATIONS, STATES
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.mark.parametrize("past", STATES)
 @pytest.mark.parametrize("kind", KINDS)

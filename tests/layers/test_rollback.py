@@ -226,6 +226,7 @@ def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
 
 
 # A recurrent state alone, one beside attention in each layer, one of its own kind, and convolutions alone.
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1", "qwen3_next", "lfm2"])
 def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 24)

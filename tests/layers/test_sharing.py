@@ -16,8 +16,6 @@ from models import prompt, tiny_model
 from oracle import Oracle, states
 from pairwise import in_turn
 
-pytestmark = pytest.mark.fast
-
 SHARES = [kind for kind in KINDS if "static" not in kind and "offloaded" not in kind]
 
 

@@ -156,6 +156,7 @@ def test_the_device_refuses_what_another_device_would() -> None:
 # The same states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "transfers"), WITH_TRANSFERS)
 def test_states_are_those_of_the_layer_on_the_cpu_after_every_operation(kind: str, transfers: str) -> None:
     pair = Pair(kind, TRANSFERS[transfers])

@@ -22,8 +22,6 @@ from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 from pairwise import in_turn
 
-pytestmark = pytest.mark.fast
-
 ROOM = 2**30
 PAD = 0
 SNAPSHOT = 16
@@ -237,6 +235,7 @@ def test_no_family_gets_other_tokens(family: str) -> None:
 LENGTHS = {"equal": (5, 5, 5), "padded": (3, 9, 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "kind"), in_turn(FAMILIES, NAMES, LENGTHS))
 def test_questions_over_one_document(family: str, name: str, kind: str) -> None:
     lengths = LENGTHS[kind]
@@ -301,6 +300,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "way"), in_turn(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
 )

@@ -39,7 +39,6 @@ def prose_of(page: pathlib.Path) -> str:
     return " ".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split())
 
 
-@pytest.mark.fast
 def test_every_claim_of_the_readme_is_one_that_is_checked(claimed: Any) -> None:
     prose = prose_of(claimed.README)
     for group in claimed.GROUPS:
@@ -49,7 +48,6 @@ def test_every_claim_of_the_readme_is_one_that_is_checked(claimed: Any) -> None:
     assert FIGURE.findall(prose) == []
 
 
-@pytest.mark.fast
 def test_every_claim_holds_for_what_is_recorded(claimed: Any, record: Any) -> None:
     for group in claimed.GROUPS:
         for claim in group.claims:
@@ -59,7 +57,6 @@ def test_every_claim_holds_for_what_is_recorded(claimed: Any, record: Any) -> No
             assert claim.holds(value), where
 
 
-@pytest.mark.fast
 def test_the_page_for_choosing_has_what_is_recorded(claimed: Any, record: Any) -> None:
     page = claimed.CHOOSING.read_text()
     due = claimed.with_tables(page, record)
@@ -71,20 +68,19 @@ def test_the_page_for_choosing_has_what_is_recorded(claimed: Any, record: Any) -
     assert FIGURE.findall(outside) == []
 
 
-@pytest.mark.fast
 def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
     headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
     assert {group.figures for group in claimed.GROUPS} <= anchors
 
 
-@pytest.mark.fast
 def test_a_bound_decides(claimed: Any) -> None:
     least, most = claimed.at_least("a", "b", 2), claimed.at_most("a", "b", 2)
     assert [least.holds(value) for value in (1.9, 2, 2.1, math.nan, math.inf)] == [False, True, True, False, False]
     assert [most.holds(value) for value in (1.9, 2, 2.1, math.nan, -math.inf)] == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 @versions.benchmarks_of_transformers
 def test_a_quick_run_measures_every_claim(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"

@@ -16,10 +16,7 @@ MODEL_OF_PAGES = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LAYERS = 2
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 
-needs_the_model = (
-    pytest.mark.real_model,
-    pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}: `make test` brings it"),
-)
+needs_the_model = pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}: `make test` brings it")
 
 
 def name_of(page: pathlib.Path) -> str:
@@ -58,6 +55,7 @@ def first_layers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_a_page_runs(
     page: pathlib.Path,
@@ -99,7 +97,6 @@ def anchors_of(page: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS], ids=name_of)
 def test_links_between_pages_lead_somewhere(page: pathlib.Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text()):

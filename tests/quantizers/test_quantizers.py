@@ -29,8 +29,6 @@ from kvlayers.quantizers import (
 )
 from kvlayers.quantizers.hadamard import rotate
 
-pytestmark = pytest.mark.fast
-
 SIDES: tuple[Side, Side] = ("keys", "values")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (4, 6, 40, 80, 96, 128, 256)

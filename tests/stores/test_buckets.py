@@ -17,8 +17,6 @@ from kvlayers import Buckets, CapacityError, OptionError, RollbackError, StaticL
 from kvlayers.stores.buckets import ALIGNMENT, place_of, places
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
 MOST_ROWS = 5
 WINDOW = 6
 Layer = StaticLayer | StaticSlidingLayer

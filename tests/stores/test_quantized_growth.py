@@ -13,8 +13,6 @@ from kvlayers.planning.store_bytes import FOLLOWED, Intake, store_bytes
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON
 
-pytestmark = pytest.mark.fast
-
 HEAD_DIM = 64
 LONGEST = 300
 TOLERANCE = 1.05

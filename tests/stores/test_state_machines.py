@@ -11,8 +11,6 @@ from kvlayers import CacheLayer, CapacityError, RollbackError
 from layer_kinds import KINDS
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
 MOST_ROWS = 6
 
 

@@ -15,8 +15,6 @@ from kvlayers.upstream import compat
 from kvlayers.upstream.supported import check_supported
 from models import ATTENDING, CONFIGS, tiny_model
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.mark.parametrize(
     ("package", "version"),

@@ -20,8 +20,6 @@ from kvlayers.layers import quantized
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 HEAD_DIM = 64
 CONFIG = transformers.LlamaConfig(
     num_hidden_layers=1, hidden_size=2 * HEAD_DIM, num_attention_heads=2, num_key_value_heads=2, head_dim=HEAD_DIM

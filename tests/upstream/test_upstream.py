@@ -14,8 +14,6 @@ import versions
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 NAMESAKES = {
     kvlayers.Cache: upstream.Cache,
     kvlayers.DynamicCache: upstream.DynamicCache,

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import kvlayers
-from kvlayers.planning import automatic, free_memory
+from kvlayers.planning import auto, free_memory
 from models import COMMON, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -39,7 +39,7 @@ def test_generate_takes_what_the_free_memory_has_room_for(
     assert caplog.records[-1].levelno == logging.INFO
     assert "'auto' takes 'dynamic' for 307 tokens, batch 2" in caplog.text
     dynamic = kvlayers.plan(model.config, 307, 2, model.dtype)["dynamic"].device_bytes
-    monkeypatch.setattr(automatic, "free_memory", lambda device: int(dynamic / automatic.SHARE_FOR_CACHE) - 2)
+    monkeypatch.setattr(auto, "free_memory", lambda device: int(dynamic / auto.SHARE_FOR_CACHE) - 2)
     with kvlayers.installed():
         tight = model.generate(ids, cache_implementation="auto", **arguments)
     assert isinstance(tight.past_key_values, kvlayers.QuantizedCache)

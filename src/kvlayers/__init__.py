@@ -8,6 +8,7 @@ import importlib.util
 import threading
 from typing import TYPE_CHECKING, Any
 
+from .generation.late_factories import offer
 from .supported import check_installed, is_command
 from .version import __version__
 
@@ -81,6 +82,9 @@ if not is_command():
     from . import first_import  # noqa: F401
 
     check_installed()
+
+# A cache that is chosen by a plan: planning makes caches by their names, so the registry cannot import it.
+offer("auto", "kvlayers.planning.auto:chosen_cache")
 
 _NAMES = {
     "cache": ("Cache",),

@@ -8,7 +8,6 @@ import torch
 
 from ..measuring.contenders import OURS, Key
 from ..measuring.decoding import Row
-from ..planning.planned_kind import EXACT
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class BenchResults:
 
     def is_exact(self, row: Row) -> bool:
         """Whether a cache keeps what the model attends to as it is."""
-        return self.states[row.contender.library, row.contender.cache] == EXACT
+        return self.states[row.contender.library, row.contender.cache] == "exact"
 
     def is_well(self, row: Row) -> bool:
         """Whether a cache did what it should; of those of transformers, only the reference must."""

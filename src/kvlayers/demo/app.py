@@ -17,7 +17,6 @@ from ..errors import KVLayersError
 from ..measuring.contenders import OURS, THEIRS, states_in
 from ..measuring.decoding import Row
 from ..measuring.scoring import ReadingError
-from ..planning.planned_kind import EXACT
 from . import report, text
 from .caches import compare, contenders
 from .generations import Samples, Turn, continue_text, differs, sample, second_turn
@@ -75,7 +74,7 @@ def run_demo(
                 "second_turn": None if turns is None else dict(zip(LIBRARIES, turns, strict=True)),
             }
         )
-    exact = [row for row in rows if row.contender.library == OURS and states_in(row.contender) == EXACT]
+    exact = [row for row in rows if row.contender.library == OURS and states_in(row.contender) == "exact"]
     if is_other or not all(row.failure is None and row.same_tokens for row in exact):
         raise typer.Exit(NOT_WELL)
 

@@ -14,7 +14,6 @@ from ..amounts import readable_bytes
 from ..cli.progress import bar_between_runs
 from ..measuring.contenders import OURS, Contender, states_in
 from ..measuring.decoding import Row
-from ..planning.planned_kind import EXACT
 from .generations import Samples, Turn
 from .model import Report
 
@@ -88,7 +87,7 @@ def verdict(row: Row, is_reference: bool) -> str:
     if is_reference:
         return "reference"
     fidelity = states_in(row.contender)
-    if fidelity != EXACT:
+    if fidelity != "exact":
         return f"{fidelity}, KL {row.kl:.2g}"
     if not row.same_tokens:
         return f"[red]{row.other_tokens - row.ties} other tokens[/red]"

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib.metadata
+import pkgutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ..options import checked_device, checked_dtype
 from ..quantized_cache import QuantizedCache
 from ..sink_cache import SinkCache, left_padding_of
 from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from .late_factories import late_factories
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""
@@ -53,9 +55,6 @@ class CacheRequest:
     encoder_length: int | None = None
     attention_mask: torch.Tensor | None = None
 
-
-AUTO = "auto"
-"""The name of the cache that a plan recommends."""
 
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
@@ -96,11 +95,12 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 
 def _check_free(name: str) -> None:
-    taken_by = _factories.get(name)
+    factory = _factories.get(name)
+    taken_by = late_factories.get(name) if factory is None else f"{factory.__module__}.{factory.__qualname__}"
     if taken_by is not None:
         raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}.{taken_by.__qualname__}: "
-            f"choose another, or unregister('{name}') first."
+            f"expected a name that is free, but '{name}' is taken by {taken_by}: choose another, or "
+            f"unregister('{name}') first."
         )
 
 
@@ -110,19 +110,19 @@ def unregister(name: str) -> None:
     Raises:
         RegistryError: there is no such name.
     """
-    if _factories.pop(name, None) is None:
+    if _factories.pop(name, None) is None and late_factories.pop(name, None) is None:
         raise unknown_name(name)
     _tell_listeners()
 
 
 def cache_names() -> list[str]:
     """Every name that `make_cache` knows, those of other packages' entry points included."""
-    return sorted({*_factories, *(point.name for point in _entry_points())})
+    return sorted({*_factories, *late_factories, *(point.name for point in _entry_points())})
 
 
 def is_registered(name: str) -> bool:
     """Whether `make_cache` knows a name."""
-    return name in _factories or any(point.name == name for point in _entry_points())
+    return name in _factories or name in late_factories or any(point.name == name for point in _entry_points())
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -220,6 +220,9 @@ def _factory(name: str) -> CacheFactory:
     registered = _factories.get(name)
     if registered is not None:
         return registered
+    if name in late_factories:
+        late: CacheFactory = pkgutil.resolve_name(late_factories[name])
+        return late
     for point in _entry_points():
         if point.name == name:
             factory: CacheFactory = point.load()
@@ -354,11 +357,3 @@ def _int4(request: CacheRequest) -> QuantizedCache:
 @register("int2")
 def _int2(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request, nbits=2)
-
-
-@register(AUTO)
-def _auto(request: CacheRequest) -> transformers.Cache:
-    # Late, as planning makes caches by their names.
-    from ..planning.automatic import chosen_cache
-
-    return chosen_cache(request)

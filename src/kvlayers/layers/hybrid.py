@@ -8,11 +8,12 @@ from typing_extensions import Self, override
 
 from .. import compat
 from ..errors import StateMismatchError, UnsupportedLayerError
-from ..stores.base import Fact
+from ..stores.base import Fact, Fidelity, least_faithful
 from ..stores.buffer import StateForm
 from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from .linear_attention import LinearAttentionLayer
 from .linear_states import LinearStates
+from .shape import LayerShape, PlannedBytes
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
@@ -92,6 +93,26 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def capacity(self) -> int | None:
         return self.attention.capacity
+
+    @property
+    @override
+    def length_hint(self) -> int | None:
+        return self.attention.length_hint
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return least_faithful((self.attention.fidelity, self.linear.fidelity))
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        attention = self.attention.planned_nbytes(shape, tokens, length_hint)
+        linear = self.linear.planned_nbytes(shape, tokens, None)
+        return PlannedBytes(attention.device + linear.device, attention.host + linear.host)
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self.attention.planned_bits(shape)
 
     @property
     def keys(self) -> Any:

@@ -10,8 +10,9 @@ from typing_extensions import Self
 
 from ..errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from ..memory_held import storages_of
-from ..stores.base import Fact
+from ..stores.base import Fact, Fidelity, lacks_member
 from .batch import BatchIndices, as_batch_indices, repeated_rows
+from .shape import LayerShape, PlannedBytes
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,39 @@ class LayerOperations(ABC):
     @abstractmethod
     def batch_size(self) -> int | None:
         """Sequences side by side, `None` before the first states."""
+
+    @property
+    def length_hint(self) -> int | None:
+        """The number of tokens that the layer was made for, `None` if it was made for no particular number."""
+        return None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the layer does to the states that the model attends to.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        raise lacks_member(self, "fidelity")
+
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
+
+        Args:
+            shape: what the model's layer holds for each token and each sequence.
+            tokens: tokens of a sequence.
+            length_hint: number of tokens that the layer is made for, in place of its own `length_hint`.
+
+        Raises:
+            CapacityError: the tokens do not fit into a reservation of `length_hint` tokens.
+            ConfigError: the layer attends, and the model's layer does not.
+            UnsupportedLayerError: the class has no arithmetic.
+        """
+        raise lacks_member(self, "planned_nbytes")
+
+    def planned_bits(self, shape: LayerShape) -> float:
+        """Bits of one number of a key or value that is not among the few in full precision, its scales included."""
+        return 8.0 * shape.dtype.itemsize
 
     @property
     def is_recording(self) -> bool:

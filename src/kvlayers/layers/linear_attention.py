@@ -10,6 +10,7 @@ from typing_extensions import Self, override
 from .. import compat
 from ..errors import RollbackError, UnsupportedLayerError
 from ..options import checks_options
+from ..stores.base import Fidelity
 from .checkpoints import Checkpoints
 from .layer_operations import LayerOperations, LayerState, whole_number
 from .linear_checks import (
@@ -23,6 +24,7 @@ from .linear_checks import (
 from .linear_past import LinearPast
 from .linear_saving import check_linear_state, linear_state, read_history
 from .linear_states import LinearStates, StatesByIndex
+from .shape import LayerShape, PlannedBytes
 from .token_count import TokenCount
 
 
@@ -156,6 +158,20 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
         """By state index, whether there is memory for a recurrent state."""
         return {index: states is not None for index, states in self._states.recurrent.items()}
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        states = shape.recurrent_nbytes()
+        if not states:
+            return PlannedBytes()
+        # One checkpoint is taken after the prompt, unless the prompt is a single token.
+        checkpoints = min(self.checkpoints.most, 1) if tokens > 1 else 0
+        return PlannedBytes(states * (1 + checkpoints) + self._count.planned_nbytes())
 
     # Taking in states
 

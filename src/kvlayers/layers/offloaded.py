@@ -12,10 +12,11 @@ from ..attention.handle import PackedStates
 from ..errors import CapacityError, UnsupportedLayerError
 from ..offload.prefetcher import Prefetcher
 from ..quantizers.base import Side
-from ..stores.base import Mover
+from ..stores.base import Fidelity, Mover
 from ..stores.buffer import StateForm
 from ..stores.unmatched import UnmatchedHalves
 from .base import CacheLayer, LayerState, attribute_within, public_names
+from .shape import LayerShape, PlannedBytes
 from .token_layer import TokenLayer
 
 
@@ -272,6 +273,24 @@ class OffloadedLayer(CacheLayer):
     @override
     def length(self) -> int:
         return self._seen if torch.compiler.is_compiling() else self.layer.length
+
+    @property
+    @override
+    def length_hint(self) -> int | None:
+        return self.layer.length_hint
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return self.layer.fidelity
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        return PlannedBytes(host=sum(self.layer.planned_nbytes(shape, tokens, length_hint)))
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self.layer.planned_bits(shape)
 
     @property
     @override

@@ -12,9 +12,10 @@ from ..options import checks_options
 from ..quantizers.base import Side
 from ..rotary import Rotary
 from ..stores import DenseStore, TokenStore
-from ..stores.base import Fact, StatePair
+from ..stores.base import Fact, Fidelity, StatePair
 from .base import LayerState, whole_number
 from .dynamic import check_rollback
+from .shape import LayerShape, PlannedBytes
 from .sinks import NAMES, PADDING_NAME, Sinks
 from .sliding import take_back, window_room
 from .token_layer import TokenLayer, seen_tokens
@@ -132,6 +133,20 @@ class SinkLayer(TokenLayer):
     @override
     def held_tokens(self) -> int:
         return min(self._seen, self.num_sink_tokens + self._store.length)
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "evicting"
+
+    @override
+    def planned_tokens(self, tokens: int) -> int:
+        return tokens if tokens <= self.room else self.window_length - 1 - self.num_sink_tokens
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        window = super().planned_nbytes(shape, tokens, length_hint)
+        return PlannedBytes(window.device + self._sinks.planned_nbytes(*shape.forms()))
 
     @property
     def rotary(self) -> Rotary | None:

@@ -11,6 +11,7 @@ from ..options import checks_options
 from ..stores import Buckets, FixedStore
 from ..stores.admission import no_room_for_tokens
 from ..stores.base import Fact
+from .shape import LayerShape, PlannedBytes
 from .sliding import SlidingLayer, check_window, window_room
 from .static import check_reservation
 
@@ -161,6 +162,19 @@ class StaticSlidingLayer(SlidingLayer):
     def max_cache_len(self) -> int:
         """Tokens that a query attends to at most: the window, or what was reserved if that is less."""
         return min(self._expected, self.sliding_window)
+
+    @property
+    @override
+    def length_hint(self) -> int | None:
+        return self._expected
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        expected = self._expected if length_hint is None else length_hint
+        room = reserved_room(expected, self.sliding_window, self._store.grow)
+        # A whole window slides on over the reservation.
+        held = min(tokens, room) if room >= self.sliding_window else tokens
+        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), held, room))
 
     @property
     def max_batch_size(self) -> int | None:

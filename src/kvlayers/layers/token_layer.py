@@ -10,10 +10,11 @@ from typing_extensions import Self, override
 from ..errors import StateMismatchError
 from ..quantizers.base import Side
 from ..stores import TokenStore
-from ..stores.base import Fact, Mover
+from ..stores.base import Fact, Fidelity, Mover
 from ..stores.buffer import StateForm
 from ..stores.unmatched import UnmatchedHalves, match
 from .base import CacheLayer, LayerState
+from .shape import LayerShape, PlannedBytes
 
 
 class TokenLayer(CacheLayer):
@@ -36,6 +37,29 @@ class TokenLayer(CacheLayer):
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
         return tokens
+
+    @property
+    @override
+    def length_hint(self) -> int | None:
+        return self._store.length_hint
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        # A layer that evicts tokens which the model would attend to says so itself.
+        return self._store.fidelity
+
+    def planned_tokens(self, tokens: int) -> int:
+        """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
+        return tokens
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), self.planned_tokens(tokens), length_hint))
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self._store.planned_bits(*shape.forms())
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]

@@ -10,10 +10,12 @@ from torch import Tensor
 from .. import compat
 from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from ..memory_held import storages_of
-from ..stores.base import Fact
+from ..stores.base import Fact, Fidelity
+from ..stores.buffer import nbytes_of
 from . import theirs
 from .base import LayerState
 from .batch import repeated_rows
+from .shape import LayerShape, PlannedBytes
 
 
 @runtime_checkable
@@ -107,6 +109,39 @@ class TransformersLayer:
         """The most tokens that the layer can hold, `None` where there is no such number."""
         most = theirs.max_length(self.layer)
         return None if most < 0 else most
+
+    @property
+    def length_hint(self) -> int | None:
+        """The number of tokens that the layer reserves, `None` if it reserves none."""
+        return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the layer does to the states that the model attends to."""
+        return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
+
+    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+        """See `LayerOperations.planned_nbytes`. Counters are not included.
+
+        Raises:
+            UnsupportedLayerError: it is not known how much memory a layer of this class takes.
+        """
+        if isinstance(self.layer, compat.DUMMY_LAYER):
+            return PlannedBytes()
+        if isinstance(self.layer, compat.INDEXED_LAYER):
+            held = tokens
+        elif isinstance(self.layer, compat.STATIC_INDEXED_LAYER):
+            held = self.layer.max_cache_len if length_hint is None else length_hint
+        else:
+            raise UnsupportedLayerError(
+                f"The memory of transformers' `{type(self.layer).__name__}` cannot be planned: make the cache, run the "
+                "model, and ask the cache for `nbytes`."
+            )
+        return PlannedBytes(sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held))
+
+    def planned_bits(self, shape: LayerShape) -> float:
+        """See `LayerOperations.planned_bits`."""
+        return 8.0 * shape.dtype.itemsize
 
     @property
     def batch_size(self) -> int | None:

@@ -11,7 +11,8 @@ from .. import compat
 from ..generation.registry import make_cache
 from ..layers.dispatch import WINDOWED
 from ..model_types import config_of
-from ..planning.planned_kind import EXACT, ROUNDED, fidelity_of
+from ..planning.cache_bytes import fidelity_of
+from ..stores.base import Fidelity
 from .names import OURS as OURS
 from .names import THEIR_NAMES as THEIR_NAMES
 from .names import THEIRS as THEIRS
@@ -74,12 +75,12 @@ def exact_names(config: Any) -> list[str]:
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]
 
 
-def states_in(rival: Contender) -> str:
-    """What a cache does to states: "exact", "rounded" or "evicting".
+def states_in(rival: Contender) -> Fidelity:
+    """What a cache does to the states that the model attends to.
 
     Raises:
         KVLayersError: there is no such cache for the model.
     """
     if rival.library == THEIRS:
-        return ROUNDED if rival.cache in THEIR_QUANTIZED else EXACT
+        return "rounded" if rival.cache in THEIR_QUANTIZED else "exact"
     return fidelity_of(rival.make())

@@ -10,9 +10,8 @@ import transformers
 from torch import Tensor
 
 from ..errors import OptionError
-from ..planning.cache_bytes import cache_bytes
-from ..planning.layer_shapes import layer_shapes
-from ..planning.store_bytes import FOLLOWED
+from ..planning.cache_bytes import CacheArithmetic
+from ..planning.shapes import layer_shapes
 from .contenders import of_ours
 from .scoring import CacheMaker, Scores, read
 from .settings import Setting
@@ -100,7 +99,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
         OptionError: there is no such cache for the model.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return cache_bytes(make(config, FOLLOWED), shapes, tokens, None).held
+    return CacheArithmetic(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
 
 
 def measure_fidelity(

@@ -9,7 +9,7 @@ import torch
 
 from ..amounts import html_table, plain_table, readable_bytes
 from ..errors import RegistryError
-from .planned_kind import EXACT
+from ..stores.base import Fidelity
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
 """Names that stand for others at the same cost, in this order."""
@@ -41,7 +41,7 @@ class PlannedCache:
     host_bytes: int
     bytes_per_token: float
     longest_context: int | None
-    fidelity: str
+    fidelity: Fidelity
     bits: float
     fits: bool
     reason: str
@@ -49,7 +49,7 @@ class PlannedCache:
     @property
     def is_exact(self) -> bool:
         """Whether the states that the model attends to are kept as they came."""
-        return self.fidelity == EXACT
+        return self.fidelity == "exact"
 
 
 @dataclass(frozen=True, repr=False)

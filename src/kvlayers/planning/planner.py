@@ -11,15 +11,17 @@ from transformers import PretrainedConfig
 from .. import model_types
 from ..amounts import amount_of_bytes, tokens
 from ..errors import CapacityError, KVLayersError, OptionError
-from ..generation.registry import AUTO, CacheRequest, cache_names
+from ..generation.registry import CacheRequest, cache_for, cache_names
 from ..layers.base import whole_number
 from ..options import checked_dtype
-from .cache_bytes import CacheBytes
-from .layer_shapes import layer_shapes
-from .longest import longest_context
+from .cache_bytes import CacheArithmetic, CacheBytes
+from .longest_context import longest_context
 from .planned_cache import Plan, PlannedCache
-from .planned_kind import PlannedKind, planned_kind
-from .recommending import best_of, nothing_fits, why_not, why_recommended
+from .recommend import best_of, nothing_fits, why_not, why_recommended
+from .shapes import layer_shapes
+
+AUTO = "auto"
+"""The name of the cache that a plan recommends."""
 
 TOKENS_AHEAD = 4096
 """Tokens behind the context over which `bytes_per_token` is the mean, as packed blocks come many tokens at a time."""
@@ -136,12 +138,18 @@ class _Wanted:
         caches: list[PlannedCache] = []
         refused: dict[str, KVLayersError] = {}
         for name in names:
-            # What chooses among caches is none.
+            # "auto" is a choice among the others.
             if name == AUTO:
                 continue
             try:
-                kind = planned_kind(name, request, shapes)
-                caches.append(_planned(kind, kind.bytes_for(self.context_length), self.context_length, self.memory))
+                arithmetic = CacheArithmetic(
+                    lambda length_hint, name=name: cache_for(
+                        name, dataclasses.replace(request, length_hint=length_hint)
+                    ),
+                    shapes,
+                    self.encoder_length,
+                )
+                caches.append(_planned(name, arithmetic, self.context_length, self.memory))
             except KVLayersError as error:
                 refused[name] = error
         return caches, refused
@@ -174,41 +182,40 @@ class _Wanted:
         )
 
 
-def _planned(kind: PlannedKind, costs: CacheBytes, context_length: int, memory: int | None) -> PlannedCache:
+def _planned(name: str, arithmetic: CacheArithmetic, context_length: int, memory: int | None) -> PlannedCache:
+    costs = arithmetic.nbytes(context_length)
+    # Nearly all caches grow nearly evenly.
+    guess = context_length * (memory or 0) // max(costs.device, 1)
     return PlannedCache(
-        name=kind.name,
-        nbytes=costs.held,
+        name=name,
+        nbytes=costs.total,
         device_bytes=costs.device,
         host_bytes=costs.host,
-        bytes_per_token=_bytes_per_token(kind, costs, context_length),
-        longest_context=None if memory is None else _longest(kind, costs, context_length, memory),
-        fidelity=kind.fidelity,
-        bits=kind.bits,
+        bytes_per_token=_bytes_per_token(arithmetic, costs, context_length),
+        longest_context=(
+            None if memory is None else longest_context(lambda tokens: _fits(arithmetic, tokens, memory), guess)
+        ),
+        fidelity=arithmetic.fidelity,
+        bits=arithmetic.bits,
         fits=memory is None or costs.device <= memory,
         reason="",
     )
 
 
-def _longest(kind: PlannedKind, costs: CacheBytes, context_length: int, memory: int) -> int | None:
-    # Nearly all kinds grow nearly evenly.
-    guess = context_length * memory // max(costs.device, 1)
-    return longest_context(lambda tokens: _fits(kind, tokens, memory), guess)
-
-
-def _fits(kind: PlannedKind, tokens: int, memory: int) -> bool:
+def _fits(arithmetic: CacheArithmetic, tokens: int, memory: int) -> bool:
     try:
-        return kind.bytes_for(tokens).device <= memory
+        return arithmetic.nbytes(tokens).device <= memory
     except CapacityError:
         return False
 
 
-def _bytes_per_token(kind: PlannedKind, costs: CacheBytes, context_length: int) -> float:
+def _bytes_per_token(arithmetic: CacheArithmetic, costs: CacheBytes, context_length: int) -> float:
     try:
-        further = kind.bytes_for(context_length + TOKENS_AHEAD)
+        further = arithmetic.nbytes(context_length + TOKENS_AHEAD)
     except CapacityError:
         # What is reserved is reserved.
         return 0.0
-    return (further.held - costs.held) / TOKENS_AHEAD
+    return (further.total - costs.total) / TOKENS_AHEAD
 
 
 def _count(number: object, name: str, what: str) -> int:

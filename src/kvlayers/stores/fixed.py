@@ -12,9 +12,9 @@ from .. import compat
 from ..attention.single_query_compiled import shared_in_graph
 from ..errors import StateMismatchError
 from .admission import mismatch, no_room_for_batch, no_room_for_tokens
-from .base import Mover, StatePair
+from .base import Fidelity, Mover, StatePair
 from .buckets import Buckets, places
-from .buffer import StateForm, TokenBuffer, form_of
+from .buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, nbytes_of
 from .contiguous import ContiguousStore
 from .reading import Reading
 
@@ -62,7 +62,7 @@ class FixedStore(ContiguousStore):
         super().__init__(limit=capacity)
 
     def _lay_out(self, capacity: int) -> None:
-        self.capacity = self.limit = capacity
+        self.capacity = self.limit = self.length_hint = capacity
         self._sizes = self.buckets.sizes(capacity, self.whole_from)
         self._places = places(self._sizes)
 
@@ -385,6 +385,23 @@ class FixedStore(ContiguousStore):
         )
         return keys, values
 
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
+
+    @override
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, length_hint: int | None) -> int:
+        capacity = self.capacity if length_hint is None else length_hint
+        if tokens > capacity and not self.grow:
+            raise no_room_for_tokens(capacity, 0, tokens)
+        while capacity < tokens:
+            capacity = self.buckets.after(capacity)
+        rows = max(key_form[0], self.max_batch_size or 0)
+        reserved = sum(nbytes_of((rows, *form[1:]), capacity) for form in (key_form, value_form))
+        # The device's two counts: the cursor, and the tokens that have passed.
+        return reserved + 2 * COUNT_DTYPE.itemsize
+
     def _is_reserved(self, batch_size: int, capacity: int) -> bool:
         reserved = self._reserved
         return reserved is not None and reserved[0].capacity == capacity and reserved[0].form[0] >= batch_size
@@ -606,4 +623,4 @@ def is_one_number(number: int) -> bool:
 
 def _count(number: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((), number, dtype=torch.int64, device=device)
+        return torch.full((), number, dtype=COUNT_DTYPE, device=device)

@@ -14,10 +14,18 @@ from ..attention.ways import Ways
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
-from .base import Fact, Mover, StatePair, TokenStore
-from .buffer import StateForm, form_of
+from .base import Fact, Fidelity, Mover, StatePair, TokenStore
+from .buffer import StateForm, form_of, nbytes_of
 from .dense import DenseStore
-from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
+from .packed_blocks import (
+    BLOCKS_AT_ONCE,
+    PACKED_NAMES,
+    SIDES,
+    PackedBlocks,
+    block_nbytes,
+    check_packed_state,
+    planned_nbytes,
+)
 from .quantization import Quantization, block_tokens, blocks_beyond
 from .residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
@@ -151,17 +159,50 @@ class QuantizedStore(TokenStore):
         """Hold nothing, in memory that nothing was returned from."""
         quantizers = self._quantizers_for(*forms)
         size = block_tokens(quantizers)
-        given = self.quantization
-        hint = None
-        if self.length_hint is not None:
-            hint = blocks_beyond(self.length_hint, given.sink_tokens + given.residual_length + size, size)
         self._forms = forms
-        self._blocks = PackedBlocks(quantizers, forms, size, hint)
-        self._sinks = DenseStore(length_hint=given.sink_tokens)
+        self._blocks = PackedBlocks(quantizers, forms, size, self._most_blocks(size, self.length_hint))
+        self._sinks = DenseStore(length_hint=self.quantization.sink_tokens)
         self._recent = unpacked_residual()
         self._recent.reserve_form(*forms)
         self._changed()
         self._length = 0
+
+    def _most_blocks(self, size: int, length_hint: int | None) -> int | None:
+        """The most blocks of `size` tokens that are expected, if that is known."""
+        return None if length_hint is None else blocks_beyond(length_hint, self._unpacked_room(size), size)
+
+    def _unpacked_room(self, size: int) -> int:
+        """The most tokens that stay in full precision, beside blocks of `size` tokens."""
+        return self.quantization.sink_tokens + self.quantization.residual_length + size
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "rounded"
+
+    @override
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, length_hint: int | None) -> int:
+        quantizers = self._quantizers_for(key_form, value_form)
+        size, forms = block_tokens(quantizers), (key_form, value_form)
+        room = self._unpacked_room(size)
+        blocks = blocks_beyond(tokens, room, size)
+        if not blocks:
+            return unpacked_residual().planned_nbytes(*forms, tokens, most_in_residual(room, length_hint, 0))
+        sinks = self.quantization.sink_tokens
+        old = sinks + blocks * size
+        hint = most_in_residual(self.quantization.residual_length + size, length_hint, old, tokens - old)
+        residual = residual_behind_blocks(size).planned_nbytes(*forms, tokens - old, hint)
+        packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, length_hint))
+        return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
+
+    @override
+    def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
+        quantizers = self._quantizers_for(key_form, value_form)
+        size, forms = block_tokens(quantizers), (key_form, value_form)
+        packed = sum(
+            block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
+        )
+        return 8 * packed * key_form[3].itemsize / sum(nbytes_of(form, size) for form in forms)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:

@@ -8,10 +8,10 @@ import transformers
 
 from ..amounts import amount_of_bytes, readable_bytes
 from ..errors import ConfigError, OptionError
-from ..generation.registry import AUTO, CacheRequest, cache_for
+from ..generation.registry import CacheRequest, cache_for
 from .free_memory import free_memory
 from .planned_cache import Plan
-from .planner import plan_for
+from .planner import AUTO, plan_for
 
 logger = logging.getLogger(__name__)
 

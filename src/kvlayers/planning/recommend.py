@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from ..amounts import exact_bytes, readable_bytes
 from ..errors import CapacityError, ConfigError, KVLayersError
 from .planned_cache import PlannedCache
-from .planned_kind import EVICTING
 
 COARSE_BITS = 4
 """Below so many bits of a state, answers are often others: rather from the host."""
@@ -21,7 +20,7 @@ def best_of(caches: Sequence[PlannedCache]) -> PlannedCache | None:
     states; then exact before rounded, more bits before fewer, and fewer bytes before more. What evicts does not hold
     the context, and is the best only of its like.
     """
-    keeping = [cache for cache in caches if cache.fidelity != EVICTING]
+    keeping = [cache for cache in caches if cache.fidelity != "evicting"]
     fitting = [cache for cache in keeping or caches if cache.fits]
     return min(fitting, key=_rank, default=None)
 
@@ -48,7 +47,7 @@ def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory:
     if len(caches) == 1:
         return "it is the only one that was asked for."
     within = "" if memory is None else f" that fits into {readable_bytes(memory)}"
-    if cache.fidelity == EVICTING:
+    if cache.fidelity == "evicting":
         return "it is all that was asked for, but forgets tokens that the model would attend to."
     if cache.host_bytes:
         kept = "is exact" if cache.is_exact else f"has the most bits, {cache.bits:.3g},"
@@ -65,7 +64,7 @@ def why_not(cache: PlannedCache, best: PlannedCache, memory: int | None) -> str:
     """The reason against another one."""
     if memory is not None and not cache.fits:
         return f"it needs {readable_bytes(cache.device_bytes - memory)} more than there is."
-    if cache.fidelity == EVICTING:
+    if cache.fidelity == "evicting":
         return "it forgets tokens that the model would attend to."
     if _is_coarse(cache) and not _is_coarse(best):
         return f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more."
@@ -87,7 +86,7 @@ def nothing_fits(
     if not caches or memory is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         return ConfigError(f"expected a model that some cache can be planned for, but saw none ({reasons}).")
-    keeping = [cache for cache in caches if cache.fidelity != EVICTING] or caches
+    keeping = [cache for cache in caches if cache.fidelity != "evicting"] or caches
     least = min(keeping, key=lambda cache: cache.device_bytes)
     furthest = max(keeping, key=lambda cache: cache.longest_context or 0)
     shorter = (

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from typing_extensions import override
 
 import kvlayers
 import test_families
 import versions
 from kvlayers import compat, model_types
 from kvlayers.generation import registry
+from kvlayers.layers import LayerOperations, TokenLayer
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.fast
@@ -299,7 +301,7 @@ class Refusing(tf.PretrainedConfig):
 @pytest.mark.parametrize(
     ("config", "options", "error", "words"),
     [
-        (LLAMA, {"context_length": 0}, kvlayers.OptionError, "context_length.*at least 1, but saw 0"),
+        (LLAMA, {"context_length": 0}, kvlayers.OptionError, "context_length.*at least 1, got 0"),
         (LLAMA, {"context_length": 10.5}, kvlayers.OptionError, "context_length.*10.5"),
         (LLAMA, {"context_length": True}, kvlayers.OptionError, "context_length.*True"),
         (LLAMA, {"batch_size": -1}, kvlayers.OptionError, "batch_size.*sequences"),
@@ -312,7 +314,7 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"names": ["dinamic"]}, kvlayers.RegistryError, "did you mean 'dynamic'"),
         (LLAMA, {"names": ["sliding_window"]}, kvlayers.ConfigError, "sliding or chunked"),
         (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
-        (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "a list of names"),
+        (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "`names` must be a list"),
         (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),
         ("llama", {}, kvlayers.ConfigError, "model config"),
         (tf.OpenAIGPTConfig(), {}, kvlayers.ConfigError, "openai-gpt"),
@@ -346,3 +348,88 @@ def test_layers_of_others_are_left_out_with_the_reason() -> None:
     assert "not a cache of kvlayers" in plan.left_out["foreign"]
     with pytest.raises(kvlayers.RegistryError, match="foreign.*not a cache of kvlayers"):
         plan["foreign"]
+
+
+class Newest(TokenLayer):
+    """A layer of another package, which keeps a fixed number of the newest tokens."""
+
+    fidelity = "evicting"
+    room = 40
+
+    def __init__(self, store: kvlayers.TokenStore) -> None:
+        super().__init__(store)
+        self._seen = 0
+
+    @override
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        past = self._store.length
+        self._seen += self._store.admit(key_states, value_states)
+        return self._store.pass_through(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
+
+    @override
+    def planned_tokens(self, tokens: int) -> int:
+        return min(tokens, self.room)
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return None
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._store.length + query_length, self._seen - self._store.length
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        raise kvlayers.RollbackError("A `Newest` evicts.")
+
+    @override
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+
+
+class Unspoken(Newest):
+    """A layer of another package, without arithmetic."""
+
+    planned_nbytes = LayerOperations.planned_nbytes  # type: ignore[assignment]
+
+
+class Halves(kvlayers.DenseStore):
+    """A store of another package, without arithmetic."""
+
+    planned_nbytes = kvlayers.TokenStore.planned_nbytes  # type: ignore[assignment]
+
+
+def newest(layer_class: type[Newest] = Newest, store: type[kvlayers.DenseStore] = kvlayers.DenseStore) -> Any:
+    def make(request: kvlayers.CacheRequest) -> kvlayers.Cache:
+        layers = [layer_class(store(length_hint=request.length_hint)) for _ in range(request.config.num_hidden_layers)]
+        return kvlayers.Cache(layers=layers)
+
+    return make
+
+
+@pytest.mark.parametrize("tokens", [7, 40, 41, 300])
+def test_layers_of_another_package_are_planned_like_those_of_kvlayers(tokens: int) -> None:
+    with registered(newest=newest()) as names:
+        plan = kvlayers.plan(LLAMA, tokens, 2, torch.bfloat16, memory=2**40, names=names)
+        assert fed("newest", LLAMA, tokens, 2, torch.bfloat16).nbytes == plan["newest"].nbytes
+    assert (plan["newest"].fidelity, plan["newest"].bits) == ("evicting", 16)
+    assert plan["newest"].longest_context is None
+
+
+def test_a_layer_or_a_store_without_arithmetic_is_refused_by_the_name_of_the_member() -> None:
+    for factory, said in ((newest(Unspoken), "`Unspoken.planned_nbytes`"), (newest(store=Halves), "`Halves.planned_")):
+        with registered(silent=factory) as names, pytest.raises(kvlayers.UnsupportedLayerError, match=said):
+            kvlayers.plan(LLAMA, 10, names=names)
+    with pytest.raises(kvlayers.UnsupportedLayerError, match=r"`Mute.fidelity`"):
+        _ = type("Mute", (kvlayers.DenseStore,), {"fidelity": kvlayers.TokenStore.fidelity})().fidelity
+
+
+def test_a_reservation_of_one_token_is_not_taken_for_the_length_hint() -> None:
+    with registered(tiny=static(max_cache_len=1)) as names, pytest.raises(kvlayers.CapacityError, match="at most 1 "):
+        kvlayers.plan(LLAMA, 2, names=names)

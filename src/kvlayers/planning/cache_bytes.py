@@ -125,9 +125,9 @@ def _decoder_part(cache: Any) -> Any:
 
 
 def _sample_layers(cache: Any, longer: Any, shapes: Sequence[LayerShape]) -> list[_SampleLayer]:
-    layers, longer_layers = (list(_adapted_layers(each, len(shapes))) for each in (cache, longer))
+    layers, longer_layers = (_adapted_layers(each, len(shapes)) for each in (cache, longer))
     return [
-        _SampleLayer(layer, shape, _follows_hint(layer.length_hint, other.length_hint))
+        _SampleLayer(layer, shape, _follows_hint(cache, layer.length_hint, other.length_hint))
         for layer, other, shape in zip(layers, longer_layers, shapes, strict=False)
     ]
 
@@ -142,13 +142,14 @@ def _adapted_layers(cache: Any, count: int) -> Iterator[LayerOperations | Transf
         yield layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
 
 
-def _follows_hint(size: int | None, size_if_longer: int | None) -> bool:
+def _follows_hint(cache: Any, size: int | None, size_if_longer: int | None) -> bool:
     if size == size_if_longer:
         return False
     if (size, size_if_longer) != (SAMPLE_HINT, SAMPLE_HINT + 1):
         raise OptionError(
-            f"The factory makes layers for {size} tokens if `length_hint` is {SAMPLE_HINT}, and for {size_if_longer} "
-            f"tokens if it is {SAMPLE_HINT + 1}: pass `request.length_hint` on as it is, or use a fixed number."
+            f"The factory of this `{type(cache).__name__}` makes layers for {size} tokens if `length_hint` is "
+            f"{SAMPLE_HINT}, and for {size_if_longer} tokens if it is {SAMPLE_HINT + 1}: pass `request.length_hint` on "
+            "as it is, or use a fixed number."
         )
     return True
 

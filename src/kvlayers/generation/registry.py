@@ -3,7 +3,6 @@
 import difflib
 import functools
 import importlib.metadata
-import pkgutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,19 +12,19 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from .. import model_types
-from ..amounts import tokens
-from ..cache import Cache
-from ..dynamic_cache import DynamicCache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, RegistryError
-from ..layers.dispatch import every_token_layers
-from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
-from ..options import checked_device, checked_dtype
-from ..quantized_cache import QuantizedCache
-from ..sink_cache import SinkCache, left_padding_of
-from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-from .late_factories import late_factories
+from kvlayers.caches.base import Cache
+from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.from_config import every_token_layers
+from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
+from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.caches.sink import SinkCache, left_padding_of
+from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.errors import OptionError, RegistryError
+from kvlayers.upstream import model_types
+from kvlayers.utils import late
+from kvlayers.utils.options import checked_device, checked_dtype
+from kvlayers.utils.units import tokens
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""
@@ -95,12 +94,11 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 
 def _check_free(name: str) -> None:
-    factory = _factories.get(name)
-    taken_by = late_factories.get(name) if factory is None else f"{factory.__module__}.{factory.__qualname__}"
+    taken_by = _factories.get(name)
     if taken_by is not None:
         raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {taken_by}: choose another, or "
-            f"unregister('{name}') first."
+            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}.{taken_by.__qualname__}: "
+            f"choose another, or unregister('{name}') first."
         )
 
 
@@ -110,19 +108,19 @@ def unregister(name: str) -> None:
     Raises:
         RegistryError: there is no such name.
     """
-    if _factories.pop(name, None) is None and late_factories.pop(name, None) is None:
+    if _factories.pop(name, None) is None:
         raise unknown_name(name)
     _tell_listeners()
 
 
 def cache_names() -> list[str]:
     """Every name that `make_cache` knows, those of other packages' entry points included."""
-    return sorted({*_factories, *late_factories, *(point.name for point in _entry_points())})
+    return sorted({*_factories, *(point.name for point in _entry_points())})
 
 
 def is_registered(name: str) -> bool:
     """Whether `make_cache` knows a name."""
-    return name in _factories or name in late_factories or any(point.name == name for point in _entry_points())
+    return name in _factories or any(point.name == name for point in _entry_points())
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -220,9 +218,6 @@ def _factory(name: str) -> CacheFactory:
     registered = _factories.get(name)
     if registered is not None:
         return registered
-    if name in late_factories:
-        late: CacheFactory = pkgutil.resolve_name(late_factories[name])
-        return late
     for point in _entry_points():
         if point.name == name:
             factory: CacheFactory = point.load()
@@ -357,3 +352,10 @@ def _int4(request: CacheRequest) -> QuantizedCache:
 @register("int2")
 def _int2(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request, nbits=2)
+
+
+@register("auto")
+def _auto(request: CacheRequest) -> transformers.Cache:
+    # By its name, since planning makes caches by their names, and so is above this room.
+    chosen: transformers.Cache = late.function("chosen_cache")(request)
+    return chosen

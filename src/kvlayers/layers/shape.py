@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ConfigError
-from ..stores.buffer import StateForm
+from kvlayers.errors import ConfigError
+from kvlayers.stores.buffer import StateForm
 
 NO_DEVICE = torch.device("meta")
 """The device of planned states."""

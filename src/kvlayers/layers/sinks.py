@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..errors import StateMismatchError
-from ..rotary import Rotary
-from ..stores.base import StatePair
-from ..stores.buffer import StateForm, nbytes_of
+from kvlayers.errors import StateMismatchError
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.contract import StatePair
 
 NAMES = ("first_keys", "first_values")
 """What the sinks are called in a state."""

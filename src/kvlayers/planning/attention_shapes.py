@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from .. import compat
-from ..layers.shape import TokenShape
-from .config_numbers import ConfigNumbers
+from kvlayers.layers.shape import TokenShape
+from kvlayers.planning.config_numbers import ConfigNumbers
+from kvlayers.upstream import compat
 
 
 def token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:

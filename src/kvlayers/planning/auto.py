@@ -6,12 +6,12 @@ import logging
 import torch
 import transformers
 
-from ..amounts import amount_of_bytes, readable_bytes
-from ..errors import ConfigError, OptionError
-from ..generation.registry import CacheRequest, cache_for
-from .free_memory import free_memory
-from .planned_cache import Plan
-from .planner import AUTO, plan_for
+from kvlayers.errors import ConfigError, OptionError
+from kvlayers.generation.registry import CacheRequest, cache_for
+from kvlayers.planning.free_memory import free_memory
+from kvlayers.planning.planned_cache import Plan
+from kvlayers.planning.planner import AUTO, plan_for
+from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, UnsupportedLayerError
-from ..layers import LayerOperations, TransformersLayer
-from ..layers.shape import LayerShape, PlannedBytes
-from ..stores.base import Fidelity, least_faithful
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.errors import OptionError, UnsupportedLayerError
+from kvlayers.layers import LayerOperations, TransformersLayer
+from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.stores.contract import Fidelity, least_faithful
 
 SAMPLE_HINT = 1
 """The length hint of the cache that a plan asks for bytes. Another one, made for one token more, shows which layers

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..amounts import html_table, plain_table, readable_bytes
-from ..errors import RegistryError
-from ..stores.base import Fidelity
+from kvlayers.errors import RegistryError
+from kvlayers.stores.contract import Fidelity
+from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
 """Names that are shown for a group of caches at the same cost, in order of preference."""

@@ -10,17 +10,17 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from .. import model_types
-from ..amounts import amount_of_bytes, tokens
-from ..errors import CapacityError, KVLayersError, OptionError
-from ..generation.registry import CacheRequest, cache_for, cache_names
-from ..layers.base import whole_number
-from ..options import checked_dtype
-from .cache_bytes import CacheArithmetic, CacheBytes
-from .longest_context import longest_context
-from .planned_cache import Plan, PlannedCache
-from .recommend import best_of, nothing_fits, why_not, why_recommended
-from .shapes import layer_shapes
+from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
+from kvlayers.layers.contract import whole_number
+from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
+from kvlayers.planning.longest_context import longest_context
+from kvlayers.planning.planned_cache import Plan, PlannedCache
+from kvlayers.planning.recommend import best_of, nothing_fits, why_not, why_recommended
+from kvlayers.planning.shapes import layer_shapes
+from kvlayers.upstream import model_types
+from kvlayers.utils.options import checked_dtype
+from kvlayers.utils.units import amount_of_bytes, tokens
 
 AUTO = "auto"
 """The name of the cache that a plan recommends."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..amounts import exact_bytes, readable_bytes
-from ..errors import CapacityError, ConfigError, KVLayersError
-from .planned_cache import PlannedCache
+from kvlayers.errors import CapacityError, ConfigError, KVLayersError
+from kvlayers.planning.planned_cache import PlannedCache
+from kvlayers.utils.units import exact_bytes, readable_bytes
 
 COARSE_BITS = 4
 """With fewer bits than this, answers often change: a cache on the host is better."""

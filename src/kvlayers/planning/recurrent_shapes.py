@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from ..errors import ConfigError
-from ..layers.shape import RecurrentShape
-from .config_numbers import ConfigNumbers
+from kvlayers.errors import ConfigError
+from kvlayers.layers.shape import RecurrentShape
+from kvlayers.planning.config_numbers import ConfigNumbers
 
 
 def recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from .. import compat, model_types
-from ..compat import LayerSpec
-from ..errors import ConfigError
-from ..layers.dispatch import HYBRID, RECURRENT, WINDOWED
-from ..layers.shape import LayerShape
-from .attention_shapes import INDEXED, token_shape
-from .config_numbers import ConfigNumbers
-from .recurrent_shapes import recurrent_shape
+from kvlayers.caches.from_config import HYBRID, RECURRENT, WINDOWED
+from kvlayers.errors import ConfigError
+from kvlayers.layers.shape import LayerShape
+from kvlayers.planning.attention_shapes import INDEXED, token_shape
+from kvlayers.planning.config_numbers import ConfigNumbers
+from kvlayers.planning.recurrent_shapes import recurrent_shape
+from kvlayers.upstream import compat, model_types
+from kvlayers.upstream.compat import LayerSpec
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")
 """Layer types without a cache of their own."""

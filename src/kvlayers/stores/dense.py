@@ -3,9 +3,9 @@
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .base import Fidelity
-from .buffer import StateForm, nbytes_of
-from .contiguous import ContiguousStore
+from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.contiguous import ContiguousStore
+from kvlayers.stores.contract import Fidelity
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -100,7 +100,7 @@ class DenseStore(ContiguousStore):
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
         fresh = self.snapshot()
         fresh._release()
-        fresh.admit(keys, values)
+        fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
 

@@ -363,8 +363,8 @@ class Newest(TokenLayer):
     @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         past = self._store.length
-        self._seen += self._store.admit(key_states, value_states)
-        return self._store.pass_through(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
+        self._seen += self._store.validate(key_states, value_states)
+        return self._store.extend_and_evict(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
 
     @override
     def planned_tokens(self, tokens: int) -> int:

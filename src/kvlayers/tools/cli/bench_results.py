@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from kvlayers.tools.measuring.contenders import KVLAYERS, Key
+from kvlayers.tools.measuring.contenders import Key
 from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.names import KVLAYERS
 
 
 @dataclass(frozen=True)

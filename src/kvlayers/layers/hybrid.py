@@ -96,8 +96,8 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     @override
-    def length_hint(self) -> int | None:
-        return self.attention.length_hint
+    def sized_for(self) -> int | None:
+        return self.attention.sized_for
 
     @property
     @override
@@ -105,8 +105,8 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return least_faithful((self.attention.fidelity, self.linear.fidelity))
 
     @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
-        attention = self.attention.planned_nbytes(shape, tokens, length_hint)
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        attention = self.attention.planned_nbytes(shape, tokens, sized_for)
         linear = self.linear.planned_nbytes(shape, tokens, None)
         return PlannedBytes(attention.device + linear.device, attention.host + linear.host)
 

@@ -276,8 +276,8 @@ class OffloadedLayer(CacheLayer):
 
     @property
     @override
-    def length_hint(self) -> int | None:
-        return self.layer.length_hint
+    def sized_for(self) -> int | None:
+        return self.layer.sized_for
 
     @property
     @override
@@ -285,8 +285,8 @@ class OffloadedLayer(CacheLayer):
         return self.layer.fidelity
 
     @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
-        return PlannedBytes(host=sum(self.layer.planned_nbytes(shape, tokens, length_hint)))
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        return PlannedBytes(host=sum(self.layer.planned_nbytes(shape, tokens, sized_for)))
 
     @override
     def planned_bits(self, shape: LayerShape) -> float:

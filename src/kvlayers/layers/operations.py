@@ -73,8 +73,8 @@ class LayerOperations(ABC):
         """Sequences side by side, `None` before the first states."""
 
     @property
-    def length_hint(self) -> int | None:
-        """The number of tokens that the layer was made for, `None` if it was made for no particular number."""
+    def sized_for(self) -> int | None:
+        """The number of tokens that the layer was told to make room for, `None` if it was told no number."""
         return None
 
     @property
@@ -86,16 +86,16 @@ class LayerOperations(ABC):
         """
         raise lacks_member(self, "fidelity")
 
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
 
         Args:
             shape: what the model's layer holds for each token and each sequence.
             tokens: tokens of a sequence.
-            length_hint: number of tokens that the layer is made for, in place of its own `length_hint`.
+            sized_for: number of tokens to make room for, in place of the layer's own `sized_for`.
 
         Raises:
-            CapacityError: the tokens do not fit into a reservation of `length_hint` tokens.
+            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
             ConfigError: the layer attends, and the model's layer does not.
             UnsupportedLayerError: the class has no arithmetic.
         """

@@ -144,8 +144,8 @@ class SinkLayer(TokenLayer):
         return tokens if tokens <= self.room else self.window_length - 1 - self.num_sink_tokens
 
     @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
-        window = super().planned_nbytes(shape, tokens, length_hint)
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        window = super().planned_nbytes(shape, tokens, sized_for)
         return PlannedBytes(window.device + self._sinks.planned_nbytes(*shape.forms()))
 
     @property

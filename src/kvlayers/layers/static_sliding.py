@@ -165,12 +165,12 @@ class StaticSlidingLayer(SlidingLayer):
 
     @property
     @override
-    def length_hint(self) -> int | None:
+    def sized_for(self) -> int | None:
         return self._expected
 
     @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
-        expected = self._expected if length_hint is None else length_hint
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        expected = self._expected if sized_for is None else sized_for
         room = reserved_room(expected, self.sliding_window, self._store.grow)
         # A whole window slides on over the reservation.
         held = min(tokens, room) if room >= self.sliding_window else tokens

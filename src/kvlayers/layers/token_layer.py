@@ -40,8 +40,8 @@ class TokenLayer(CacheLayer):
 
     @property
     @override
-    def length_hint(self) -> int | None:
-        return self._store.length_hint
+    def sized_for(self) -> int | None:
+        return self._store.sized_for
 
     @property
     @override
@@ -54,8 +54,8 @@ class TokenLayer(CacheLayer):
         return tokens
 
     @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
-        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), self.planned_tokens(tokens), length_hint))
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), self.planned_tokens(tokens), sized_for))
 
     @override
     def planned_bits(self, shape: LayerShape) -> float:

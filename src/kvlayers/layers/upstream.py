@@ -111,8 +111,8 @@ class TransformersLayer:
         return None if most < 0 else most
 
     @property
-    def length_hint(self) -> int | None:
-        """The number of tokens that the layer reserves, `None` if it reserves none."""
+    def sized_for(self) -> int | None:
+        """The number of tokens that the layer reserves, `None` if it makes room as tokens come."""
         return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
 
     @property
@@ -120,7 +120,7 @@ class TransformersLayer:
         """What the layer does to the states that the model attends to."""
         return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
 
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         """See `LayerOperations.planned_nbytes`. Counters are not included.
 
         Raises:
@@ -131,7 +131,7 @@ class TransformersLayer:
         if isinstance(self.layer, compat.INDEXED_LAYER):
             held = tokens
         elif isinstance(self.layer, compat.STATIC_INDEXED_LAYER):
-            held = self.layer.max_cache_len if length_hint is None else length_hint
+            held = self.layer.max_cache_len if sized_for is None else sized_for
         else:
             raise UnsupportedLayerError(
                 f"The memory of transformers' `{type(self.layer).__name__}` cannot be planned: make the cache, run the "

@@ -49,7 +49,7 @@ class _SampleLayer:
     Attributes:
         layer: the layer.
         shape: what the model's layer holds.
-        follows_hint: whether the layer is made for as many tokens as the length hint says.
+        follows_hint: whether the layer makes room for as many tokens as the length hint says.
     """
 
     layer: LayerOperations | TransformersLayer
@@ -57,8 +57,8 @@ class _SampleLayer:
     follows_hint: bool
 
     def nbytes(self, tokens: int) -> PlannedBytes:
-        length_hint = tokens if self.follows_hint else self.layer.length_hint
-        return self.layer.planned_nbytes(self.shape, tokens, length_hint)
+        sized_for = tokens if self.follows_hint else self.layer.sized_for
+        return self.layer.planned_nbytes(self.shape, tokens, sized_for)
 
 
 class CacheArithmetic:
@@ -127,7 +127,7 @@ def _decoder_part(cache: Any) -> Any:
 def _sample_layers(cache: Any, longer: Any, shapes: Sequence[LayerShape]) -> list[_SampleLayer]:
     layers, longer_layers = (_adapted_layers(each, len(shapes)) for each in (cache, longer))
     return [
-        _SampleLayer(layer, shape, _follows_hint(cache, layer.length_hint, other.length_hint))
+        _SampleLayer(layer, shape, _follows_hint(cache, layer.sized_for, other.sized_for))
         for layer, other, shape in zip(layers, longer_layers, shapes, strict=False)
     ]
 

@@ -48,8 +48,11 @@ class TokenStore(ABC):
 
     is_opaque = False
     """Whether compiled code calls the layer that has the store by an operator, rather than be traced through it."""
-    length_hint: int | None = None
-    """The number of tokens that the store was made for, `None` if it was made for no particular number."""
+
+    @property
+    def sized_for(self) -> int | None:
+        """The number of tokens that the store was told to make room for, `None` if it was told no number."""
+        return None
 
     @property
     def fidelity(self) -> Fidelity:
@@ -60,17 +63,17 @@ class TokenStore(ABC):
         """
         raise lacks_member(self, "fidelity")
 
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, length_hint: int | None) -> int:
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
         """The `nbytes` of a store like this one after it took in `tokens` tokens at once.
 
         Args:
             key_form: form of the keys.
             value_form: form of the values.
             tokens: tokens of a sequence.
-            length_hint: number of tokens that the store is made for, in place of its own `length_hint`.
+            sized_for: number of tokens to make room for, in place of the store's own `sized_for`.
 
         Raises:
-            CapacityError: the tokens do not fit into a reservation of `length_hint` tokens.
+            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
             UnsupportedLayerError: the class has no arithmetic.
         """
         raise lacks_member(self, "planned_nbytes")

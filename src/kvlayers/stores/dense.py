@@ -49,12 +49,17 @@ class DenseStore(ContiguousStore):
 
     @property
     @override
+    def sized_for(self) -> int | None:
+        return self.length_hint
+
+    @property
+    @override
     def fidelity(self) -> Fidelity:
         return "exact"
 
     @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, length_hint: int | None) -> int:
-        capacity = self._capacity_for(tokens, length_hint) + self.front_room if tokens else 0
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        capacity = self._capacity_for(tokens, sized_for) + self.front_room if tokens else 0
         return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
     @override

@@ -177,22 +177,27 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
+    def sized_for(self) -> int | None:
+        return self.length_hint
+
+    @property
+    @override
     def fidelity(self) -> Fidelity:
         return "rounded"
 
     @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, length_hint: int | None) -> int:
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
         quantizers = self._quantizers_for(key_form, value_form)
         size, forms = block_tokens(quantizers), (key_form, value_form)
         room = self._unpacked_room(size)
         blocks = blocks_beyond(tokens, room, size)
         if not blocks:
-            return unpacked_residual().planned_nbytes(*forms, tokens, most_in_residual(room, length_hint, 0))
+            return unpacked_residual().planned_nbytes(*forms, tokens, most_in_residual(room, sized_for, 0))
         sinks = self.quantization.sink_tokens
         old = sinks + blocks * size
-        hint = most_in_residual(self.quantization.residual_length + size, length_hint, old, tokens - old)
+        hint = most_in_residual(self.quantization.residual_length + size, sized_for, old, tokens - old)
         residual = residual_behind_blocks(size).planned_nbytes(*forms, tokens - old, hint)
-        packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, length_hint))
+        packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, sized_for))
         return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
 
     @override

@@ -62,7 +62,7 @@ class StaticStore(ContiguousStore):
         super().__init__(limit=capacity)
 
     def _lay_out(self, capacity: int) -> None:
-        self.capacity = self.limit = self.length_hint = capacity
+        self.capacity = self.limit = capacity
         self._sizes = self.buckets.sizes(capacity, self.whole_from)
         self._places = places(self._sizes)
 
@@ -387,12 +387,17 @@ class StaticStore(ContiguousStore):
 
     @property
     @override
+    def sized_for(self) -> int | None:
+        return self.capacity
+
+    @property
+    @override
     def fidelity(self) -> Fidelity:
         return "exact"
 
     @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, length_hint: int | None) -> int:
-        capacity = self.capacity if length_hint is None else length_hint
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        capacity = self.capacity if sized_for is None else sized_for
         if tokens > capacity and not self.grow:
             raise no_room_for_tokens(capacity, 0, tokens)
         while capacity < tokens:

@@ -165,7 +165,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         return "exact"
 
     @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, length_hint: int | None) -> PlannedBytes:
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         states = shape.recurrent_nbytes()
         if not states:
             return PlannedBytes()

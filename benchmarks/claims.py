@@ -1,17 +1,17 @@
-"""Reruns every figure that README.md and docs/choosing.md give, and says whether it holds.
+"""Measures every claim in README.md and docs/choosing.md again, and says whether it holds.
 
-    python benchmarks/claims.py                     # all of them, some ten minutes on two idle cores
+    python benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
     python benchmarks/claims.py --only step,update  # some of the measurements
-    python benchmarks/claims.py --record            # keep what is found in benchmarks/recorded/claims-<date>.json
-    python benchmarks/claims.py --write             # put what is recorded into docs/choosing.md, and measure nothing
+    python benchmarks/claims.py --record            # record them in benchmarks/recorded/claims-<date>.json
+    python benchmarks/claims.py --write             # write the record into the two pages, and measure nothing
     python benchmarks/claims.py --quick             # a small random model, to see that it runs
 
-The pages give bounds, which `claimed.py` lists; a claim holds if what is measured now is within its bound. Bounds are
-ratios, bytes and counts: they are of an AMD EPYC with two cores, and other machines may be outside the ratios of time.
+The pages give bounds, which `claimed.py` lists. A claim holds if its measurement is within the bound. The bounds are
+ratios, bytes and counts, set for an AMD EPYC with two cores; on other machines, ratios of time may be outside them.
 
-Each measurement stands by itself: if one raises, the others go on, and its claims are not measured. With `--record`,
-what was recorded of measurements that did not run, or that raised, is kept. The exit code is 1 if a claim does not
-hold or was not measured.
+The measurements are independent: if one raises, the others continue, and its claims count as not measured. `--record`
+keeps the earlier record of measurements that did not run or that raised. The exit code is 1 if a claim does not hold or
+was not measured.
 """
 
 import argparse
@@ -469,9 +469,10 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 
 def write_pages() -> None:
-    """Put what is recorded into docs/choosing.md."""
-    page = claimed.CHOOSING.read_text()
-    claimed.CHOOSING.write_text(claimed.with_tables(page, claimed.read_record(claimed.recorded_path())))
+    """Write the record into README.md and docs/choosing.md."""
+    record = claimed.read_record(claimed.recorded_path())
+    claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
+    claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -479,8 +480,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(MEASUREMENTS)}")
     parser.add_argument("--model", default=default_model(), help="directory or hub name of the real model")
     parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--record", action="store_true", help="keep what is found, and put it into docs/choosing.md")
-    parser.add_argument("--write", action="store_true", help="put what is recorded into docs/choosing.md, and stop")
+    parser.add_argument("--record", action="store_true", help="record the measurements, and write them into the pages")
+    parser.add_argument(
+        "--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop"
+    )
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/claims-<date>.json)")
     parser.add_argument("--quick", action="store_true", help="a small random model and few tokens, under a minute")
     given = parser.parse_args(arguments)
@@ -489,7 +492,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--only takes names of {', '.join(MEASUREMENTS)}, but saw {', '.join(unknown)}")
     if given.quick and given.record:
-        parser.error("--record keeps figures that pages give, and --quick takes other models: use one of the two")
+        parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
     given.output = given.output or report.output_path("claims")
     return given
 
@@ -500,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = report.terminal()
     if given.write:
         write_pages()
-        console.print(f"written: {claimed.CHOOSING}")
+        console.print(f"written: {claimed.README}, {claimed.CHOOSING}")
         return 0
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -519,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(console, given, surroundings, {"results": {"claims": found}, "failures": failures})
     if given.record:
         write_pages()
-        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.CHOOSING}")
+        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.README}, {claimed.CHOOSING}")
     return 1 if failed else 0
 
 

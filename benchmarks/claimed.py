@@ -210,7 +210,7 @@ GROUPS = (
         "fidelity",
         "How rounding changes predictions",
         f"{SMOLLM2}, float32, one passage: 2,048 tokens of context and 1,024 scored tokens, read 64 at a time. KL is "
-        " the mean divergence of the next-token distribution from the one with transformers' `DynamicCache`, in "
+        "the mean divergence of the next-token distribution from the one with transformers' `DynamicCache`, in "
         "nats. Agreement is how often the most likely token is the same. Bytes are for states in bfloat16, for which a "
         "dense cache takes 23,040 bytes a token.",
         (

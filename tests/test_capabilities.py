@@ -175,8 +175,8 @@ def table() -> str:
     rows = [
         "# What each kind of layer can do",
         "",
-        "`tests/test_capabilities.py` tries every operation with every kind of layer, and writes this table. An operation",
-        "that a kind does not support raises a named error and changes nothing.",
+        "A test tries every operation with every kind of layer, and writes this table. An operation that a kind does not",
+        "support raises a named error and changes nothing.",
         "",
         f"| | {' | '.join(f'`{kind}`' for kind in KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",

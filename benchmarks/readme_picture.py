@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 import report
-from contenders import OURS, OURS_4_BITS, QUANTIZED, REFERENCE
+from contenders import KVLAYERS, OURS_4_BITS, QUANTIZED, REFERENCE
 from plots import RECORDED, provenance
 from record import without_single_times
 from timing import Disagreements, measure_decode
@@ -34,7 +34,7 @@ PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "plots" / "readme.svg"
 LENGTHS = (1024, 4096, 8192, 16384)
 CACHES = {
     REFERENCE: ("transformers DynamicCache", "#d0605e"),
-    OURS: ("kvlayers DynamicCache", "#3b8bd0"),
+    KVLAYERS: ("kvlayers DynamicCache", "#3b8bd0"),
     OURS_4_BITS: ("kvlayers int4", "#2a9d6f"),
 }
 """The caches that are compared, with the label and the colour of each line."""
@@ -55,7 +55,7 @@ COLOURS_OF_THE_READER = "<style>svg{color:#1f2328}@media(prefers-color-scheme:da
 def measure(given: argparse.Namespace) -> int:
     """Measure the lengths that `--output` lacks, and write each of them there; return the exit code."""
     console = report.terminal()
-    found = {**report.surroundings(), "note": given.note, "results": {"picture": {}}}
+    found = {**report.environment(), "note": given.note, "results": {"picture": {}}}
     if given.output.exists() and not given.quick:
         found = json.loads(given.output.read_text())
     measured = found["results"]["picture"]
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace) -> int:
         for name, (label, _) in CACHES.items():
             step, speed, held = entry[name]["median"] * 1e3, entry[name]["speed"], entry[name]["held"] / 1e6
             console.print(f"{int(length):>6,} tokens  {label:<26} {step:6.1f} ms  {speed:5.2f}x  {held:6.1f} MB")
-    wrong = [entry for entry in disagreements.found if entry["cache"] == OURS and not entry["tie"]]
+    wrong = [entry for entry in disagreements.found if entry["cache"] == KVLAYERS and not entry["tie"]]
     console.print(f"{len(wrong)} tokens of kvlayers' DynamicCache differ from transformers'")
     return 1 if wrong else 0
 

@@ -94,6 +94,19 @@ def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
 
 
 @pytest.mark.fast
+def test_the_readme_of_the_benchmarks_has_a_command_for_every_figure(claimed: Any) -> None:
+    directory = ROOT / "benchmarks"
+    readme = (directory / "README.md").read_text()
+    for group in claimed.GROUPS:
+        assert f"`python benchmarks/claims.py --only {group.measurement}`" in readme
+    for script in directory.glob("*.py"):
+        if "__main__" in script.read_text():
+            assert f"{script.name}" in readme, f"benchmarks/README.md lacks {script.name}"
+    for section in re.findall(r"^## (.*)$", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE):
+        assert f"benchmarks.md#{section.lower().replace(' ', '-')})" in readme
+
+
+@pytest.mark.fast
 def test_a_bound_decides(claimed: Any) -> None:
     least, most = claimed.at_least("a", "b", 2), claimed.at_most("a", "b", 2)
     assert [least.holds(value) for value in (1.9, 2, 2.1, math.nan, math.inf)] == [False, True, True, False, False]

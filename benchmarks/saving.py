@@ -1,4 +1,4 @@
-"""Time to save and to load a cache of SmolLM2's shape, beside torch.save of transformers' DynamicCache."""
+"""Times saving and loading a cache of SmolLM2's shape, beside `torch.save` of transformers' DynamicCache."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""What the figures of static caches come to: summaries, the targets, and the tables."""
+"""Summaries of the measurements of static caches: targets and tables."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from static import with_reservation
 
 
 class Figure(NamedTuple):
-    """How a figure is shown: the name of its column, and digits after the point."""
+    """How a figure is shown: the column name, and the digits after the point."""
 
     column: str
     digits: int
@@ -23,7 +23,7 @@ COMPILING = {
     "compile_seconds": Figure("compiled\nin s", 1),
     "recompiles": Figure("compiled\nlater", 0),
 }
-"""Those that only compiled contenders have."""
+"""The figures that only compiled contenders have."""
 
 
 def summarise_static(static: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def summarise_static(static: dict[str, Any]) -> None:
 
 
 def static_targets(static: dict[str, Any]) -> list[dict[str, Any]]:
-    """The project's promises that the figures of static caches speak to."""
+    """The project's targets for static caches."""
     if not static:
         return []
     steps = [promise for length, measured in static["eager"].items() for promise in _step_targets(length, measured)]
@@ -62,17 +62,19 @@ def _step_targets(length: int, measured: dict[str, Any]) -> list[dict[str, Any]]
         where = f"eager static step at {length} of {measured[large]['reserved']}"
         slower = times_as_fast(measured, small, large)
         found += [
-            promised(f"{where}, time over that of {measured[small]['reserved']}", slower, at_most=1.15),
+            promised(f"{where}, time relative to {measured[small]['reserved']} reserved", slower, at_most=1.15),
             promised(f"{where}, times as fast as {EXACT}", times_as_fast(measured, large, theirs), at_least=5),
         ]
     if small in measured:
         slower = times_as_fast(measured, KVLAYERS, small)
-        found.append(promised(f"eager static step at {length}, time over our DynamicCache's", slower, at_most=1.05))
+        found.append(
+            promised(f"eager static step at {length}, time relative to kvlayers' DynamicCache", slower, at_most=1.05)
+        )
     return found
 
 
 def show_static(console: Console, static: dict[str, Any]) -> None:
-    """Print all tables of what was measured."""
+    """Print all tables."""
     if not static:
         return
     console.print(_steps_table(f"Static caches in eager code, {static['model']}", static["eager"]))
@@ -103,7 +105,7 @@ def _steps_table(title: str, lengths: dict[int, Any], more: Mapping[str, Figure]
 
 
 def calls_table(title: str, calls: dict[str, Any]) -> Table:
-    """A table of calls of `generate()`, with their bytes where those were counted."""
+    """A table of calls of `generate()`, with bytes if they were counted."""
     peaks = any("peak" in entry for entry in calls.values())
     columns = ("s a call", "tokens/s", "times as fast", *(["peak MB"] if peaks else []))
     table = new_table(title, "cache", *columns, "graphs", "first\ncall, s", "compiled\nlater")

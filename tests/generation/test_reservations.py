@@ -14,12 +14,10 @@ from torch import Tensor
 
 import counted_graphs
 import kvlayers
-from counted_graphs import COUNTS, MODELS, backend, counted, graphs
+from counted_graphs import COUNTS, MODELS, backend, graphs
 from families import FAMILIES
 from kvlayers import Buckets, CapacityError
 from models import fresh_model, prompt, tiny_model
-
-__all__ = ["counted"]
 
 PROMPT = 9
 NEW_TOKENS = 40

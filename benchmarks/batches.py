@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 import report
-from contenders import CONTENDERS, EXACT, KVLAYERS, OURS_STATIC, REFERENCE
+from contenders import CONTENDERS, EXACT, KVLAYERS, KVLAYERS_STATIC, REFERENCE
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from timing import Disagreements
 from workload import Workload, default_model, real_workload
 
-NAMES = (REFERENCE, EXACT, KVLAYERS, OURS_STATIC)
+NAMES = (REFERENCE, EXACT, KVLAYERS, KVLAYERS_STATIC)
 
 PROMISES = (
     # Cases, transformers' caches (the fastest one counts), kvlayers' cache, smallest ratio.
     (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), KVLAYERS, 0.98),
-    (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), OURS_STATIC, 0.98),
+    (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), KVLAYERS_STATIC, 0.98),
     (((8, 128),), (REFERENCE,), KVLAYERS, 1.25),
     (((32, 128),), (REFERENCE,), KVLAYERS, 1.7),
     (((8, 1024),), (REFERENCE,), KVLAYERS, 1.5),

@@ -17,7 +17,7 @@ Maker = Callable[[Any, int], Any]
 REFERENCE = "transformers.DynamicCache"
 KVLAYERS = "kvlayers.DynamicCache"
 FLOOR = "preallocated to length"
-OURS_STATIC = "kvlayers.StaticCache"
+KVLAYERS_STATIC = "kvlayers.StaticCache"
 EXACT = "transformers.StaticCache"
 """transformers' preallocated cache. If no reservation is named, it reserves the exact final length."""
 
@@ -100,24 +100,28 @@ def preallocated(config: Any, length: int) -> transformers.Cache:
 CONTENDERS: dict[str, Maker] = {
     REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
     KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config),
-    OURS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
+    KVLAYERS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
     EXACT: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     FLOOR: preallocated,
 }
 """The reference comes first: tokens and ratios are compared with it."""
 
-OURS_4_BITS = "kvlayers 4 bits"
-THEIRS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
+KVLAYERS_4_BITS = "kvlayers 4 bits"
+TRANSFORMERS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
 
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
-    OURS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
+    KVLAYERS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
     "kvlayers 2 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=2),
     "kvlayers 8 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),
     "kvlayers fp8": lambda config, length: kvlayers.QuantizedCache("fp8", config),
-    THEIRS_4_BITS[0]: lambda config, length: transformers.QuantizedCache("quanto", config, 4, axis_key=0, axis_value=0),
-    THEIRS_4_BITS[1]: lambda config, length: transformers.QuantizedCache("hqq", config, 4, axis_key=1, axis_value=1),
+    TRANSFORMERS_4_BITS[0]: lambda config, length: transformers.QuantizedCache(
+        "quanto", config, 4, axis_key=0, axis_value=0
+    ),
+    TRANSFORMERS_4_BITS[1]: lambda config, length: transformers.QuantizedCache(
+        "hqq", config, 4, axis_key=1, axis_value=1
+    ),
 }
 """Quantized caches, and two caches in full precision. transformers' backends use the axes that its documentation
 recommends.

@@ -27,7 +27,7 @@ import transformers
 
 import kvlayers
 from compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
-from contenders import COMPILED, CONTENDERS, EXACT, KVLAYERS, OURS_STATIC, compiled, is_compiled
+from contenders import COMPILED, CONTENDERS, EXACT, KVLAYERS, KVLAYERS_STATIC, compiled, is_compiled
 from generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
 from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Forward, Tick
@@ -127,8 +127,8 @@ def targets(measured: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for where, calls in measured.items():
         for other, least in TARGETS.items():
-            pairs = zip(calls[compiled(OURS_STATIC)]["rates"], calls[other]["rates"], strict=True)
-            value = statistics.median(ours / theirs for ours, theirs in pairs)
+            pairs = zip(calls[compiled(KVLAYERS_STATIC)]["rates"], calls[other]["rates"], strict=True)
+            value = statistics.median(candidate / rival for candidate, rival in pairs)
             what = f"{where}, times as fast as {other}"
             found.append({"what": what, "asked": f">= {least}", "value": value, "met": value >= least})
     return found

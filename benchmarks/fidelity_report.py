@@ -37,12 +37,15 @@ def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"what": f"{measured['model']}, {what}", "asked": asked, "value": value, "met": met})
 
     for bits, at_most in ((4, 1 / 10), (2, 1 / 40)):
-        ours, theirs = entry_of(measured, "plain", "kvlayers", KVLAYERS, bits), better_rival(measured, "plain", bits)
-        if ours is None or theirs is None:
+        candidate, rival = (
+            entry_of(measured, "plain", "kvlayers", KVLAYERS, bits),
+            better_rival(measured, "plain", bits),
+        )
+        if candidate is None or rival is None:
             continue
         promise(
             f"{bits} bits, divergence relative to the better of transformers'",
-            ours["kl"] / theirs["kl"],
+            candidate["kl"] / rival["kl"],
             at_most=at_most,
         )
         held = [
@@ -50,19 +53,21 @@ def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
             for entry in (Contender("transformers", backend, bits) for backend in RIVALS)
             if entry.name in measured["bytes"]
         ]
-        our_bytes = measured["bytes"][Contender("kvlayers", KVLAYERS, bits).name]["bytes"]
-        promise(f"{bits} bits, bytes relative to transformers' smallest", our_bytes / min(held), at_most=1)
-    ours, theirs = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_rival(measured, "plain", 4)
-    if ours is not None and theirs is not None:
+        candidate_bytes = measured["bytes"][Contender("kvlayers", KVLAYERS, bits).name]["bytes"]
+        promise(f"{bits} bits, bytes relative to transformers' smallest", candidate_bytes / min(held), at_most=1)
+    candidate, rival = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_rival(measured, "plain", 4)
+    if candidate is not None and rival is not None:
         promise(
-            "2 bits, divergence relative to the better of transformers' at 4 bits", ours["kl"] / theirs["kl"], at_most=1
+            "2 bits, divergence relative to the better of transformers' at 4 bits",
+            candidate["kl"] / rival["kl"],
+            at_most=1,
         )
-    ours, plain = (entry_of(measured, kind, "kvlayers", KVLAYERS, 4) for kind in ("outliers", "plain"))
-    if ours is not None and plain is not None:
-        promise("4 bits, divergence with outliers relative to without", ours["kl"] / plain["kl"], at_most=2)
-    ours = entry_of(measured, "plain", "kvlayers", KVLAYERS, 8)
-    if ours is not None:
-        promise("8 bits, agreement of the most likely token", ours["agreement"], at_least=0.995)
+    candidate, plain = (entry_of(measured, kind, "kvlayers", KVLAYERS, 4) for kind in ("outliers", "plain"))
+    if candidate is not None and plain is not None:
+        promise("4 bits, divergence with outliers relative to without", candidate["kl"] / plain["kl"], at_most=2)
+    candidate = entry_of(measured, "plain", "kvlayers", KVLAYERS, 8)
+    if candidate is not None:
+        promise("8 bits, agreement of the most likely token", candidate["agreement"], at_least=0.995)
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvlayers
 from compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
-from contenders import EXACT, KVLAYERS, NO_CACHE, OURS_STATIC, REFERENCE, compiled, is_compiled
+from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, compiled, is_compiled
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from peak import peak_bytes
 from timing import Disagreements, Tick, step
@@ -59,7 +59,7 @@ Arguments = Callable[[Job], dict[str, Any]]
 """The arguments of `generate()`, besides the prompt and the number of new tokens."""
 
 
-def _ours_static(job: Job) -> dict[str, Any]:
+def _static(job: Job) -> dict[str, Any]:
     return {"cache_implementation": "static", "cache_config": {"max_cache_len": job.reserve}}
 
 
@@ -77,15 +77,15 @@ def _everywhere(config: transformers.CompileConfig) -> transformers.CompileConfi
 GENERATORS: dict[str, Arguments] = {
     REFERENCE: lambda job: {"past_key_values": transformers.DynamicCache(config=job.model.config)},
     KVLAYERS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
-    compiled(OURS_STATIC): lambda job: {**_ours_static(job), "compile_config": job.compile_config()},
+    compiled(KVLAYERS_STATIC): lambda job: {**_static(job), "compile_config": job.compile_config()},
     compiled(EXACT): lambda job: {**_their_static(job), "compile_config": _everywhere(job.compile_config())},
-    OURS_STATIC: lambda job: {**_ours_static(job), "disable_compile": True},
+    KVLAYERS_STATIC: lambda job: {**_static(job), "disable_compile": True},
     EXACT: lambda job: {**_their_static(job), "disable_compile": True},
     NO_CACHE: lambda job: {"use_cache": False},
 }
 """The reference comes first: tokens and ratios are compared with it."""
 
-SERVING = (REFERENCE, KVLAYERS, compiled(OURS_STATIC), compiled(EXACT))
+SERVING = (REFERENCE, KVLAYERS, compiled(KVLAYERS_STATIC), compiled(EXACT))
 """The contenders that one would decode with."""
 
 

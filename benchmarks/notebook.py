@@ -23,13 +23,13 @@ import torch
 
 import report
 from compiling import INDUCTOR, nothing_in_memory
-from contenders import EXACT, KVLAYERS, NO_CACHE, OURS_STATIC, REFERENCE, compiled
+from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, compiled
 from generation import GENERATORS, Job, measure_generate
 from static_report import calls_table
 from timing import Disagreements
 from workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
 
-ROWS = (NO_CACHE, REFERENCE, KVLAYERS, compiled(EXACT), compiled(OURS_STATIC), EXACT, OURS_STATIC)
+ROWS = (NO_CACHE, REFERENCE, KVLAYERS, compiled(EXACT), compiled(KVLAYERS_STATIC), EXACT, KVLAYERS_STATIC)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

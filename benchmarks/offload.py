@@ -39,20 +39,20 @@ from recording_transfers import RecordingTransfers
 
 QUICK_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 SHAPE = Shape(layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=32768)
-KVLAYERS, OURS_PACKED, TRANSFORMERS = "kvlayers, offloaded", "kvlayers, offloaded int4", "transformers, offloaded"
+KVLAYERS, KVLAYERS_PACKED, TRANSFORMERS = "kvlayers, offloaded", "kvlayers, offloaded int4", "transformers, offloaded"
 
 CACHES: dict[str, Callable[[Any, bool], Any]] = {
     KVLAYERS: lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
-    OURS_PACKED: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
+    KVLAYERS_PACKED: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
     TRANSFORMERS: lambda config, offloading: transformers.DynamicCache(config=config, offloading=offloading),
 }
 STATIC = "kvlayers, offloaded static"
 COUNTED: dict[str, Callable[[Any, int], kvlayers.Cache]] = {
     KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config, offloading=True),
     STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=2 * length, offloading=True),
-    OURS_PACKED: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4, offloading=True),
+    KVLAYERS_PACKED: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4, offloading=True),
 }
-TARGETS = {(KVLAYERS, TRANSFORMERS): 1.8, (OURS_PACKED, KVLAYERS): 3}
+TARGETS = {(KVLAYERS, TRANSFORMERS): 1.8, (KVLAYERS_PACKED, KVLAYERS): 3}
 """How many times as fast the first contender should be as the second, at least."""
 OF_BANDWIDTH = 0.85
 """The share of the allowed rate that kvlayers' dense cache should reach."""
@@ -165,7 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result["traffic"] = measured = count_traffic(model, prompt, given.new)
         expected = {
             name: decode(
-                model, CACHES[OURS_PACKED if name == OURS_PACKED else KVLAYERS](model.config, False), prompt, given.new
+                model,
+                CACHES[KVLAYERS_PACKED if name == KVLAYERS_PACKED else KVLAYERS](model.config, False),
+                prompt,
+                given.new,
             )
             for name in measured
         }

@@ -139,9 +139,13 @@ def chat_plot(found: Mapping[str, Any]) -> Figure | None:
     model = pathlib.Path(found["arguments"]["model"]).name
     drawn, axes = figure(found, f"Turns of a chat, {model}, float32", "tokens of the turn's prompt", "s a turn")
     tokens = [turn["tokens"] for turn in turns]
-    theirs, ours = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
-    axes.plot(tokens, [turn["transformers"] for turn in turns], label="transformers", markersize=4, **theirs)
-    axes.plot(tokens, [turn["seconds"] for turn in turns], label="kvlayers, PrefixStore", markersize=4, **ours)
+    transformers_style, kvlayers_style = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
+    axes.plot(
+        tokens, [turn["transformers"] for turn in turns], label="transformers", markersize=4, **transformers_style
+    )
+    axes.plot(
+        tokens, [turn["seconds"] for turn in turns], label="kvlayers, PrefixStore", markersize=4, **kvlayers_style
+    )
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     return drawn
@@ -160,7 +164,7 @@ def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
         for place, each in zip(places, budgets.values(), strict=True)
         for name, kl in each["uniform"].items()
     ]
-    alike, ours = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
+    alike, kvlayers_style = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
     axes.plot(
         [place for place, _, _ in uniform],
         [kl for _, _, kl in uniform],
@@ -171,7 +175,7 @@ def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
     for place, name, kl in uniform:
         axes.annotate(name, (place, kl), xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
     calibrated = [(each["bytes_per_token"], each["divergence"]) for each in budgets.values()]
-    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **ours)
+    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **kvlayers_style)
     axes.set_xticks(places, [f"{place:,.0f}" for place in places])
     axes.set_yscale("log")
     axes.margins(x=0.1)

@@ -46,7 +46,7 @@ class Contender(NamedTuple):
         return f"{self.library} {self.backend}" + ("" if self.bits is None else f", {self.bits} bits")
 
     @property
-    def ours(self) -> bool:
+    def is_kvlayers(self) -> bool:
         """Whether the cache is kvlayers'."""
         return self.library == "kvlayers"
 
@@ -67,7 +67,7 @@ class Contender(NamedTuple):
         try:
             return LIBRARIES[self.library].QuantizedCache(self.backend, config, **options)
         except ValueError:
-            if self.ours or not has_windows(config):
+            if self.is_kvlayers or not has_windows(config):
                 raise
             layers = range(config.get_text_config().num_hidden_layers)
             return transformers.Cache(layers=[LAYERS[self.backend](**options) for _ in layers])

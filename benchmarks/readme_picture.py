@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 import report
-from contenders import KVLAYERS, OURS_4_BITS, QUANTIZED, REFERENCE
+from contenders import KVLAYERS, KVLAYERS_4_BITS, QUANTIZED, REFERENCE
 from plots import RECORDED, provenance
 from record import without_single_times
 from timing import Disagreements, measure_decode
@@ -35,7 +35,7 @@ LENGTHS = (1024, 4096, 8192, 16384)
 CACHES = {
     REFERENCE: ("transformers DynamicCache", "#d0605e"),
     KVLAYERS: ("kvlayers DynamicCache", "#3b8bd0"),
-    OURS_4_BITS: ("kvlayers int4", "#2a9d6f"),
+    KVLAYERS_4_BITS: ("kvlayers int4", "#2a9d6f"),
 }
 """The caches that are compared, with the label and the colour of each line."""
 

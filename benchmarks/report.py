@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from contenders import EXACT, FLOOR, KVLAYERS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
+from contenders import EXACT, FLOOR, KVLAYERS, KVLAYERS_4_BITS, REFERENCE, TRANSFORMERS_4_BITS
 from kvlayers.tools.measuring.environment import environment as environment
 from timing import Disagreements, Tick, Ticking
 
@@ -65,15 +65,15 @@ def summarise(measured: dict[str, Any]) -> None:
             if other not in measured:
                 continue
             pairs = zip(measured[other]["seconds"], entry["seconds"], strict=True)
-            ratios = [statistics.median(theirs) / statistics.median(ours) for theirs, ours in pairs]
+            ratios = [statistics.median(rival) / statistics.median(candidate) for rival, candidate in pairs]
             entry[key], entry[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
         pairs = zip(measured[REFERENCE]["seconds"], entry["seconds"], strict=True)
         entry["speed_of_means"] = statistics.median(statistics.fmean(t) / statistics.fmean(o) for t, o in pairs)
 
 
-def times_as_fast(measured: dict[str, Any], ours: str, theirs: str) -> float:
+def times_as_fast(measured: dict[str, Any], candidate: str, rival: str) -> float:
     """How many times as fast one contender is as another: the median of the trials' ratios."""
-    pairs = zip(measured[theirs]["seconds"], measured[ours]["seconds"], strict=True)
+    pairs = zip(measured[rival]["seconds"], measured[candidate]["seconds"], strict=True)
     return statistics.median(statistics.median(t) / statistics.median(o) for t, o in pairs)
 
 
@@ -121,14 +121,16 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
     decode, update = results["decode"].get("random", {}), results["update"]
     if 16384 in decode:
-        ours = decode[16384][KVLAYERS]
-        promise("step at 16k, times as fast as transformers' DynamicCache", ours["speed"], at_least=3.5)
-        promise("step at 16k, speed relative to preallocated memory", ours["speed_to_floor"], at_least=0.9)
+        candidate = decode[16384][KVLAYERS]
+        promise("step at 16k, times as fast as transformers' DynamicCache", candidate["speed"], at_least=3.5)
+        promise("step at 16k, speed relative to preallocated memory", candidate["speed_to_floor"], at_least=0.9)
         promise(
-            "the same relative to transformers' StaticCache of the exact length", ours["speed_to_exact"], at_least=0.9
+            "the same relative to transformers' StaticCache of the exact length",
+            candidate["speed_to_exact"],
+            at_least=0.9,
         )
-        if "amortised" in ours:
-            promise("the same with growth amortised", ours["amortised_speed_to_floor"], at_least=0.9)
+        if "amortised" in candidate:
+            promise("the same with growth amortised", candidate["amortised_speed_to_floor"], at_least=0.9)
     if 128 in decode:
         promise(
             "step at 128, times as fast as transformers' DynamicCache", decode[128][KVLAYERS]["speed"], at_least=0.98
@@ -142,15 +144,15 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         if length not in (4096, 16384):
             continue
         least = 4 if length == 4096 else 5
-        ours, where = measured[OURS_4_BITS], f"4-bit step at {length}"
-        for theirs in THEIRS_4_BITS:
-            speed = times_as_fast(measured, OURS_4_BITS, theirs)
-            promise(f"{where}, times as fast as {theirs}", speed, at_least=least)
+        candidate, where = measured[KVLAYERS_4_BITS], f"4-bit step at {length}"
+        for rival in TRANSFORMERS_4_BITS:
+            speed = times_as_fast(measured, KVLAYERS_4_BITS, rival)
+            promise(f"{where}, times as fast as {rival}", speed, at_least=least)
         if length == 16384:
-            slower = times_as_fast(measured, KVLAYERS, OURS_4_BITS)
+            slower = times_as_fast(measured, KVLAYERS, KVLAYERS_4_BITS)
             promise(f"{where}, time relative to kvlayers' DynamicCache", slower, at_most=1.3)
             dense = length_bytes(measured)
-            promise("bytes held at 16k, 4 bits relative to dense", ours["held"] / dense, at_most=0.295)
+            promise("bytes held at 16k, 4 bits relative to dense", candidate["held"] / dense, at_most=0.295)
             promise(
                 "bytes held at 16k, 2 bits relative to dense", measured["kvlayers 2 bits"]["held"] / dense, at_most=0.17
             )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from contenders import COMPILED, EXACT, KVLAYERS, OURS_STATIC, REFERENCE, compiled
+from contenders import COMPILED, EXACT, KVLAYERS, KVLAYERS_STATIC, REFERENCE, compiled
 from report import MILLI, new_table, promised, span, summarise, times_as_fast
 from static import with_reservation
 
@@ -38,15 +38,15 @@ def static_targets(static: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     steps = [promise for length, measured in static["eager"].items() for promise in _step_targets(length, measured)]
     calls = static["generate"]["calls"]
-    ours = calls[compiled(OURS_STATIC)]
+    candidate = calls[compiled(KVLAYERS_STATIC)]
     return [
         *steps,
-        promised("generate, graphs", ours["graphs"], at_most=static["generate"]["buckets"] + 1),
-        promised("generate, graphs compiled after the first call", ours["recompiles"], at_most=0),
+        promised("generate, graphs", candidate["graphs"], at_most=static["generate"]["buckets"] + 1),
+        promised("generate, graphs compiled after the first call", candidate["recompiles"], at_most=0),
         *(
             promised(
                 f"generate, compiled, time of a later call over that of {other}",
-                times_as_fast(calls, other, compiled(OURS_STATIC)),
+                times_as_fast(calls, other, compiled(KVLAYERS_STATIC)),
                 at_most=1,
             )
             for other in (compiled(EXACT), KVLAYERS, REFERENCE)
@@ -55,15 +55,15 @@ def static_targets(static: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _step_targets(length: int, measured: dict[str, Any]) -> list[dict[str, Any]]:
-    small, large = (with_reservation(OURS_STATIC, times) for times in (1, 32))
-    theirs = with_reservation(EXACT, 32)
+    small, large = (with_reservation(KVLAYERS_STATIC, times) for times in (1, 32))
+    rival = with_reservation(EXACT, 32)
     found = []
     if length == 1024 and large in measured and small in measured:
         where = f"eager static step at {length} of {measured[large]['reserved']}"
         slower = times_as_fast(measured, small, large)
         found += [
             promised(f"{where}, time relative to {measured[small]['reserved']} reserved", slower, at_most=1.15),
-            promised(f"{where}, times as fast as {EXACT}", times_as_fast(measured, large, theirs), at_least=5),
+            promised(f"{where}, times as fast as {EXACT}", times_as_fast(measured, large, rival), at_least=5),
         ]
     if small in measured:
         slower = times_as_fast(measured, KVLAYERS, small)

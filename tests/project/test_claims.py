@@ -145,7 +145,7 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     page.write_text(f"before\n{claimed.BEGIN}\n{claimed.END}\nafter\n")
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{claimed.BEGIN_TABLE}\n{claimed.END_TABLE}\nafter\n")
-    window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_THEIRS: 0.125}}}
+    window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: 0.125}}}
     monkeypatch.setattr(claimed, "RECORDED", tmp_path)
     monkeypatch.setattr(claimed, "CHOOSING", page)
     monkeypatch.setattr(claimed, "README", readme)

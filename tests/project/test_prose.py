@@ -1,4 +1,4 @@
-"""The pages are in plain English: no page has one of a few phrases that only the old style used."""
+"""Pages and code are in plain English: no file has one of a few phrases that only the old style used."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ OLD_STYLE = re.compile(
     r"""\b(?:
         theirs | ours | of \s ours
         | what(?:ever)? \s (?:came | comes) \s of | what \s (?:it | they) \s (?:came | comes?) \s to
-        | (?:as \s)? (?:is | are) \s none | that \s are \s some
+        | (?:as \s)? (?:is | are) \s (?-i:none) | that \s are \s some
         | by \s nobody | nobody's | be \s it \s by
         | what \s there \s is | (?:as | those) \s that \s there \s (?:is | are)
         | goes? \s by \s (?:the | a) \s store
@@ -24,9 +24,10 @@ OLD_STYLE = re.compile(
 TREES = {
     "README": [ROOT / "README.md", ROOT / "benchmarks" / "README.md"],
     "docs": sorted((ROOT / "docs").rglob("*.md")),
+    "benchmarks": sorted((ROOT / "benchmarks").rglob("*.py")),
     "src": sorted((ROOT / "src").rglob("*.py")),
 }
-CHECKED = ("README", "docs")
+CHECKED = ("README", "docs", "benchmarks")
 """The trees that are in plain English."""
 
 PENDING = {ROOT / "docs" / page for page in ("design.md", "prefix.md", "static.md")}

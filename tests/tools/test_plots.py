@@ -68,10 +68,10 @@ def test_the_pages_have_the_divergences_that_are_recorded() -> None:
         best = found["best"]
         names = sorted(found["uniform"], key=lambda name: found["uniform"][name])
         uniform = f"{'; '.join(names)} | {'; '.join(format(found['uniform'][name], '.5f') for name in names)}"
-        ours = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
+        calibrated = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
         assert found["bytes_per_token"] == float(budget)
-        assert f"| {int(budget):,} | {uniform} | {ours}" in figures
-        assert f"| {int(budget):,} | {best} | {found['uniform'][best]:.5f} | {ours}" in calibration
+        assert f"| {int(budget):,} | {uniform} | {calibrated}" in figures
+        assert f"| {int(budget):,} | {best} | {found['uniform'][best]:.5f} | {calibrated}" in calibration
 
 
 def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathlib.Path) -> None:
@@ -102,15 +102,15 @@ def test_a_result_without_a_part_gives_no_plot_of_it(plots: Any) -> None:
 def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:
     found = {
         "versions": {"torch": "2.13"},
-        "update": {"64": {"ours": {"seconds": [[0.1, 0.2], [0.3]], "median": 0.2, "median_range": [0.1, 0.3]}}},
-        "sliding": {"ours": {"stations": {"600": [[0.1]]}, "medians": {"600": 0.1}}},
+        "update": {"64": {"a cache": {"seconds": [[0.1, 0.2], [0.3]], "median": 0.2, "median_range": [0.1, 0.3]}}},
+        "sliding": {"a cache": {"stations": {"600": [[0.1]]}, "medians": {"600": 0.1}}},
         "chat": [{"tokens": 3, "seconds": 0.5}],
         "decode": {},
     }
     assert record.without_single_times(found) == {
         "versions": {"torch": "2.13"},
-        "update": {"64": {"ours": {"median": 0.2, "median_range": [0.1, 0.3]}}},
-        "sliding": {"ours": {"medians": {"600": 0.1}}},
+        "update": {"64": {"a cache": {"median": 0.2, "median_range": [0.1, 0.3]}}},
+        "sliding": {"a cache": {"medians": {"600": 0.1}}},
         "chat": [{"tokens": 3, "seconds": 0.5}],
         "decode": {},
     }

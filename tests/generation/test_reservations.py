@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-import counted_graphs
 import kvlayers
 from counted_graphs import COUNTS, MODELS, backend, graphs
 from families import FAMILIES
@@ -542,10 +541,6 @@ def test_a_model_is_collected_although_its_memory_was_kept(counted: None, instal
     gc.collect()
     assert known() is None
     assert caches.alive() == 0
-
-
-def test_the_tests_count_graphs_in_one_place() -> None:
-    assert counted_graphs.COUNTS is COUNTS
 
 
 def test_who_says_how_much_is_reserved_gets_no_more(installed: None) -> None:

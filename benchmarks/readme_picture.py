@@ -133,11 +133,13 @@ def recorded_path() -> pathlib.Path:
 
 
 def keep(output: pathlib.Path) -> pathlib.Path:
-    """Record the measurements in the place of the earlier ones; return the file."""
+    """Record the measurements in place of the earlier ones, and remove `output`; return the record."""
     for old in RECORDED.glob("readme-*.json"):
         old.unlink()
     path = RECORDED / f"readme-{datetime.date.today()}.json"
     path.write_text(output.read_text())
+    # The next run starts over.
+    output.unlink()
     return path
 
 

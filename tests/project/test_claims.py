@@ -64,7 +64,6 @@ def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:
             assert claim.holds(value), where
 
 
-@pytest.mark.fast
 def test_the_readme_has_the_recorded_table(claimed: Any, record: Any) -> None:
     page = claimed.README.read_text()
     due = claimed.with_readme_table(page, record)
@@ -93,7 +92,6 @@ def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
     assert {group.figures for group in claimed.GROUPS} <= anchors
 
 
-@pytest.mark.fast
 def test_the_readme_of_the_benchmarks_has_a_command_for_every_figure(claimed: Any) -> None:
     directory = ROOT / "benchmarks"
     readme = (directory / "README.md").read_text()

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.fast
-
 ROOT = pathlib.Path(__file__).parents[2]
 OLD_STYLE = re.compile(
     r"""\b(?:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import RollbackError
-from ..options import checks_options
-from ..stores import DenseStore, SharedStore, TokenStore
-from .base import whole_number
-from .token_layer import TokenLayer
+from kvlayers.errors import RollbackError
+from kvlayers.layers.contract import whole_number
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.stores import DenseStore, SharedStore, TokenStore
+from kvlayers.utils.options import checks_options
 
 
 class DynamicLayer(TokenLayer):
@@ -31,7 +31,7 @@ class DynamicLayer(TokenLayer):
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
         store = self._store
-        store.admit(key_states, value_states)
+        store.validate(key_states, value_states)
         return store.extend(key_states, value_states)
 
     @override

@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .. import compat
-from ..errors import StateMismatchError, UnsupportedLayerError
-from ..stores.base import Fact
-from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
-from .linear_attention import LinearAttentionLayer
-from .linear_states import LinearStates
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
+from kvlayers.layers.linear.layer import LinearAttentionLayer
+from kvlayers.layers.linear.states import LinearStates
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Fact
+from kvlayers.upstream import compat
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
@@ -245,11 +245,11 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.attention.is_initialized = is_initialized
 
     @override
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, that both can be put back to."""
         while True:
             before = length
-            length = self._of_linear(self.attention.restorable(length))
+            length = self._of_linear(self.attention.nearest_restorable(length))
             if length == before:
                 return length
 
@@ -258,7 +258,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         unused = self.linear.length == 0
         if unused or (self.linear.length is None and length == self.attention.length):
             return length
-        return self.linear.restorable(length)
+        return self.linear.nearest_restorable(length)
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -269,7 +269,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def truncate(self, length: int) -> int:
         length = whole_number(length, "a length")
-        target = self.restorable(length)
+        target = self.nearest_restorable(length)
         self.attention.truncate(target)
         if self.linear.length:
             self.linear.truncate(target)

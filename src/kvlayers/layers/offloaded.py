@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import PackedStates
-from ..errors import CapacityError, UnsupportedLayerError
-from ..offload.prefetcher import Prefetcher
-from ..quantizers.base import Side
-from ..stores.base import Mover
-from ..stores.buffer import StateForm
-from ..stores.unmatched import UnmatchedHalves
-from .base import CacheLayer, LayerState, attribute_within, public_names
-from .token_layer import TokenLayer
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.errors import CapacityError, UnsupportedLayerError
+from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover
+from kvlayers.stores.unmatched import UnmatchedHalves
 
 
 class OffloadedLayer(CacheLayer):
@@ -175,9 +175,9 @@ class OffloadedLayer(CacheLayer):
         with contextlib.suppress(CapacityError):
             self.prefetcher.leave(self)
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self.layer.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self.layer.swap_buffers(move)
 
     # Operations
 

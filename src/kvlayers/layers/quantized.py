@@ -3,12 +3,12 @@
 import torch
 from typing_extensions import override
 
-from .. import compat
-from ..options import checks_options
-from ..stores.quantization import Quantization
-from ..stores.quantized import QuantizedStore
-from .base import whole_number
-from .dynamic import DynamicLayer
+from kvlayers.layers.contract import whole_number
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.upstream import compat
+from kvlayers.utils.options import checks_options
 
 
 class QuantizedLayer(DynamicLayer):

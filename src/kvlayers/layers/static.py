@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..errors import CapacityError, OptionError, StateMismatchError
-from ..options import checks_options
-from ..stores import Buckets, FixedStore
-from ..stores.base import Fact
-from .dynamic import DynamicLayer
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.stores import Buckets, StaticStore
+from kvlayers.stores.contract import Fact
+from kvlayers.utils.options import checks_options
 
 
 def check_reserved(number: object, name: str, what: str) -> None:
@@ -47,7 +47,7 @@ class StaticLayer(DynamicLayer):
         grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
-    _store: FixedStore
+    _store: StaticStore
     followers: "tuple[StaticLayer, ...]" = ()
     """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
@@ -60,7 +60,7 @@ class StaticLayer(DynamicLayer):
         grow: bool = False,
     ) -> None:
         check_reservation(max_cache_len, max_batch_size, buckets, grow)
-        super().__init__(store=FixedStore(max_cache_len, max_batch_size, buckets, grow=grow))
+        super().__init__(store=StaticStore(max_cache_len, max_batch_size, buckets, grow=grow))
 
     @property
     def max_cache_len(self) -> int:
@@ -87,7 +87,7 @@ class StaticLayer(DynamicLayer):
         self.truncate(length)
 
     @property
-    def reserved(self) -> FixedStore:
+    def reserved(self) -> StaticStore:
         """The memory, and what attention reads of it."""
         return self._store
 

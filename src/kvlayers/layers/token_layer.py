@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..errors import StateMismatchError
-from ..quantizers.base import Side
-from ..stores import TokenStore
-from ..stores.base import Fact, Mover
-from ..stores.buffer import StateForm
-from ..stores.unmatched import UnmatchedHalves, match
-from .base import CacheLayer, LayerState
+from kvlayers.errors import StateMismatchError
+from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores import TokenStore
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Fact, Mover
+from kvlayers.stores.unmatched import UnmatchedHalves, match
 
 
 class TokenLayer(CacheLayer):
@@ -200,9 +200,9 @@ class TokenLayer(CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self._store.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self._store.swap_buffers(move)
 
     @property
     def kind(self) -> str:

@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
-from ..cache import Cache
-from ..dynamic_cache import DynamicCache
-from ..errors import CacheFileError
-from ..layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
-from ..layers.dispatch import Reservation, dynamic_layers, quantized_layers, sink_layers, static_layers
-from ..layers.quantized import quantized_layer
-from ..layers.sink import check_sinks, padding_of
-from ..layers.sinking import Sinking
-from ..layers.sliding import window_room
-from ..mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
-from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
-from ..quantized_cache import HQQQuantizedCache, QuantizedCache, QuantoQuantizedCache, bare_layers
-from ..rotary import Rotary
-from ..sink_cache import SinkCache
-from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-from ..stores import Buckets, Quantization, QuantizedStore, TokenStore
-from ..stores.layerwise_quantization import quantization_of_layers
-from .description import CacheRecord, LayerRecord, Options
+from kvlayers.caches.base import Cache
+from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.caches.from_config import Reservation, dynamic_layers, quantized_layers, sink_layers, static_layers
+from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
+from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
+from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCache, QuantoQuantizedCache, bare_layers
+from kvlayers.caches.sink import SinkCache
+from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.errors import CacheFileError
+from kvlayers.layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
+from kvlayers.layers.quantized import quantized_layer
+from kvlayers.layers.sink import check_sinks, padding_of
+from kvlayers.layers.sink_config import SinkConfig
+from kvlayers.layers.sliding import window_room
+from kvlayers.persistence.format import CacheRecord, LayerRecord, Options
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores import Buckets, Quantization, QuantizedStore, TokenStore
+from kvlayers.stores.layerwise_quantization import quantization_of_layers
 
 Layers = list[Any] | None
 
@@ -201,7 +201,7 @@ def _quantized_for(record: CacheRecord, made: Made) -> list[Any]:
 
 def _sinks_for(record: CacheRecord, made: Made) -> list[Any]:
     window, sinks = made.options["window_length"], made.options["num_sink_tokens"]
-    return sink_layers(made.config, Sinking(window, sinks, made.quantization()), made.rotary(made.options["rotary"]))
+    return sink_layers(made.config, SinkConfig(window, sinks, made.quantization()), made.rotary(made.options["rotary"]))
 
 
 def _kinds(prepare: Any, from_config: Any, *classes: type[Cache]) -> dict[str, CacheKind]:

@@ -7,18 +7,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, StateMismatchError
-from ..layers import LayerState, SinkLayer
-from ..layers.dispatch import attention_part, held_layer
-from ..operations import CacheState
-from ..quantized_cache import QuantizedCache
-from ..rotary import Rotary
-from ..sink_cache import SinkCache
-from ..static_cache import StaticCache
-from ..version import __version__
-from .description import (
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.from_config import attention_part, held_layer
+from kvlayers.caches.operations import CacheState
+from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.caches.sink import SinkCache
+from kvlayers.caches.static import StaticCache
+from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.layers import LayerState, SinkLayer
+from kvlayers.persistence.format import (
     TOKEN_IDS,
     CacheRecord,
     Description,
@@ -28,7 +26,9 @@ from .description import (
     layer_prefix,
     rotary_name,
 )
-from .header import DTYPES
+from kvlayers.persistence.safetensors_header import DTYPES
+from kvlayers.rope.rotary import Rotary
+from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
 
@@ -71,9 +71,9 @@ def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tup
 def _record(cache: Cache, state: CacheState) -> CacheRecord:
     layers = tuple(
         LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), _is_recording(layer))
-        for layer, layer_state in zip(cache.operable(), state.layers, strict=True)
+        for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
     )
-    length = max((layer.length or 0 for layer in cache.operable()), default=0)
+    length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
     return CacheRecord(state.kind, length, cache.batch_size, _options(cache), layers)
 
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import OptionError, RegistryError
-from .base import Backend
+from kvlayers.errors import OptionError, RegistryError
+from kvlayers.quantizers.contract import Backend
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""

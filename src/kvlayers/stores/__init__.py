@@ -1,11 +1,11 @@
 """How tokens are held. One file a kind of store."""
 
-from .base import TokenStore
-from .buckets import Buckets
-from .dense import DenseStore
-from .fixed import FixedStore
-from .quantization import Quantization
-from .quantized import QuantizedStore
-from .shared import SharedStore
+from kvlayers.stores.buckets import Buckets
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.shared_prefix import SharedStore
+from kvlayers.stores.static import StaticStore
 
-__all__ = ["Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "SharedStore", "TokenStore"]
+__all__ = ["Buckets", "DenseStore", "StaticStore", "Quantization", "QuantizedStore", "SharedStore", "TokenStore"]

@@ -3,7 +3,7 @@
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .contiguous import ContiguousStore
+from kvlayers.stores.contiguous import ContiguousStore
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -85,7 +85,7 @@ class DenseStore(ContiguousStore):
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
         fresh = self.snapshot()
         fresh._release()
-        fresh.admit(keys, values)
+        fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 from kvlayers.caches import legacy_api, windowed_states
 from kvlayers.caches.base import Cache
@@ -109,10 +109,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
         return False
-
-    @override
-    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        return DynamicCache(**self.offloading_options())
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:

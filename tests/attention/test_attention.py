@@ -14,9 +14,6 @@ from kvlayers.attention import gqa
 from kvlayers.attention.gqa import FLOAT32_TOKENS_ON_CPU, SharedKeys, attended_by_one_query
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
-
 BATCH = 8
 """Sequences of a batch in which two threads have heads enough for float32."""
 

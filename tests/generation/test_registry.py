@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import importlib.metadata
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,11 @@ import transformers
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+import fresh_process
 import kvlayers
 import versions
 from kvlayers.generation import registry
 from models import fresh_model, prompt, tiny_model
-
-pytestmark = pytest.mark.fast
 
 CLASSES = {
     "auto": kvlayers.DynamicCache,
@@ -422,4 +419,5 @@ assert drop(after) == drop(before)
 assert dict(vars(utils.GenerationMixin)) == mixin and configuration.ALL_CACHE_IMPLEMENTATIONS == names
 assert {name: dict(vars(caches)[name]) for name in maps} == maps
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    ran = fresh_process.run(script)
+    assert ran.returncode == 0, ran.stderr

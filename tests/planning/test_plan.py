@@ -17,8 +17,6 @@ from kvlayers.layers import LayerOperations, TokenLayer
 from kvlayers.upstream import compat, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
 
@@ -72,6 +70,7 @@ def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvla
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)])
 def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)

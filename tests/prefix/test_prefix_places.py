@@ -28,8 +28,6 @@ from models import prompt, tiny_model
 from place_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
 from redis_server import running, why_not
 
-pytestmark = pytest.mark.fast
-
 ROOM = 2**30
 SUFFIX = ".safetensors"
 

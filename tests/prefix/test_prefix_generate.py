@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenalt
 import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
-from kvlayers.generation.prefixes.active_store import using
+from kvlayers.generation.prefixes.active_store import CURRENT
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
@@ -51,7 +51,7 @@ def tokens_passed(model: Any) -> Iterator[list[int]]:
 
 
 def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    with using(None), kvlayers.installed():
+    with CURRENT.override(None), kvlayers.installed():
         return model.generate(ids, **{**OPTIONS, **options})
 
 

@@ -11,8 +11,8 @@ from kvlayers.planning.attention_shapes import INDEXED, TokenShape, token_shape
 from kvlayers.planning.fields import Fields
 from kvlayers.planning.recurrent_shapes import RecurrentShape, recurrent_shape
 from kvlayers.stores.buffer import StateForm
-from kvlayers.upstream import compat, model_types
-from kvlayers.upstream.compat import LayerSpec
+from kvlayers.upstream import compat, model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 
 NO_DEVICE = torch.device("meta")
 """Where planned states are."""
@@ -81,7 +81,7 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
     Raises:
         ConfigError: `config` is no model config, lacks a field, or has layers of a type that is not known here.
     """
-    model_type, specs = model_types.decoder_config(config).model_type, compat.layer_specs(config)
+    model_type, specs = model_types.decoder_config(config).model_type, model_layers.layer_specs(config)
     # Until a recent version a config did not say which layers those are.
     hides_states = model_type in model_types.KEEPS_STATES_IN_MODULES and all(
         spec.layer_type not in RECURRENT for spec in specs
@@ -93,7 +93,8 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
         )
     # Fewer specs than configs where the last layers read what earlier ones hold.
     return [
-        _shape_of(spec, own, batch_size, dtype) for spec, own in zip(specs, compat.layer_configs(config), strict=False)
+        _shape_of(spec, own, batch_size, dtype)
+        for spec, own in zip(specs, model_layers.layer_configs(config), strict=False)
     ]
 
 

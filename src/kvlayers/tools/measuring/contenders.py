@@ -13,7 +13,7 @@ from kvlayers.planning.planned_kind import EXACT, ROUNDED, fidelity_of
 from kvlayers.tools.measuring.names import KVLAYERS as KVLAYERS
 from kvlayers.tools.measuring.names import THEIR_NAMES as THEIR_NAMES
 from kvlayers.tools.measuring.names import TRANSFORMERS as TRANSFORMERS
-from kvlayers.upstream import compat
+from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_types import config_of
 
 Key = tuple[str, str]
@@ -70,7 +70,7 @@ def is_installed(name: str) -> bool:
 
 def exact_names(config: Any) -> list[str]:
     """Names of the caches of kvlayers that keep what a model attends to as it is."""
-    has_windows = any(spec.layer_type in WINDOWED for spec in compat.layer_specs(config))
+    has_windows = any(spec.layer_type in WINDOWED for spec in model_layers.layer_specs(config))
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]
 
 

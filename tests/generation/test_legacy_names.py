@@ -15,6 +15,7 @@ import transformers
 import kvlayers
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.generation import transformers4_names
+from kvlayers.generation.hooks import model_call
 from kvlayers.generation.transformers4_names import CLASSES, HOMES
 from kvlayers.upstream import compat
 from models import prompt, tiny_model

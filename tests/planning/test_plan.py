@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import test_families
 import torch
 import transformers as tf
 
+import families
 import kvlayers
 import versions
 from kvlayers.generation import registry
@@ -50,7 +50,7 @@ def model_and_inputs(family: str, batch: int, tokens: int) -> tuple[Any, dict[st
     if family in CONFIGS:
         model, inputs = fresh_model(family), {"input_ids": prompt(batch, tokens)}
     else:
-        model, inputs = test_families.model_and_inputs(family)
+        model, inputs = families.model_and_inputs(family)
         inputs = inputs if "input_features" in inputs else {"input_ids": prompt(batch, tokens)}
     if model.config.is_encoder_decoder:
         batch = next(iter(inputs.values())).shape[0]
@@ -70,7 +70,7 @@ def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvla
     )
 
 
-@pytest.mark.parametrize("family", [*CONFIGS, *(family for family in test_families.FAMILIES if family not in UNKNOWN)])
+@pytest.mark.parametrize("family", [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)])
 def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)
     if family == "recurrent_gemma" and model_layers.layer_specs(model.config)[0].layer_type != "linear_attention":
@@ -326,7 +326,7 @@ def test_bad_input_is_refused(config: Any, options: dict[str, Any], error: type[
 
 @versions.recurrent_layers_of_ours
 def test_states_of_an_unknown_form_are_refused() -> None:
-    class_name, options = test_families.FAMILIES["minimax"]
+    class_name, options = families.FAMILIES["minimax"]
     with pytest.raises(kvlayers.ConfigError, match="minimax"):
         kvlayers.plan(getattr(tf, class_name)(**options), 100)
 

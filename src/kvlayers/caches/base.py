@@ -465,9 +465,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         if torch.compiler.is_compiling():
             return seen  # type: ignore[no-any-return]
-        return (
-            SeenTokens.of(self, seen) if generate_calls.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
-        )
+        in_prefill = generate_calls.is_prefill_of_generate(sys._getframe(1).f_code)
+        return SeenTokens.of(self, seen) if in_prefill else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.

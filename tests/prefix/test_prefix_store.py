@@ -680,7 +680,7 @@ def test_namespaces_that_were_asked_for_in_vain_leave_nothing() -> None:
         store.lookup(ids_of(1, 2), model="m", namespace=str(number))
     store.insert(ids_of(1, 2), filled([1, 2]), model="m")
     store.evict()
-    assert store._holdings._trees == {}
+    assert store._index._trees == {}
 
 
 def test_a_reason_tells_what_ends_from_what_parts() -> None:

@@ -58,13 +58,13 @@ def for_call(
         encoder_length=None if encoder is None else encoder[0].shape[1],
         attention_mask=validate_cache.padding_mask(model_kwargs),
     )
-    cache: Any = _acquire(model, name, request, generation_config, generation_mode)
+    cache = _acquire(model, name, request, generation_config, generation_mode)
     if isinstance(cache, Cache) and cache.rotates_keys:
         validate_cache.check_rope_dtype(model)
     if generation_config.is_assistant:
         cache.activate_past_recording()
         cache = assisted.as_draft_cache(cache)
-    return cache  # type: ignore[no-any-return]
+    return cache  # type:
 
 
 def _acquire(

@@ -17,15 +17,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 import kvlayers
+from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
 from kvlayers import CachePathError, OptionError, PrefixStore
 from kvlayers.persistence.checksums import checksum, first_rows
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
 from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.fsspec import FsspecObjects
+from kvlayers.prefix.backends.fsspec import FsspecObjectStore
 from kvlayers.prefix.backends.remote import CHUNK_BYTES, CHUNKS_AT_ONCE, HEAD_BYTES
 from models import prompt, tiny_model
-from place_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
 from redis_server import running, why_not
 
 pytestmark = pytest.mark.fast
@@ -263,7 +263,7 @@ def test_files_used_longest_ago_go_first(files: Files) -> None:
     assert covered(store, [0, 0, 0]) == 3
     store.evict()
     assert store.refresh() == 0
-    store._holdings.directory_max_bytes = 2 * size + 100
+    store._index.directory_max_bytes = 2 * size + 100
     put(store, [3, 0, 0])
     assert [covered(store, [first, 0, 0]) for first in range(4)] == [3, 0, 0, 3]
     assert len(files.names()) == 2
@@ -385,7 +385,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     size = store.statistics.file_bytes
-    store._holdings.directory_max_bytes = size
+    store._index.directory_max_bytes = size
     Failing.fails = {"delete"}
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         put(store, [2, 5, 6])
@@ -572,7 +572,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     with caplog.at_level(logging.DEBUG, logger="kvlayers"):
         store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
         put(store, [1, 5, 6])
-        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._holdings)]
+        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index)]
         for what in ("info", "read", "write", "delete"):
             Failing.fails = {what}
             covered(store, [1, 5, 6])
@@ -595,7 +595,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
 
 
 def test_storage_options_reach_the_file_system(failing: FilesystemFiles) -> None:
-    objects = FsspecObjects(Address(failing.url, {"token": "mine"}))
+    objects = FsspecObjectStore(Address(failing.url, {"token": "mine"}))
     assert objects._fs.token == "mine"
 
 

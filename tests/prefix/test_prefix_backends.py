@@ -356,7 +356,7 @@ def test_a_place_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles)
     put(store, [1, 5, 6])
     Failing.fails = {"ls"}
     with pytest.raises(
-        CachePathError, match=r"expected to reach failing://\*\*\*@host/team, but saw ConnectionError: see"
+        CachePathError, match=r"cannot reach failing://\*\*\*@host/team, got ConnectionError: check"
     ):
         store.refresh()
     Failing.fails = {"read"}
@@ -399,7 +399,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
 @pytest.mark.parametrize("what", ["write", "delete", "ls"])
 def test_a_place_that_cannot_be_used_is_refused_at_once(what: str, failing: FilesystemFiles) -> None:
     Failing.fails = {what}
-    with pytest.raises(CachePathError, match=r"reach failing://\*\*\*@host/team, but saw ConnectionError: see that"):
+    with pytest.raises(CachePathError, match=r"reach failing://\*\*\*@host/team, got ConnectionError: check that"):
         PrefixStore(ROOM, failing.url)
 
 
@@ -408,7 +408,7 @@ def test_a_place_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch)
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Failing, "pipe_file", no_such_bucket)
-    with pytest.raises(CachePathError, match="but saw FileNotFoundError: /host/team"):
+    with pytest.raises(CachePathError, match="got FileNotFoundError: /host/team"):
         PrefixStore(ROOM, "failing://host/team")
 
 
@@ -603,19 +603,19 @@ def test_what_is_no_place_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest
     missing = {"class": "there_is_no_such_package.FileSystem", "err": "Install there-is-none to reach it"}
     monkeypatch.setitem(known_implementations, "missing", missing)
     for options, message in (
-        ({"directory": "nowhere://x"}, "scheme that fsspec knows, but saw nowhere://: see"),
-        ({"directory": "missing://x"}, r"missing://, but it is not installed \(Install there-is-none to reach it\)"),
-        ({"directory": pathlib.Path("s3://bucket/x")}, "saw a URL in a PosixPath: pass it as a str"),
-        ({"directory": b"redis://host"}, "saw a URL in a bytes"),
-        ({"directory": 5}, "path of a directory, or a URL, but saw a int"),
-        ({"directory": tmp_path, "storage_options": {"a": 1}}, "storage_options beside a URL"),
-        ({"directory": f"file://{tmp_path}", "storage_options": {"a": 1}}, "storage_options beside a URL"),
-        ({"storage_options": {}}, "a directory beside storage_options"),
-        ({"directory": "memory://x", "storage_options": 5}, "mapping of names to values, but saw a int"),
-        ({"directory": "memory://x", "storage_options": {5: 5}}, "mapping of names"),
-        ({"directory": "redis://host:hunter2/0"}, "escape what is special"),
-        ({"directory": "redis://me:hun#ter2@host/0"}, "escape what is special"),
-        ({"directory": "redis://[host/0"}, "escape what is special"),
+        ({"directory": "nowhere://x"}, "scheme that fsspec knows, got nowhere://: see"),
+        ({"directory": "missing://x"}, r"missing:// is not installed \(Install there-is-none to reach it\)"),
+        ({"directory": pathlib.Path("s3://bucket/x")}, "a URL in a PosixPath: pass it as a str"),
+        ({"directory": b"redis://host"}, "a URL in a bytes"),
+        ({"directory": 5}, "a path or a URL, got a int"),
+        ({"directory": tmp_path, "storage_options": {"a": 1}}, "storage_options` are for URLs"),
+        ({"directory": f"file://{tmp_path}", "storage_options": {"a": 1}}, "storage_options` are for URLs"),
+        ({"storage_options": {}}, "storage_options` need a `directory`"),
+        ({"directory": "memory://x", "storage_options": 5}, "mapping from names to values, got a int"),
+        ({"directory": "memory://x", "storage_options": {5: 5}}, "mapping from names"),
+        ({"directory": "redis://host:hunter2/0"}, "escape special characters"),
+        ({"directory": "redis://me:hun#ter2@host/0"}, "escape special characters"),
+        ({"directory": "redis://[host/0"}, "escape special characters"),
         ({"directory": "redis://host/0?prefix="}, "one prefix"),
         ({"directory": "redis://host/0?prefix=a&prefix=b"}, "one prefix"),
     ):

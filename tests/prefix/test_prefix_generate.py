@@ -738,7 +738,7 @@ def test_calls_that_cannot_go_by_a_store_say_so() -> None:
     _refused(model, "pad token", input_ids=with_pad)
     _refused(model, "use_cache", use_cache=False)
     _refused(model, "states may depend on position_ids", position_ids=torch.arange(DOCUMENT)[None])
-    _refused(model, "no ids of tokens", input_ids=ids.int())
+    _refused(model, "not token ids", input_ids=ids.int())
     if versions.DRAFTS_MAY_HAVE_A_LEAST_LENGTH:
         _refused(model, "assistant", assistant_model=model)
     _refused(tiny_model("t5"), "encoder")
@@ -782,10 +782,10 @@ def test_what_is_no_store_is_refused() -> None:
     with pytest.raises(OptionError, match="namespace"):
         kvlayers.generate(model, ids, prefix_store=PrefixStore(ROOM), namespace=3, **OPTIONS)
     for call in (kvlayers.install, functools.partial(kvlayers.generate, model, ids)):
-        with pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"):
+        with pytest.raises(OptionError, match="got namespace='mine' without one"):
             call(namespace="mine")
     with (
-        pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"),
+        pytest.raises(OptionError, match="got namespace='mine' without one"),
         kvlayers.installed(namespace="mine"),
     ):
         pass
@@ -794,7 +794,7 @@ def test_what_is_no_store_is_refused() -> None:
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return ids
 
-    with pytest.raises(OptionError, match="OfItsOwn has one of its own"):
+    with pytest.raises(OptionError, match="OfItsOwn has its own"):
         kvlayers.generate(OfItsOwn(model.config), ids, prefix_store=PrefixStore(ROOM))
     assert not kvlayers.is_installed()
     with pytest.raises(OptionError, match="snapshot_tokens"):

@@ -73,7 +73,7 @@ def test_a_store_of_prefixes_says_what_it_had_of_a_prompt() -> None:
     assert first.explain().prefixes == ("0 of 40 tokens were stored: nothing is stored for this model and namespace",)
     longer = torch.cat([ids[:, :30], prompt(1, 10, seed=7)], dim=1)
     second = kvlayers.generate(model, longer, **how).past_key_values
-    assert second.explain().prefixes == ("30 of 40 tokens were stored: the stored sequence diverges from these tokens after 30",)
+    assert second.explain().prefixes == ("30 of 40 tokens were stored: the stored sequence diverges after 30",)
     assert "prefix: 30 of 40 tokens were stored" in repr(second.explain())
 
 

@@ -355,9 +355,7 @@ def test_a_place_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles)
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     Failing.fails = {"ls"}
-    with pytest.raises(
-        CachePathError, match=r"cannot reach failing://\*\*\*@host/team, got ConnectionError: check"
-    ):
+    with pytest.raises(CachePathError, match=r"cannot reach failing://\*\*\*@host/team, got ConnectionError: check"):
         store.refresh()
     Failing.fails = {"read"}
     put(PrefixStore(ROOM, failing.url), [2, 5, 6])

@@ -149,5 +149,5 @@ class Search:
                 "only: insert a cache where prompts diverge"
             )
         else:
-            reason = f"the stored sequence {'ends' if ends else 'diverges from these tokens'} after {covered}"
+            reason = f"the stored sequence {'ends' if ends else 'diverges'} after {covered}"
         return "; ".join([reason, *self._notes])

@@ -12,7 +12,8 @@ from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.sink import SinkCache, left_padding_of
 from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 from kvlayers.errors import OptionError
-from kvlayers.generation.registry import AUTO, CacheRequest, register
+from kvlayers.generation.registry import CacheRequest, register
+from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 
 
@@ -129,9 +130,8 @@ def _int2(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request, nbits=2)
 
 
-@register(AUTO)
+@register("auto")
 def _auto(request: CacheRequest) -> transformers.Cache:
-    # Imported late, since planning makes caches by name.
-    from kvlayers.planning.auto import chosen_cache
-
-    return chosen_cache(request)
+    # Called by name, since planning makes caches by name, and so depends on this module.
+    chosen: transformers.Cache = late.function("chosen_cache")(request)
+    return chosen

@@ -49,9 +49,6 @@ class CacheRequest:
     attention_mask: torch.Tensor | None = None
 
 
-AUTO = "auto"
-"""The name of the cache that a plan recommends."""
-
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
 

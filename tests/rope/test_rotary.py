@@ -13,7 +13,7 @@ import kvlayers
 import versions
 from kvlayers.rope.from_config import HALVES, PAIRS, rotaries
 from kvlayers.rope.rotary import Layout, Rotary
-from kvlayers.upstream import compat
+from kvlayers.upstream import model_layers
 from models import COMMON, WINDOW, prompt
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.0], dtype=torch.float64)
@@ -540,7 +540,7 @@ class NotThatLlamaConfig(tf.LlamaConfig):
 @pytest.mark.parametrize("reason", REFUSED)
 def test_models_whose_keys_cannot_be_moved_are_refused(reason: str) -> None:
     model_type, options, message = REFUSED[reason]
-    if model_type in compat.MAKE_THEIR_OWN_CACHES:
+    if model_type in model_layers.MODELS_WITH_OWN_CACHE:
         pytest.skip(f"models of type {model_type} make a cache of their own on this version, and are refused for that")
     config = tiny_config(model_type, **options)
     with pytest.raises(kvlayers.ConfigError, match=f"expected .*{message}"):

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from kvlayers.errors import ConfigError
 from kvlayers.rope.parameters import rope_config_of_windows, rope_parameters
 from kvlayers.rope.rotary import Layout, Rotary
-from kvlayers.upstream.compat import LayerSpec, layer_specs
+from kvlayers.upstream.model_layers import LayerSpec, layer_specs
 from kvlayers.upstream.model_types import decoder_config
 
 # A config says how fast a model turns its keys, and not which dimensions it turns with which. That is in the code of

@@ -146,7 +146,7 @@ def test_a_full_static_cache_names_both_numbers_and_decodes_on_after_a_crop() ->
     cache = kvlayers.StaticCache(model.config, max_cache_len=12)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        with pytest.raises(kvlayers.CapacityError, match=r"at most 12 .* saw 10 held and 3 new: reserve 13"):
+        with pytest.raises(kvlayers.CapacityError, match=r"at most 12 .* got 10 held and 3 new: reserve 13"):
             model(prompt(1, 3), past_key_values=cache)
         assert cache.get_seq_length() == 10
         expected = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -1]

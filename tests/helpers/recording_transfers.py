@@ -86,7 +86,7 @@ class RecordingTransfers(Transfers):
         return self._ask(self._outbound, run, after)
 
     @override
-    def computing_waits(self, mark: Mark) -> None:
+    def stream_waits(self, mark: Mark) -> None:
         self.host_waits(mark)
 
     @override

@@ -127,5 +127,5 @@ def _link(layers: list[Any]) -> None:
 def _is_linked(layers: list[Any]) -> bool:
     """Whether static layers know one another. Those of a copy of the cache, which nobody here makes, do not."""
     fixed = (layer for layer in layers if isinstance(layer, StaticLayer | StaticSlidingLayer))
-    modes = [layer.reserved.reading.mode for layer in itertools.islice(fixed, 2)]
+    modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(fixed, 2)]
     return all(mode is modes[0] for mode in modes)

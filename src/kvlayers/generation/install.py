@@ -434,7 +434,7 @@ def _reading_mode(cache: Any) -> MaskMode | None:
     """What the layers of the static cache that self-attention has agree on, if it has one with layers of kvlayers."""
     own = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
     fixed = fixed_layers(own.layers) if isinstance(own, transformers.StaticCache) else []
-    return fixed[0].reserved.reading.mode if fixed else None
+    return fixed[0].reserved.mask_extent.mode if fixed else None
 
 
 def _cache_for(

@@ -53,7 +53,7 @@ class HostBuffer(TokenBuffer):
         return (*super().form[:4], self.device)
 
     @override
-    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
+    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
         rows = self._empty(capacity, self.rows.shape[1])
         with torch.no_grad():
             rows[free : free + count].copy_(self.rows[start : start + count])
@@ -68,7 +68,7 @@ class HostBuffer(TokenBuffer):
         return HostBuffer(rows, self.memory, self.device)
 
     @override
-    def another(self, batch_size: int, capacity: int) -> "HostBuffer":
+    def allocate_like(self, batch_size: int, capacity: int) -> "HostBuffer":
         # Not zeros: no more than the tokens that are there is ever brought.
         return HostBuffer(self._empty(capacity, batch_size), self.memory, self.device)
 
@@ -128,7 +128,7 @@ class StagedBuffer(TokenBuffer):
             self.written.append((start, end))
 
     @override
-    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
+    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
         shape = (capacity, *self.rows.shape[1:])
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.empty(shape, dtype=self.rows.dtype, device=self.rows.device)

@@ -15,7 +15,7 @@ from kvlayers.offload.storage import HomeMemory, HostMemory
 from kvlayers.offload.traffic import Traffic, TrafficMeter
 from kvlayers.offload.transfers import Mark, Rows, Transfers, transfers_for
 from kvlayers.stores.buffer import TokenBuffer
-from kvlayers.stores.contract import Mover
+from kvlayers.stores.contract import BufferSwap
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 
@@ -32,7 +32,7 @@ class OffloadTarget(Protocol):
     def device(self) -> torch.device | None:
         """Where its states are computed, `None` before the first ones."""
 
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
 
 
@@ -81,7 +81,7 @@ class DeviceQueue:
         while len(self._in_flight) > 1:
             # The allocator may give memory out again to whatever is computed from then on.
             sent, _ = self._in_flight[0]
-            self.transfers.computing_waits(sent)
+            self.transfers.stream_waits(sent)
             self._in_flight.popleft()
         self.let_go()
 
@@ -113,7 +113,7 @@ class WriteBack:
         self.changes_homes = False
 
     def note(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
-        """Find a home for a buffer; a `Mover` that moves nothing."""
+        """Find a home for a buffer; a `BufferSwap` that moves nothing."""
         if isinstance(buffer, StagedBuffer):
             self._homes[id(buffer)] = home = self._home_of_staged(buffer)
             self.changes_homes = self.changes_homes or home is not buffer.home
@@ -132,7 +132,7 @@ class WriteBack:
         return buffer
 
     def home_of(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
-        """Where a buffer that was noted is at home; a `Mover`."""
+        """Where a buffer that was noted is at home; a `BufferSwap`."""
         return self._homes.get(id(buffer), buffer)
 
     def _home_of_staged(self, buffer: StagedBuffer) -> HostBuffer:
@@ -141,7 +141,7 @@ class WriteBack:
             return buffer.home
         self._wait()
         with torch.inference_mode(False):
-            return buffer.home.moved(buffer.first, buffer.kept, buffer.capacity, buffer.free)
+            return buffer.home.reallocated(buffer.first, buffer.kept, buffer.capacity, buffer.free)
 
 
 class Prefetcher:
@@ -217,7 +217,7 @@ class Prefetcher:
         follower = lane.follow(layer)
         staged = self._staged(lane, layer)
         if staged.ready is not None:
-            lane.transfers.computing_waits(staged.ready)
+            lane.transfers.stream_waits(staged.ready)
         self.meter.count(layer.index, staged.traffic)
         staged.traffic = Traffic()
         layer.swap_buffers(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))

@@ -63,7 +63,7 @@ class Transfers(ABC):
         """Copy rows from the device, the second of each pair, to the host, the first, when all of `after` is done."""
 
     @abstractmethod
-    def computing_waits(self, mark: Mark) -> None:
+    def stream_waits(self, mark: Mark) -> None:
         """Let whatever is asked of the device from now on, on the current stream, come after a mark."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class StreamTransfers(Transfers):
         return sent
 
     @override
-    def computing_waits(self, mark: Mark) -> None:
+    def stream_waits(self, mark: Mark) -> None:
         torch.accelerator.current_stream(self.device).wait_event(mark)
 
     @override
@@ -148,7 +148,7 @@ class BlockingTransfers(Transfers):
             home.states.copy_(rows.states)
 
     @override
-    def computing_waits(self, mark: Mark) -> None:
+    def stream_waits(self, mark: Mark) -> None:
         pass
 
     @override

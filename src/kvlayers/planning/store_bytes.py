@@ -11,7 +11,7 @@ from kvlayers.stores import DenseStore, QuantizedStore, StaticStore, TokenStore
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.packed_blocks import GROWTH_DIVISOR, MINIMUM_GROWTH, SIDES, packed_forms
 from kvlayers.stores.quantization import block_tokens, blocks_beyond
-from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.stores.quantized_parts import residual_after_blocks, residual_length_hint
 
 FOLLOWED = 1
 """The length hint that caches are made with to be planned. A number of a store that is this one follows the hint."""
@@ -64,7 +64,7 @@ def _dense(store: DenseStore, intake: Intake) -> int:
     if not intake.tokens:
         return 0
     alike = DenseStore(intake.following(store.length_hint), store.growth_divisor, store.minimum_growth)
-    return pair_bytes(intake.forms, alike.grown_capacity(intake.tokens) + store.front_room)
+    return pair_bytes(intake.forms, alike.grown_capacity(intake.tokens) + store.prefix_room)
 
 
 @store_bytes.register
@@ -91,12 +91,12 @@ def _quantized(store: QuantizedStore, intake: Intake) -> int:
     blocks = blocks_beyond(tokens, room, size)
     hint = intake.following(store.length_hint)
     if not blocks:
-        residual = unpacked_residual()
-        residual.length_hint = most_in_residual(room, hint, 0)
+        residual = DenseStore()
+        residual.length_hint = residual_length_hint(room, hint, 0)
         return pair_bytes(forms, residual.grown_capacity(tokens)) if tokens else 0
     old = given.sink_tokens + blocks * size
-    residual = residual_behind_blocks(size)
-    residual.length_hint = most_in_residual(given.residual_length + size, hint, old, tokens - old)
+    residual = residual_after_blocks(size)
+    residual.length_hint = residual_length_hint(given.residual_length + size, hint, old, tokens - old)
     most_blocks = None if hint is None else blocks_beyond(hint, room, size)
     capacity = DenseStore(most_blocks, GROWTH_DIVISOR, MINIMUM_GROWTH).grown_capacity(blocks)
     packed = [packed_forms(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)]

@@ -102,7 +102,7 @@ class Remote:
 
     @contextlib.contextmanager
     def reading(self, name: str, most: int) -> Iterator[str]:
-        """As `Place.reading`."""
+        """As `Place.mask_extent`."""
         with self._temporary(name) as path:
             self._download(name, path, most)
             yield path

@@ -1,19 +1,19 @@
-"""The kernels of `triton_decode`, which alone imports this module: it needs triton.
+"""The Triton kernels. Only `launch` imports this module, because it needs triton.
 
-Codes are read as 16-bit words: two neighbouring bytes of a row. A *tile* is what one shift brings to the lowest bits of
-all words: tile `i` holds byte `i % 2` of each word, and of that byte the codes of slot `i // 2`. So a tile of words
-gives `16 / bits` tiles of codes, whose columns are two apart, and each is an operand of a product of its own. Words
-rather than bytes, because tensor cores take operands of 16 bits: a word goes to the thread that multiplies it before
-it is unpacked, and a register of two words becomes a register of two operands by four instructions.
+Codes are read as 16-bit words: two neighbouring bytes of a row. One shift brings a *tile* to the lowest bits of all
+words: tile `i` holds byte `i % 2` of each word, and of that byte the codes of slot `i // 2`. So the words of a row give
+`16 / bits` tiles of codes, whose columns are two apart, and each tile is an operand of one product. Words rather than
+bytes, because tensor cores take operands of 16 bits: a word goes to the thread that multiplies it before it is
+unpacked, and four instructions turn a register of two words into a register of two operands.
 
-Scores stay in *parts* of one such tile each (of a pair, where a tile has too few columns): values are read by the
+Scores stay in *parts* of one tile each (or of a pair of tiles, if one has too few columns): values are read by the
 tokens of a part, so that weights are an operand of the next product in the registers that they were computed in.
 """
 
 # mypy: ignore-errors
-# What is decorated is compiled by triton from its source: its annotations are triton's, not Python types.
+# triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
 # ruff: noqa: N803, N806, RUF005, SIM108, SIM300
-# Compile-time constants are in capitals, as triton's own are; and not all of Python is in its language.
+# Compile-time constants are in capitals, as in triton itself; and its language lacks some of Python.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import inspect
 try:
     import triton
     import triton.language as tl
-except ImportError:  # Whatever walks through all modules, as a collector of doctests does, may still import this one.
+except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
     triton = tl = None
 
 _jit = triton.jit if triton is not None else lambda function: function
@@ -31,11 +31,11 @@ _GROWING = (
     *("mask_batch", "mask_head", "mask_query", "mask_token"),
     *("blocks", "blocks_per_split", "splits", "first"),
 )
-"""Numbers that change as tokens come: no kernel is compiled anew because one of them is, say, a multiple of 16."""
+"""Numbers that change as tokens arrive: no kernel is recompiled because one of them is, say, a multiple of 16."""
 
 
 def _launched(function):
-    """A kernel that is launched, compiled once whatever the growing numbers are."""
+    """Decorator for a kernel that is launched: it is compiled once for all values of the growing numbers."""
     if triton is None:
         return function
     names = [name for name in inspect.signature(function).parameters if name in _GROWING]
@@ -46,10 +46,10 @@ def _launched(function):
 def _codes(
     words, TILE: tl.constexpr, BITS: tl.constexpr, FLOATING: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """Codes of a tile in the dtype of a product: less `2**(bits - 1)`, or floating ones divided by 256."""
+    """Codes of a tile in the dtype of a product: integers minus `2**(bits - 1)`, float8 divided by 256."""
     SHIFT: tl.constexpr = (TILE % 2) * 8 + (TILE // 2) * BITS
     if len(ASSEMBLY) > 0:
-        # A dtype that is an argument is not taken by every version of triton.
+        # Not every version of triton takes a dtype that is an argument.
         if DTYPE == tl.bfloat16:
             codes = tl.inline_asm_elementwise(
                 asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -59,7 +59,7 @@ def _codes(
                 asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.float16, is_pure=True, pack=2
             )
     elif FLOATING:
-        # The exponent of float8 within that of float16: right but for the difference of their biases, subnormal too.
+        # The exponent of float8 within that of float16: right apart from their biases, for subnormal numbers too.
         byte = (words >> SHIFT).to(tl.uint16)
         bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
         codes = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(DTYPE)
@@ -113,7 +113,7 @@ def _key_tile(
 ):
     """Scores of a tile `[rows, words]`, plus an offset of each row.
 
-    The query has the scales already, where all tokens of a block share them.
+    If all tokens of a block share the scales, the query has been multiplied by them already.
     """
     codes = _codes(words, TILE, BITS, FLOATING, query.dtype, ASSEMBLY)
     if not FOLD:
@@ -149,7 +149,7 @@ def _key_parameters(
     ROW_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Scale and zero of each channel of a block that has one for all its tokens."""
+    """Scale and zero of each channel of a block whose tokens share them."""
     held = channels < HEAD_DIM
     scale = tl.load(parameters + channels // ROW_GROUP, mask=held, other=0.0)
     zero = scale
@@ -181,7 +181,7 @@ def _value_parameters(
                     place = parameters + number * (BLOCK_TOKENS // ROW_GROUP) * GROUPS + group
                     loaded = loaded + (tl.load(place + places),)
         else:
-            # Those of two parts, whose tokens alternate, by one load.
+            # One load for two parts, whose tokens alternate.
             for pair in tl.static_range(PARTS // 2):
                 tokens = pair * (2 * WORDS) + 2 * tl.arange(0, WORDS)[:, None] + tl.arange(0, 2)[None, :]
                 places = (tokens // ROW_GROUP) * GROUPS
@@ -211,7 +211,7 @@ def _of_parts(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.cons
 
 @_jit
 def _of_seen(numbers, seen, PARTS: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales, or zeros, with zeros for tokens that are not seen: theirs may be nan, which no weight of 0 takes away."""
+    """Scales, or zeros, set to 0 for tokens that are not seen: they may be nan, which a weight of 0 does not remove."""
     kept = ()
     for part in tl.static_range(PARTS):
         for group in tl.static_range(GROUPS):
@@ -230,7 +230,10 @@ def _centres(
     BITS: tl.constexpr,
     BOOST: tl.constexpr,
 ):
-    """What a group of channels gets whatever its codes are: the weighted states of code `2**(bits - 1)`, `[rows]`."""
+    """The part of the sums of a group of channels that does not depend on codes, `[rows]`.
+
+    It is the weighted state of code `2**(bits - 1)`.
+    """
     sums = tl.zeros(shares[0].shape, tl.float32)
     for part in tl.static_range(PARTS):
         centre = (zeros[part * GROUPS + GROUP] + (1 << (BITS - 1)) * scales[part * GROUPS + GROUP]) * BOOST
@@ -265,9 +268,9 @@ def _weighted_tile(
     ASSEMBLY: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """`sums` and the weighted values of a part of the tokens, of every second channel of a tile.
+    """`sums` plus the weighted values of a part of the tokens, for every second channel of a tile.
 
-    Where blocks are cut, `seen` are the tokens that count; `scales` are zeros for the others already.
+    If blocks are cut, `seen` are the tokens that count; `scales` are already 0 for the others.
     """
     codes = _codes(words, INDEX, BITS, FLOATING, DTYPE, ASSEMBLY)
     if FOLD:
@@ -293,6 +296,275 @@ def _weighted_tile(
             states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
         sums = _product(shares.to(DTYPE), states.to(DTYPE), sums, EMULATED)
     return sums
+
+
+@_jit
+def _seen_of_parts(
+    ends,
+    block,
+    lead,
+    PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
+    WORDS: tl.constexpr,
+    ENDS: tl.constexpr,
+):
+    """For each part, which of its tokens are held: neither evicted (the first `lead`) nor beyond the block's end."""
+    seen_of_parts = ()
+    for part in tl.static_range(PARTS):
+        tokens = _tokens(part, JOINED, WORDS)
+        seen = tokens >= lead
+        if ENDS:
+            seen = seen & (tokens < tl.load(ends + block))
+        seen_of_parts = seen_of_parts + (seen,)
+    return seen_of_parts
+
+
+@_jit
+def _block_scores(
+    query,
+    words,
+    offset,
+    parameters,
+    channels,
+    seen_of_parts,
+    PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATING: tl.constexpr,
+    FOLD: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    COLUMN_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    CUT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Scores of a block for each part of its tokens, before the mask; -inf for tokens that are not seen."""
+    scores = ()
+    for part in tl.static_range(PARTS):
+        for half in tl.static_range(2 if JOINED else 1):
+            tile = _key_tile(
+                query,
+                words,
+                offset,
+                parameters,
+                channels,
+                (2 * part if JOINED else part) + half,
+                BITS,
+                FLOATING,
+                FOLD,
+                ROW_GROUP,
+                COLUMN_GROUP,
+                HEAD_DIM,
+                BLOCK_TOKENS,
+                WORDS,
+                ASSEMBLY,
+                EMULATED,
+            )
+            if half == 0:
+                of_part = tile
+            else:
+                of_part = tl.reshape(tl.join(of_part, tile), [query.shape[0], 2 * WORDS])
+        if CUT:
+            of_part = tl.where(seen_of_parts[part][None, :], of_part, float("-inf"))
+        scores = scores + (of_part,)
+    return scores
+
+
+@_jit
+def _masked_scores(
+    scores,
+    seen_of_parts,
+    mask,
+    mask_token,
+    start,
+    asked,
+    scale,
+    PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    CUT: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Scores of each part under a mask, bool (kind 1) or additive (kind 2, which also scales them).
+
+    Args:
+        mask: pointers to the mask of each query row.
+        start: column of the mask that belongs to the first token of the block.
+        asked: rows that hold a query.
+    """
+    masked = ()
+    for part in tl.static_range(PARTS):
+        tokens = _tokens(part, JOINED, WORDS)
+        asking = asked[:, None] & (tokens < BLOCK_TOKENS)[None, :]
+        if CUT:
+            asking = asking & seen_of_parts[part][None, :]
+        addend = tl.load(
+            mask[:, None] + (start + tokens)[None, :].to(tl.int64) * mask_token,
+            mask=asking,
+            other=0,
+        )
+        if KIND == 1:
+            masked = masked + (tl.where(addend != 0, scores[part], float("-inf")),)
+        else:
+            masked = masked + (scores[part] * scale + addend.to(tl.float32) * 1.4426950408889634,)
+    return masked
+
+
+@_jit
+def _largest_of_rows(scores, PARTS: tl.constexpr):
+    """The largest score of each row in all parts."""
+    peaks = scores[0]
+    for part in tl.static_range(1, PARTS):
+        peaks = tl.maximum(peaks, scores[part])
+    return tl.max(peaks, axis=1)
+
+
+@_jit
+def _shares_of_parts(scores, factor, base, PARTS: tl.constexpr):
+    """For each part, `2 ** (score * factor - base)`: the weights of its tokens before they are normalised."""
+    shares = ()
+    for part in tl.static_range(PARTS):
+        shares = shares + (tl.exp2(scores[part] * factor - base[:, None]),)
+    return shares
+
+
+@_jit
+def _sums_of_rows(shares, PARTS: tl.constexpr):
+    """The sum of each row over all parts."""
+    summed = tl.zeros(shares[0].shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        summed += shares[part]
+    return tl.sum(summed, axis=1)
+
+
+@_jit
+def _with_values_of_block(
+    sums,
+    decay,
+    shares,
+    codes,
+    scales,
+    zeros,
+    parameters,
+    seen_of_parts,
+    PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATING: tl.constexpr,
+    FOLD: tl.constexpr,
+    CUT: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    COLUMN_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BOOST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """The sums of all tiles times `decay`, plus the values of a block weighted by `shares`.
+
+    Args:
+        codes: pointer to the value codes of the block.
+        parameters: pointer to its value parameters.
+    """
+    GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
+    ROW_BYTES: tl.constexpr = CHUNKS * WORDS * 2
+    columns = tl.arange(0, COLUMNS)
+    new_sums = ()
+    for chunk in tl.static_range(CHUNKS):
+        words_of_parts = ()
+        for part in tl.static_range(PARTS):
+            place = codes + chunk * WORDS
+            place += _tokens(part, JOINED, KEY_WORDS)[:, None] * (CHUNKS * WORDS) + columns[None, :]
+            if COLUMNS == WORDS:
+                words_of_parts = words_of_parts + (tl.load(place),)
+            else:
+                held = (columns < WORDS)[None, :]
+                words_of_parts = words_of_parts + (tl.load(place, mask=held, other=0),)
+        for index in tl.static_range(TILES):
+            tile = sums[chunk * TILES + index] * decay[:, None]
+            if FOLD and not FLOATING:
+                tile += _centres(
+                    shares,
+                    scales,
+                    zeros,
+                    ((index // 2) * ROW_BYTES + chunk * (2 * WORDS)) // COLUMN_GROUP,
+                    GROUPS,
+                    PARTS,
+                    BITS,
+                    BOOST,
+                )[:, None]
+            for part in tl.static_range(PARTS):
+                tile = _weighted_tile(
+                    tile,
+                    shares[part],
+                    words_of_parts[part],
+                    scales,
+                    parameters,
+                    _tokens(part, JOINED, KEY_WORDS),
+                    seen_of_parts[part],
+                    index,
+                    (index // 2) * ROW_BYTES + chunk * (2 * WORDS),
+                    part * GROUPS,
+                    BITS,
+                    FLOATING,
+                    FOLD,
+                    CUT,
+                    ROW_GROUP,
+                    COLUMN_GROUP,
+                    HEAD_DIM,
+                    BLOCK_TOKENS,
+                    WORDS,
+                    COLUMNS,
+                    DTYPE,
+                    BOOST,
+                    ASSEMBLY,
+                    EMULATED,
+                )
+            new_sums = new_sums + (tile,)
+    return new_sums
+
+
+@_jit
+def _store_partial(
+    outs,
+    lses,
+    rows,
+    asked,
+    sums,
+    largest,
+    total,
+    HEAD_DIM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+):
+    """Store the attended values and the log-sum-exp of one split, for result rows `rows`."""
+    lse = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
+    tl.store(lses + rows, lse, mask=asked)
+    share_of_sum = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    if DIVISOR != 1.0:
+        share_of_sum = share_of_sum / DIVISOR
+    for chunk in tl.static_range(CHUNKS):
+        for index in tl.static_range(TILES):
+            channels = (index // 2) * (CHUNKS * WORDS * 2) + chunk * (2 * WORDS) + 2 * tl.arange(0, COLUMNS) + index % 2
+            tl.store(
+                outs + rows[:, None] * HEAD_DIM + channels[None, :],
+                sums[chunk * TILES + index] * share_of_sum[:, None],
+                mask=asked[:, None] & ((channels < HEAD_DIM) & (tl.arange(0, COLUMNS) < WORDS))[None, :],
+            )
 
 
 @_launched
@@ -361,7 +633,7 @@ def attend_split(
     VALUE_ASSEMBLY: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Attention of the queries of one kv head to a run of its blocks, by an online softmax.
+    """Attention of the queries of one kv head to a split of its blocks, by an online softmax.
 
     Scores are in units of log2(e), so that `exp2` takes them as they are; `scale` is in these units too.
     """
@@ -387,16 +659,14 @@ def attend_split(
 
     KEY_WORDS: tl.constexpr = BLOCK_TOKENS * KEY_BITS // 16
     KEY_TILES: tl.constexpr = 16 // KEY_BITS
-    VALUE_ROW_BYTES: tl.constexpr = VALUE_CHUNKS * VALUE_WORDS * 2
     VALUE_TILES: tl.constexpr = 16 // VALUE_BITS
     VALUE_GROUPS: tl.constexpr = VALUE_DIM // VALUE_COLUMN_GROUP
-    # The inner dimension of a product, which the columns of a part become, is 16 at least.
+    # The columns of a part become the inner dimension of a product, which must be at least 16.
     JOINED: tl.constexpr = KEY_WORDS < 16
     PARTS: tl.constexpr = KEY_TILES // 2 if JOINED else KEY_TILES
     CUT: tl.constexpr = FIRST or ENDS
 
     key_words = tl.arange(0, KEY_WORDS)
-    value_words = tl.arange(0, COLUMNS)
     sequence64 = sequence.to(tl.int64)
     key_codes += sequence64 * key_codes_batch + kv_head.to(tl.int64) * key_codes_head
     value_codes += sequence64 * value_codes_batch + kv_head.to(tl.int64) * value_codes_head
@@ -410,7 +680,7 @@ def attend_split(
     for _ in tl.static_range(VALUE_CHUNKS * VALUE_TILES):
         sums = sums + (tl.zeros([ROWS, COLUMNS], tl.float32),)
 
-    # Parameters are too narrow to be copied ahead asynchronously, so each block's are read one block before.
+    # Parameters are too narrow to be copied ahead asynchronously, so they are read one block ahead.
     if KEY_FOLD:
         key_scale, key_zero = _key_parameters(
             key_parameters + begin * key_parameters_block, channels, KEY_FLOATING, KEY_ROW_GROUP, KEY_DIM
@@ -450,78 +720,59 @@ def attend_split(
             )
 
         lead = tl.where(block == 0, first, 0)
-        scores = ()
-        seen_of_parts = ()
-        for part in tl.static_range(PARTS):
-            tokens = _tokens(part, JOINED, KEY_WORDS)
-            for half in tl.static_range(2 if JOINED else 1):
-                tile = _key_tile(
-                    rows_of_block,
-                    words,
-                    offset,
-                    key_parameters + block * key_parameters_block,
-                    channels,
-                    (2 * part if JOINED else part) + half,
-                    KEY_BITS,
-                    KEY_FLOATING,
-                    KEY_FOLD,
-                    KEY_ROW_GROUP,
-                    KEY_COLUMN_GROUP,
-                    KEY_DIM,
-                    BLOCK_TOKENS,
-                    KEY_WORDS,
-                    KEY_ASSEMBLY,
-                    EMULATED,
-                )
-                if half == 0:
-                    of_part = tile
-                else:
-                    of_part = tl.reshape(tl.join(of_part, tile), [ROWS, 2 * KEY_WORDS])
-            seen = tokens >= lead
-            if CUT:
-                if ENDS:
-                    seen = seen & (tokens < tl.load(ends + block))
-                of_part = tl.where(seen[None, :], of_part, float("-inf"))
-            if MASK != 0:
-                if ENDS:
-                    start = tl.load(starts + block) - lead
-                else:
-                    start = block * BLOCK_TOKENS - first
-                asking = asked[:, None] & (tokens < BLOCK_TOKENS)[None, :]
-                if CUT:
-                    asking = asking & seen[None, :]
-                addend = tl.load(
-                    mask
-                    + sequence64 * mask_batch
-                    + (heads * mask_head + q_tokens * mask_query)[:, None]
-                    + (start + tokens)[None, :].to(tl.int64) * mask_token,
-                    mask=asking,
-                    other=0,
-                )
-                if MASK == 1:
-                    of_part = tl.where(addend != 0, of_part, float("-inf"))
-                else:
-                    of_part = of_part * scale + addend.to(tl.float32) * 1.4426950408889634
-            scores = scores + (of_part,)
-            seen_of_parts = seen_of_parts + (seen,)
+        seen_of_parts = _seen_of_parts(ends, block, lead, PARTS, JOINED, KEY_WORDS, ENDS)
+        scores = _block_scores(
+            rows_of_block,
+            words,
+            offset,
+            key_parameters + block * key_parameters_block,
+            channels,
+            seen_of_parts,
+            PARTS,
+            JOINED,
+            KEY_BITS,
+            KEY_FLOATING,
+            KEY_FOLD,
+            KEY_ROW_GROUP,
+            KEY_COLUMN_GROUP,
+            KEY_DIM,
+            BLOCK_TOKENS,
+            KEY_WORDS,
+            CUT,
+            KEY_ASSEMBLY,
+            EMULATED,
+        )
+        if MASK != 0:
+            if ENDS:
+                start = tl.load(starts + block) - lead
+            else:
+                start = block * BLOCK_TOKENS - first
+            scores = _masked_scores(
+                scores,
+                seen_of_parts,
+                mask + sequence64 * mask_batch + heads * mask_head + q_tokens * mask_query,
+                mask_token,
+                start,
+                asked,
+                scale,
+                PARTS,
+                JOINED,
+                KEY_WORDS,
+                BLOCK_TOKENS,
+                CUT,
+                MASK,
+            )
 
-        # `scale` is positive, so the largest is so before it also, and scaling and subtraction are one instruction.
+        # `scale` is positive, so the largest score can be found before scaling: then scaling and subtraction are one
+        # instruction.
         factor = 1.0 if MASK == 2 else scale
-        peaks = scores[0]
-        for part in tl.static_range(1, PARTS):
-            peaks = tl.maximum(peaks, scores[part])
-        new_largest = tl.maximum(largest, tl.max(peaks, axis=1) * factor)
-        # What a row that has seen nothing yet subtracts must be finite, or it would get nan.
+        new_largest = tl.maximum(largest, _largest_of_rows(scores, PARTS) * factor)
+        # A row that has seen no token yet must subtract a finite number, or it would get nan.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         decay = tl.exp2(largest - base)
         largest = new_largest
-        shares = ()
-        summed = tl.zeros(scores[0].shape, tl.float32)
-        for part in tl.static_range(PARTS):
-            share = tl.exp2(scores[part] * factor - base[:, None])
-            summed += share
-            shares = shares + (share,)
-        total = total * decay + tl.sum(summed, axis=1)
+        shares = _shares_of_parts(scores, factor, base, PARTS)
+        total = total * decay + _sums_of_rows(shares, PARTS)
 
         scales = ()
         zeros = ()
@@ -544,77 +795,52 @@ def attend_split(
                 VALUE_DIM,
                 BLOCK_TOKENS,
             )
-        new_sums = ()
-        for chunk in tl.static_range(VALUE_CHUNKS):
-            words_of_parts = ()
-            for part in tl.static_range(PARTS):
-                place = value_codes + block * value_codes_block + chunk * VALUE_WORDS
-                place += _tokens(part, JOINED, KEY_WORDS)[:, None] * (VALUE_CHUNKS * VALUE_WORDS) + value_words[None, :]
-                if COLUMNS == VALUE_WORDS:
-                    words_of_parts = words_of_parts + (tl.load(place),)
-                else:
-                    held = (value_words < VALUE_WORDS)[None, :]
-                    words_of_parts = words_of_parts + (tl.load(place, mask=held, other=0),)
-            for index in tl.static_range(VALUE_TILES):
-                tile = sums[chunk * VALUE_TILES + index] * decay[:, None]
-                if VALUE_FOLD and not VALUE_FLOATING:
-                    tile += _centres(
-                        shares,
-                        scales,
-                        zeros,
-                        ((index // 2) * VALUE_ROW_BYTES + chunk * (2 * VALUE_WORDS)) // VALUE_COLUMN_GROUP,
-                        VALUE_GROUPS,
-                        PARTS,
-                        VALUE_BITS,
-                        BOOST,
-                    )[:, None]
-                for part in tl.static_range(PARTS):
-                    tile = _weighted_tile(
-                        tile,
-                        shares[part],
-                        words_of_parts[part],
-                        scales,
-                        value_parameters + block * value_parameters_block,
-                        _tokens(part, JOINED, KEY_WORDS),
-                        seen_of_parts[part],
-                        index,
-                        (index // 2) * VALUE_ROW_BYTES + chunk * (2 * VALUE_WORDS),
-                        part * VALUE_GROUPS,
-                        VALUE_BITS,
-                        VALUE_FLOATING,
-                        VALUE_FOLD,
-                        CUT,
-                        VALUE_ROW_GROUP,
-                        VALUE_COLUMN_GROUP,
-                        VALUE_DIM,
-                        BLOCK_TOKENS,
-                        VALUE_WORDS,
-                        COLUMNS,
-                        DTYPE,
-                        BOOST,
-                        VALUE_ASSEMBLY,
-                        EMULATED,
-                    )
-                new_sums = new_sums + (tile,)
-        sums = new_sums
+        sums = _with_values_of_block(
+            sums,
+            decay,
+            shares,
+            value_codes + block * value_codes_block,
+            scales,
+            zeros,
+            value_parameters + block * value_parameters_block,
+            seen_of_parts,
+            PARTS,
+            JOINED,
+            KEY_WORDS,
+            VALUE_CHUNKS,
+            VALUE_TILES,
+            VALUE_BITS,
+            VALUE_FLOATING,
+            VALUE_FOLD,
+            CUT,
+            VALUE_ROW_GROUP,
+            VALUE_COLUMN_GROUP,
+            VALUE_DIM,
+            BLOCK_TOKENS,
+            VALUE_WORDS,
+            COLUMNS,
+            DTYPE,
+            BOOST,
+            VALUE_ASSEMBLY,
+            EMULATED,
+        )
 
-    row_of_result = (sequence64 * (KV_HEADS * GROUPS) + heads) * Q_TOKENS + q_tokens
-    row_of_result = row_of_result * splits + split
-    lses = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
-    tl.store(partial_lses + row_of_result, lses, mask=asked)
-    share_of_sum = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-    if VALUE_FOLD and not VALUE_FLOATING:
-        share_of_sum = share_of_sum / BOOST
-    for chunk in tl.static_range(VALUE_CHUNKS):
-        for index in tl.static_range(VALUE_TILES):
-            of_words = (
-                (index // 2) * VALUE_ROW_BYTES + chunk * (2 * VALUE_WORDS) + 2 * tl.arange(0, COLUMNS) + index % 2
-            )
-            tl.store(
-                partial_outs + row_of_result[:, None] * VALUE_DIM + of_words[None, :],
-                sums[chunk * VALUE_TILES + index] * share_of_sum[:, None],
-                mask=asked[:, None] & ((of_words < VALUE_DIM) & (tl.arange(0, COLUMNS) < VALUE_WORDS))[None, :],
-            )
+    rows_of_result = ((sequence64 * (KV_HEADS * GROUPS) + heads) * Q_TOKENS + q_tokens) * splits + split
+    _store_partial(
+        partial_outs,
+        partial_lses,
+        rows_of_result,
+        asked,
+        sums,
+        largest,
+        total,
+        VALUE_DIM,
+        VALUE_CHUNKS,
+        VALUE_TILES,
+        VALUE_WORDS,
+        COLUMNS,
+        BOOST if VALUE_FOLD and not VALUE_FLOATING else 1.0,
+    )
 
 
 @_launched
@@ -629,7 +855,7 @@ def merge_splits(
     ALL_SPLITS: tl.constexpr,
     SOME_SPLITS: tl.constexpr,
 ):
-    """Merge what the splits of one row give."""
+    """Merge the results of the splits of one row."""
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, ALL_SPLITS)
     of_splits = tl.load(partial_lses + row * splits + every, mask=every < splits, other=float("-inf"))

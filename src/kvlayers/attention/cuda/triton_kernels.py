@@ -1,18 +1,8 @@
-"""The Triton kernels. Only `launch` imports this module, because it needs triton.
-
-Codes are read as 16-bit words: two neighbouring bytes of a row. One shift brings a *tile* to the lowest bits of all
-words: tile `i` holds byte `i % 2` of each word, and of that byte the codes of slot `i // 2`. So the words of a row give
-`16 / bits` tiles of codes, whose columns are two apart, and each tile is an operand of one product. Words rather than
-bytes, because tensor cores take operands of 16 bits: a word goes to the thread that multiplies it before it is
-unpacked, and four instructions turn a register of two words into a register of two operands.
-
-Scores stay in *parts* of one tile each (or of a pair of tiles, if one has too few columns): values are read by the
-tokens of a part, so that weights are an operand of the next product in the registers that they were computed in.
-"""
+"""The Triton kernels. Only `launch` imports this module, because it imports triton."""
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
-# ruff: noqa: N803, N806, RUF005, SIM108, SIM300
+# ruff: noqa: N803, N806, RUF005, SIM108
 # Compile-time constants are in capitals, as in triton itself; and its language lacks some of Python.
 
 from __future__ import annotations
@@ -25,7 +15,23 @@ try:
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
     triton = tl = None
 
-_jit = triton.jit if triton is not None else lambda function: function
+from kvlayers.attention.cuda.triton_codes import (
+    load_key_parameters,
+    load_value_parameters,
+    split_by_part,
+    times_scale,
+    zero_unseen,
+)
+from kvlayers.attention.cuda.triton_softmax import (
+    add_values_of_block,
+    find_seen_tokens,
+    mask_scores,
+    row_maxima,
+    row_sums,
+    score_block,
+    store_split,
+    weigh_scores,
+)
 
 _GROWING = (
     *("mask_batch", "mask_head", "mask_query", "mask_token"),
@@ -34,7 +40,7 @@ _GROWING = (
 """Numbers that change as tokens arrive: no kernel is recompiled because one of them is, say, a multiple of 16."""
 
 
-def _launched(function):
+def launched(function):
     """Decorator for a kernel that is launched: it is compiled once for all values of the growing numbers."""
     if triton is None:
         return function
@@ -42,532 +48,7 @@ def _launched(function):
     return triton.jit(function, do_not_specialize=names)
 
 
-@_jit
-def _codes(
-    words, TILE: tl.constexpr, BITS: tl.constexpr, FLOATING: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
-):
-    """Codes of a tile in the dtype of a product: integers minus `2**(bits - 1)`, float8 divided by 256."""
-    SHIFT: tl.constexpr = (TILE % 2) * 8 + (TILE // 2) * BITS
-    if len(ASSEMBLY) > 0:
-        # Not every version of triton takes a dtype that is an argument.
-        if DTYPE == tl.bfloat16:
-            codes = tl.inline_asm_elementwise(
-                asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.bfloat16, is_pure=True, pack=2
-            )
-        else:
-            codes = tl.inline_asm_elementwise(
-                asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.float16, is_pure=True, pack=2
-            )
-    elif FLOATING:
-        # The exponent of float8 within that of float16: right apart from their biases, for subnormal numbers too.
-        byte = (words >> SHIFT).to(tl.uint16)
-        bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-        codes = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(DTYPE)
-    else:
-        code = (words >> SHIFT).to(tl.uint16) & ((1 << BITS) - 1)
-        codes = (code.to(tl.float32) - (1 << (BITS - 1))).to(DTYPE)
-    return codes
-
-
-@_jit
-def _product(a, b, sums, EMULATED: tl.constexpr):
-    """A product in float32, added to `sums`."""
-    # The interpreter cannot multiply bfloat16. Three products of tf32 are as exact as float32, to a few roundings.
-    if EMULATED:
-        sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
-    elif a.dtype == tl.float32:
-        sums = tl.dot(a, b, sums, input_precision="tf32x3")
-    else:
-        sums = tl.dot(a, b, sums)
-    return sums
-
-
-@_jit
-def _scaled(query, scale, EMULATED: tl.constexpr):
-    """The query times a scale of each channel, rounded once."""
-    if EMULATED:
-        scaled = (query.to(tl.float32) * scale.to(tl.float32)[None, :]).to(query.dtype)
-    else:
-        scaled = query * scale[None, :]
-    return scaled
-
-
-@_jit
-def _key_tile(
-    query,
-    words,
-    offset,
-    parameters,
-    channels,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """Scores of a tile `[rows, words]`, plus an offset of each row.
-
-    If all tokens of a block share the scales, the query has been multiplied by them already.
-    """
-    codes = _codes(words, TILE, BITS, FLOATING, query.dtype, ASSEMBLY)
-    if not FOLD:
-        tokens = (TILE // 2) * (2 * WORDS) + 2 * tl.arange(0, WORDS) + TILE % 2
-        GROUPS: tl.constexpr = (HEAD_DIM // ROW_GROUP) * (BLOCK_TOKENS // COLUMN_GROUP)
-        places = (channels // ROW_GROUP)[:, None] * (BLOCK_TOKENS // COLUMN_GROUP) + (tokens // COLUMN_GROUP)[None, :]
-        held = channels[:, None] < HEAD_DIM
-        scale = tl.load(parameters + places, mask=held, other=0.0).to(tl.float32)
-        if FLOATING:
-            states = codes.to(tl.float32) * (256 * scale)
-        else:
-            zero = tl.load(parameters + GROUPS + places, mask=held, other=0.0).to(tl.float32)
-            states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
-        codes = states.to(query.dtype)
-    return _product(query, codes, tl.broadcast_to(offset[:, None], [query.shape[0], WORDS]), EMULATED)
-
-
-@_jit
-def _tokens(PART: tl.constexpr, JOINED: tl.constexpr, WORDS: tl.constexpr):
-    """Tokens of a block that the columns of a part of the scores belong to."""
-    if JOINED:
-        tokens = PART * (2 * WORDS) + tl.arange(0, 2 * WORDS)
-    else:
-        tokens = (PART // 2) * (2 * WORDS) + 2 * tl.arange(0, WORDS) + PART % 2
-    return tokens
-
-
-@_jit
-def _key_parameters(
-    parameters,
-    channels,
-    FLOATING: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Scale and zero of each channel of a block whose tokens share them."""
-    held = channels < HEAD_DIM
-    scale = tl.load(parameters + channels // ROW_GROUP, mask=held, other=0.0)
-    zero = scale
-    if not FLOATING:
-        zero = tl.load(parameters + HEAD_DIM // ROW_GROUP + channels // ROW_GROUP, mask=held, other=0.0)
-    return scale, zero
-
-
-@_jit
-def _value_parameters(
-    parameters,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    WORDS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
-    """Scales of the tokens of a block and then their zeros, for each group of channels, as `_of_parts` takes them."""
-    GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
-    loaded = ()
-    for number in tl.static_range(1 if FLOATING else 2):
-        if JOINED:
-            for part in tl.static_range(PARTS):
-                places = (_tokens(part, JOINED, WORDS) // ROW_GROUP) * GROUPS
-                for group in tl.static_range(GROUPS):
-                    place = parameters + number * (BLOCK_TOKENS // ROW_GROUP) * GROUPS + group
-                    loaded = loaded + (tl.load(place + places),)
-        else:
-            # One load for two parts, whose tokens alternate.
-            for pair in tl.static_range(PARTS // 2):
-                tokens = pair * (2 * WORDS) + 2 * tl.arange(0, WORDS)[:, None] + tl.arange(0, 2)[None, :]
-                places = (tokens // ROW_GROUP) * GROUPS
-                for group in tl.static_range(GROUPS):
-                    place = parameters + number * (BLOCK_TOKENS // ROW_GROUP) * GROUPS + group
-                    loaded = loaded + (tl.load(place + places),)
-    return loaded
-
-
-@_jit
-def _of_parts(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales, or zeros, for each part, and in it for each group of channels."""
-    numbers = ()
-    if JOINED:
-        for place in tl.static_range(PARTS * GROUPS):
-            numbers = numbers + (loaded[NUMBER * PARTS * GROUPS + place].to(tl.float32),)
-    else:
-        for pair in tl.static_range(PARTS // 2):
-            of_odd = ()
-            for group in tl.static_range(GROUPS):
-                even, odd = tl.split(loaded[(NUMBER * (PARTS // 2) + pair) * GROUPS + group])
-                numbers = numbers + (even.to(tl.float32),)
-                of_odd = of_odd + (odd.to(tl.float32),)
-            numbers = numbers + of_odd
-    return numbers
-
-
-@_jit
-def _of_seen(numbers, seen, PARTS: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales, or zeros, set to 0 for tokens that are not seen: they may be nan, which a weight of 0 does not remove."""
-    kept = ()
-    for part in tl.static_range(PARTS):
-        for group in tl.static_range(GROUPS):
-            kept = kept + (tl.where(seen[part], numbers[part * GROUPS + group], 0.0),)
-    return kept
-
-
-@_jit
-def _centres(
-    shares,
-    scales,
-    zeros,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    BOOST: tl.constexpr,
-):
-    """The part of the sums of a group of channels that does not depend on codes, `[rows]`.
-
-    It is the weighted state of code `2**(bits - 1)`.
-    """
-    sums = tl.zeros(shares[0].shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        centre = (zeros[part * GROUPS + GROUP] + (1 << (BITS - 1)) * scales[part * GROUPS + GROUP]) * BOOST
-        sums += shares[part] * centre[None, :]
-    return tl.sum(sums, axis=1)
-
-
-@_jit
-def _weighted_tile(
-    sums,
-    shares,
-    words,
-    scales,
-    parameters,
-    tokens,
-    seen,
-    INDEX: tl.constexpr,
-    FIRST_CHANNEL: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    CUT: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BOOST: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """`sums` plus the weighted values of a part of the tokens, for every second channel of a tile.
-
-    If blocks are cut, `seen` are the tokens that count; `scales` are already 0 for the others.
-    """
-    codes = _codes(words, INDEX, BITS, FLOATING, DTYPE, ASSEMBLY)
-    if FOLD:
-        scale = scales[FIRST_SCALE + FIRST_CHANNEL // COLUMN_GROUP]
-        if FLOATING:
-            weights = shares * (256 * scale)[None, :]
-        else:
-            weights = shares * (BOOST * scale)[None, :]
-        sums = _product(weights.to(DTYPE), codes, sums, EMULATED)
-    else:
-        GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
-        columns = tl.arange(0, COLUMNS)
-        channels = FIRST_CHANNEL + 2 * columns + INDEX % 2
-        held = ((channels < HEAD_DIM) & (columns < WORDS))[None, :]
-        if CUT:
-            held = held & seen[:, None]
-        place = parameters + (tokens // ROW_GROUP)[:, None] * GROUPS + (channels // COLUMN_GROUP)[None, :]
-        scale = tl.load(place, mask=held, other=0.0).to(tl.float32)
-        if FLOATING:
-            states = codes.to(tl.float32) * (256 * scale)
-        else:
-            zero = tl.load(place + (BLOCK_TOKENS // ROW_GROUP) * GROUPS, mask=held, other=0.0).to(tl.float32)
-            states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
-        sums = _product(shares.to(DTYPE), states.to(DTYPE), sums, EMULATED)
-    return sums
-
-
-@_jit
-def _seen_of_parts(
-    ends,
-    block,
-    lead,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    WORDS: tl.constexpr,
-    ENDS: tl.constexpr,
-):
-    """For each part, which of its tokens are held: neither evicted (the first `lead`) nor beyond the block's end."""
-    seen_of_parts = ()
-    for part in tl.static_range(PARTS):
-        tokens = _tokens(part, JOINED, WORDS)
-        seen = tokens >= lead
-        if ENDS:
-            seen = seen & (tokens < tl.load(ends + block))
-        seen_of_parts = seen_of_parts + (seen,)
-    return seen_of_parts
-
-
-@_jit
-def _block_scores(
-    query,
-    words,
-    offset,
-    parameters,
-    channels,
-    seen_of_parts,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    CUT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """Scores of a block for each part of its tokens, before the mask; -inf for tokens that are not seen."""
-    scores = ()
-    for part in tl.static_range(PARTS):
-        for half in tl.static_range(2 if JOINED else 1):
-            tile = _key_tile(
-                query,
-                words,
-                offset,
-                parameters,
-                channels,
-                (2 * part if JOINED else part) + half,
-                BITS,
-                FLOATING,
-                FOLD,
-                ROW_GROUP,
-                COLUMN_GROUP,
-                HEAD_DIM,
-                BLOCK_TOKENS,
-                WORDS,
-                ASSEMBLY,
-                EMULATED,
-            )
-            if half == 0:
-                of_part = tile
-            else:
-                of_part = tl.reshape(tl.join(of_part, tile), [query.shape[0], 2 * WORDS])
-        if CUT:
-            of_part = tl.where(seen_of_parts[part][None, :], of_part, float("-inf"))
-        scores = scores + (of_part,)
-    return scores
-
-
-@_jit
-def _masked_scores(
-    scores,
-    seen_of_parts,
-    mask,
-    mask_token,
-    start,
-    asked,
-    scale,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    CUT: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Scores of each part under a mask, bool (kind 1) or additive (kind 2, which also scales them).
-
-    Args:
-        mask: pointers to the mask of each query row.
-        start: column of the mask that belongs to the first token of the block.
-        asked: rows that hold a query.
-    """
-    masked = ()
-    for part in tl.static_range(PARTS):
-        tokens = _tokens(part, JOINED, WORDS)
-        asking = asked[:, None] & (tokens < BLOCK_TOKENS)[None, :]
-        if CUT:
-            asking = asking & seen_of_parts[part][None, :]
-        addend = tl.load(
-            mask[:, None] + (start + tokens)[None, :].to(tl.int64) * mask_token,
-            mask=asking,
-            other=0,
-        )
-        if KIND == 1:
-            masked = masked + (tl.where(addend != 0, scores[part], float("-inf")),)
-        else:
-            masked = masked + (scores[part] * scale + addend.to(tl.float32) * 1.4426950408889634,)
-    return masked
-
-
-@_jit
-def _largest_of_rows(scores, PARTS: tl.constexpr):
-    """The largest score of each row in all parts."""
-    peaks = scores[0]
-    for part in tl.static_range(1, PARTS):
-        peaks = tl.maximum(peaks, scores[part])
-    return tl.max(peaks, axis=1)
-
-
-@_jit
-def _shares_of_parts(scores, factor, base, PARTS: tl.constexpr):
-    """For each part, `2 ** (score * factor - base)`: the weights of its tokens before they are normalised."""
-    shares = ()
-    for part in tl.static_range(PARTS):
-        shares = shares + (tl.exp2(scores[part] * factor - base[:, None]),)
-    return shares
-
-
-@_jit
-def _sums_of_rows(shares, PARTS: tl.constexpr):
-    """The sum of each row over all parts."""
-    summed = tl.zeros(shares[0].shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        summed += shares[part]
-    return tl.sum(summed, axis=1)
-
-
-@_jit
-def _with_values_of_block(
-    sums,
-    decay,
-    shares,
-    codes,
-    scales,
-    zeros,
-    parameters,
-    seen_of_parts,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    KEY_WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILES: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    CUT: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BOOST: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """The sums of all tiles times `decay`, plus the values of a block weighted by `shares`.
-
-    Args:
-        codes: pointer to the value codes of the block.
-        parameters: pointer to its value parameters.
-    """
-    GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
-    ROW_BYTES: tl.constexpr = CHUNKS * WORDS * 2
-    columns = tl.arange(0, COLUMNS)
-    new_sums = ()
-    for chunk in tl.static_range(CHUNKS):
-        words_of_parts = ()
-        for part in tl.static_range(PARTS):
-            place = codes + chunk * WORDS
-            place += _tokens(part, JOINED, KEY_WORDS)[:, None] * (CHUNKS * WORDS) + columns[None, :]
-            if COLUMNS == WORDS:
-                words_of_parts = words_of_parts + (tl.load(place),)
-            else:
-                held = (columns < WORDS)[None, :]
-                words_of_parts = words_of_parts + (tl.load(place, mask=held, other=0),)
-        for index in tl.static_range(TILES):
-            tile = sums[chunk * TILES + index] * decay[:, None]
-            if FOLD and not FLOATING:
-                tile += _centres(
-                    shares,
-                    scales,
-                    zeros,
-                    ((index // 2) * ROW_BYTES + chunk * (2 * WORDS)) // COLUMN_GROUP,
-                    GROUPS,
-                    PARTS,
-                    BITS,
-                    BOOST,
-                )[:, None]
-            for part in tl.static_range(PARTS):
-                tile = _weighted_tile(
-                    tile,
-                    shares[part],
-                    words_of_parts[part],
-                    scales,
-                    parameters,
-                    _tokens(part, JOINED, KEY_WORDS),
-                    seen_of_parts[part],
-                    index,
-                    (index // 2) * ROW_BYTES + chunk * (2 * WORDS),
-                    part * GROUPS,
-                    BITS,
-                    FLOATING,
-                    FOLD,
-                    CUT,
-                    ROW_GROUP,
-                    COLUMN_GROUP,
-                    HEAD_DIM,
-                    BLOCK_TOKENS,
-                    WORDS,
-                    COLUMNS,
-                    DTYPE,
-                    BOOST,
-                    ASSEMBLY,
-                    EMULATED,
-                )
-            new_sums = new_sums + (tile,)
-    return new_sums
-
-
-@_jit
-def _store_partial(
-    outs,
-    lses,
-    rows,
-    asked,
-    sums,
-    largest,
-    total,
-    HEAD_DIM: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILES: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIVISOR: tl.constexpr,
-):
-    """Store the attended values and the log-sum-exp of one split, for result rows `rows`."""
-    lse = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
-    tl.store(lses + rows, lse, mask=asked)
-    share_of_sum = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-    if DIVISOR != 1.0:
-        share_of_sum = share_of_sum / DIVISOR
-    for chunk in tl.static_range(CHUNKS):
-        for index in tl.static_range(TILES):
-            channels = (index // 2) * (CHUNKS * WORDS * 2) + chunk * (2 * WORDS) + 2 * tl.arange(0, COLUMNS) + index % 2
-            tl.store(
-                outs + rows[:, None] * HEAD_DIM + channels[None, :],
-                sums[chunk * TILES + index] * share_of_sum[:, None],
-                mask=asked[:, None] & ((channels < HEAD_DIM) & (tl.arange(0, COLUMNS) < WORDS))[None, :],
-            )
-
-
-@_launched
+@launched
 def attend_split(
     query_pointer,
     key_codes,
@@ -682,12 +163,12 @@ def attend_split(
 
     # Parameters are too narrow to be copied ahead asynchronously, so they are read one block ahead.
     if KEY_FOLD:
-        key_scale, key_zero = _key_parameters(
+        key_scale, key_zero = load_key_parameters(
             key_parameters + begin * key_parameters_block, channels, KEY_FLOATING, KEY_ROW_GROUP, KEY_DIM
         )
     loaded = ()
     if VALUE_FOLD:
-        loaded = _value_parameters(
+        loaded = load_value_parameters(
             value_parameters + begin * value_parameters_block,
             PARTS,
             JOINED,
@@ -711,17 +192,17 @@ def attend_split(
         offset = tl.zeros([ROWS], tl.float32)
         rows_of_block = query
         if KEY_FOLD:
-            rows_of_block = _scaled(query, key_scale, EMULATED)
+            rows_of_block = times_scale(query, key_scale, EMULATED)
             if not KEY_FLOATING:
                 centre = key_zero.to(tl.float32) + (1 << (KEY_BITS - 1)) * key_scale.to(tl.float32)
                 offset = tl.sum(query.to(tl.float32) * centre[None, :], axis=1)
-            key_scale, key_zero = _key_parameters(
+            key_scale, key_zero = load_key_parameters(
                 key_parameters + following * key_parameters_block, channels, KEY_FLOATING, KEY_ROW_GROUP, KEY_DIM
             )
 
         lead = tl.where(block == 0, first, 0)
-        seen_of_parts = _seen_of_parts(ends, block, lead, PARTS, JOINED, KEY_WORDS, ENDS)
-        scores = _block_scores(
+        seen_of_parts = find_seen_tokens(ends, block, lead, PARTS, JOINED, KEY_WORDS, ENDS)
+        scores = score_block(
             rows_of_block,
             words,
             offset,
@@ -747,7 +228,7 @@ def attend_split(
                 start = tl.load(starts + block) - lead
             else:
                 start = block * BLOCK_TOKENS - first
-            scores = _masked_scores(
+            scores = mask_scores(
                 scores,
                 seen_of_parts,
                 mask + sequence64 * mask_batch + heads * mask_head + q_tokens * mask_query,
@@ -766,25 +247,25 @@ def attend_split(
         # `scale` is positive, so the largest score can be found before scaling: then scaling and subtraction are one
         # instruction.
         factor = 1.0 if MASK == 2 else scale
-        new_largest = tl.maximum(largest, _largest_of_rows(scores, PARTS) * factor)
+        new_largest = tl.maximum(largest, row_maxima(scores, PARTS) * factor)
         # A row that has seen no token yet must subtract a finite number, or it would get nan.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         decay = tl.exp2(largest - base)
         largest = new_largest
-        shares = _shares_of_parts(scores, factor, base, PARTS)
-        total = total * decay + _sums_of_rows(shares, PARTS)
+        shares = weigh_scores(scores, factor, base, PARTS)
+        total = total * decay + row_sums(shares, PARTS)
 
         scales = ()
         zeros = ()
         if VALUE_FOLD:
-            scales = _of_parts(loaded, 0, PARTS, JOINED, VALUE_GROUPS)
+            scales = split_by_part(loaded, 0, PARTS, JOINED, VALUE_GROUPS)
             if not VALUE_FLOATING:
-                zeros = _of_parts(loaded, 1, PARTS, JOINED, VALUE_GROUPS)
+                zeros = split_by_part(loaded, 1, PARTS, JOINED, VALUE_GROUPS)
             if CUT:
-                scales = _of_seen(scales, seen_of_parts, PARTS, VALUE_GROUPS)
+                scales = zero_unseen(scales, seen_of_parts, PARTS, VALUE_GROUPS)
                 if not VALUE_FLOATING:
-                    zeros = _of_seen(zeros, seen_of_parts, PARTS, VALUE_GROUPS)
-            loaded = _value_parameters(
+                    zeros = zero_unseen(zeros, seen_of_parts, PARTS, VALUE_GROUPS)
+            loaded = load_value_parameters(
                 value_parameters + following * value_parameters_block,
                 PARTS,
                 JOINED,
@@ -795,7 +276,7 @@ def attend_split(
                 VALUE_DIM,
                 BLOCK_TOKENS,
             )
-        sums = _with_values_of_block(
+        sums = add_values_of_block(
             sums,
             decay,
             shares,
@@ -826,7 +307,7 @@ def attend_split(
         )
 
     rows_of_result = ((sequence64 * (KV_HEADS * GROUPS) + heads) * Q_TOKENS + q_tokens) * splits + split
-    _store_partial(
+    store_split(
         partial_outs,
         partial_lses,
         rows_of_result,
@@ -843,7 +324,7 @@ def attend_split(
     )
 
 
-@_launched
+@launched
 def merge_splits(
     partial_outs,
     partial_lses,

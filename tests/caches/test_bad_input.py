@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import model_and_inputs
 
 import kvlayers
+from families import model_and_inputs
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, WINDOW, prompt, tiny_model
 

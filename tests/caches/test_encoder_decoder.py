@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import FAMILIES as OTHERS
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 import kvlayers
 import versions
 from agreement import bytes_reached
+from families import FAMILIES as OTHERS
 from models import CONFIGS, prompt, tiny_model
 
 Pair = kvlayers.EncoderDecoderCache

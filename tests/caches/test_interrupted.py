@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_families import model_and_inputs
 
 import kvlayers
+from families import model_and_inputs
 from kvlayers import InterruptedPassError, RollbackError
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, fresh_model, prompt

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,22 +14,10 @@ from torch import Tensor
 
 import kvlayers
 import versions
+from counted_graphs import COUNTS, MODELS, backend, graphs
 from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
 from models import WINDOW, fresh_model, prompt
 
-# As few layers as there are kinds in a model, since each one more is compiled as well.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_hidden_layers": 1}),
-    "qwen2": ("qwen2", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
-    "mistral": ("mistral", {"num_hidden_layers": 1}),
-    "hybrid": ("qwen2", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
-    "gemma3": ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
-    "llama4": (
-        "llama4",
-        {"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
-    ),
-    "jamba": ("jamba", {"num_hidden_layers": 2}),
-}
 HYBRID = ("hybrid", "gemma3", "llama4")
 
 BUCKETS = Buckets(minimum=16)
@@ -46,35 +33,6 @@ def _no_limit() -> Iterator[None]:
     """Let tests share what is compiled: of all models, since their forward passes are one function to TorchDynamo."""
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=512):
         yield
-
-
-@pytest.fixture
-def counted() -> Iterator[None]:
-    """Nothing is compiled yet, and the limits are those of TorchDynamo: for tests that count graphs."""
-    torch._dynamo.reset()
-    COUNTS.clear()
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        yield
-    torch._dynamo.reset()
-
-
-COUNTS = Counter[str]()
-
-
-def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Runs a graph as it is, and counts how many there are and how often they run."""
-    COUNTS["graphs"] += 1
-
-    def run(*args: Any) -> Any:
-        COUNTS["runs"] += 1
-        return graph.forward(*args)
-
-    return run
-
-
-def graphs() -> int:
-    """Graphs compiled so far."""
-    return COUNTS["graphs"]
 
 
 @functools.cache

@@ -1,46 +1,22 @@
 """Drafts for models with recurrent states: tokens are those without assistance, and the cache is whole afterwards."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from test_families import model_and_inputs
 from transformers.generation.utils import GenerationMixin
 
 import kvlayers
 import versions
+from drafts import draft_of, spread
 from kvlayers.generation import assisted
 from kvlayers.upstream import compat
-from models import CONFIGS, fresh_model, prompt
+from models import fresh_model, prompt
 
 FAMILIES = ("bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "zamba2", "falcon_h1", "nemotron_h")
 NAMES = ("dynamic", "static", "quantized")
 NEW_TOKENS = 24
-
-
-def spread(family: str) -> Any:
-    """A random model whose logits say something."""
-    if family in CONFIGS:
-        return fresh_model(family)
-    model = model_and_inputs(family)[0]
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "norm" not in name:
-                weight.mul_(3)
-    return model
-
-
-def draft_of(model: Any) -> Any:
-    """A model that is right often, and wrong often enough."""
-    draft = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            if weight.dim() > 1:
-                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * 0.15)
-    return draft
 
 
 def repetitive() -> torch.Tensor:

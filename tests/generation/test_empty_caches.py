@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import model_and_inputs
 
 import kvlayers
 import versions
+from families import model_and_inputs
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_families import model_and_inputs
 from torch import Tensor
 
 import kvlayers
 import versions
+from families import model_and_inputs
 from kvlayers import SinkCache, SinkLayer
 from kvlayers.caches.from_config import attention_part, recurrent_part
 from kvlayers.upstream import compat

@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 import transformers.generation.configuration_utils as configuration
-from test_assisted import draft_of, spread
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 
 import kvlayers
 import versions
+from drafts import draft_of, spread
 from kvlayers import DynamicLayer, PrefixStore
 from kvlayers.quantizers import search
 from kvlayers.utils import native_library

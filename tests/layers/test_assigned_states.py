@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_layer_matrix import KINDS
 
 import kvlayers
 from agreement import check_at_rest, step
 from kvlayers import StateMismatchError
+from layer_kinds import KINDS
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle, states
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,23 +10,15 @@ import pytest
 import torch
 import transformers
 import transformers.cache_utils as upstream
-from test_families import FAMILIES as OTHERS
 from torch import Tensor
 
 import kvlayers
 import versions
+from fallback_models import FAMILIES, INDEXERS, SHARING, model_of
 from kvlayers.upstream import compat
 from models import WINDOW, prompt, tiny_model
 
 PROMPT, NEW_TOKENS, ROOM = 12, 8, 40
-# With few heads some scores are zero, and which of them are the best ones depends on how many there are to choose from.
-INDEXER = {**OTHERS["deepseek_v32"][1], "index_n_heads": 64}
-INDEXERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v32": ("DeepseekV32Config", INDEXER),
-    "glm_moe_dsa": ("GlmMoeDsaConfig", {**INDEXER, "n_group": 1}),
-}
-SHARING = {family: OTHERS[family] for family in ("gemma3n", "gemma4")}
-FAMILIES = {**INDEXERS, **SHARING}
 Arguments = dict[str, Any]
 WAYS: dict[str, Arguments] = {
     "greedy": {"do_sample": False},
@@ -51,21 +42,6 @@ def cases() -> list[Any]:
         pytest.param(family, kind, marks=versions.static_indexers if family in INDEXERS and kind == "static" else ())
         for family, kind in CASES
     ]
-
-
-@functools.cache
-def model_of(family: str, seed: int = 0) -> Any:
-    if family in INDEXERS:
-        versions.need_since("5.8", "indexers as layers of a cache")
-    class_name, options = FAMILIES[family]
-    versions.need_model_class(class_name)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**options)).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "norm" not in name:
-                weight.mul_(3)
-    return model
 
 
 def cache_of(family: str, kind: str) -> kvlayers.Cache:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer_matrix import KINDS as ALL_KINDS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ import versions
 from agreement import check_at_rest, step
 from kvlayers import CacheLayer, LegacyFormatError, PrefixStore, ReadOnlyStatesError, StaleStatesError
 from kvlayers.attention.packed_tensor import PackedStates
+from layer_kinds import KINDS as ALL_KINDS
 from models import prompt, tiny_model
 from oracle import Oracle, states
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import FAMILIES, model_and_inputs
 
 import kvlayers
+from families import FAMILIES, model_and_inputs
 from kvlayers import Checkpoints, RollbackError
 from kvlayers.upstream import model_types
 from models import CONFIGS, fresh_model, prompt

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer_matrix import KINDS
 
 import kvlayers
 from agreement import check_at_rest, step, tensors_in
 from kvlayers import CacheLayer, DynamicCache, DynamicLayer
+from layer_kinds import KINDS
 from models import prompt, tiny_model
 from oracle import Oracle, states
 

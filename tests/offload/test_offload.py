@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import model_and_inputs
 from torch import Tensor
 
 import kvlayers
 import kvlayers.caches.base
 import kvlayers.upstream.compat
+from families import model_and_inputs
 from kvlayers import CapacityError, OffloadedLayer, OptionError, Prefetcher, UnsupportedLayerError
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, Traffic

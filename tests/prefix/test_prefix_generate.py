@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import test_fallback_layers
-import test_families
 import torch
 import transformers as tf
 from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+import fallback_models
+import families
 import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
@@ -200,7 +200,7 @@ def test_what_is_held_outlives_inference_mode() -> None:
         assert torch.equal(by_store(model, store, longer), expected)
 
 
-UNUSUAL = sorted({*test_families.FAMILIES} - {"marian", "t5gemma", "whisper", "deepseek_v32"})
+UNUSUAL = sorted({*families.FAMILIES} - {"marian", "t5gemma", "whisper", "deepseek_v32"})
 """Hybrids, shared KV, learned positions and ALiBi. The indexer of deepseek_v32 has ties there."""
 
 
@@ -209,7 +209,7 @@ def test_no_family_gets_other_tokens(family: str) -> None:
     if family == "recurrent_gemma":
         versions.need_since("5.12", "padded batches of recurrent_gemma")
     indexed = family == "indexer"
-    model = test_fallback_layers.model_of("deepseek_v32") if indexed else test_families.model_and_inputs(family)[0]
+    model = fallback_models.model_of("deepseek_v32") if indexed else families.model_and_inputs(family)[0]
     store, pad = PrefixStore(ROOM, snapshot_tokens=SNAPSHOT), {"eos_token_id": None}
     rows = questions(3, 9, document=40)
     text = rows[0]
@@ -478,8 +478,8 @@ def test_models_that_number_tokens_in_ways_of_their_own(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "qwen3_next"])
 def test_recurrent_rows_with_different_pasts(family: str) -> None:
-    families = test_families.FAMILIES
-    model = test_families.model_and_inputs(family)[0] if family in families else tiny_model(family)
+    others = families.FAMILIES
+    model = families.model_and_inputs(family)[0] if family in others else tiny_model(family)
     store, pad = PrefixStore(ROOM, snapshot_tokens=8), {"eos_token_id": None}
     chat = by_store(model, store, prompt(tokens=20, seed=1), **pad)
     rows = [torch.cat([chat, prompt(tokens=4, seed=4)], dim=1), *(prompt(tokens=n, seed=n) for n in (43, 16, 2))]
@@ -489,7 +489,7 @@ def test_recurrent_rows_with_different_pasts(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["zamba2", "falcon_h1"])
 def test_offloaded_layers_with_a_state_besides_are_put_side_by_side(family: str) -> None:
-    model = test_families.model_and_inputs(family)[0]
+    model = families.model_and_inputs(family)[0]
     store, asked = PrefixStore(ROOM), {"eos_token_id": None, "cache_implementation": "offloaded"}
     rows = questions(3, 9, document=40)
     expected = one_by_one(model, rows, **asked)

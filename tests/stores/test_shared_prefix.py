@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_layer_matrix import OPERATIONS
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -14,6 +13,7 @@ import kvlayers
 from agreement import check_at_rest, continue_decoding, step
 from kvlayers import DynamicCache, DynamicLayer
 from kvlayers.attention.packed_tensor import PackedStates
+from layer_kinds import OPERATIONS
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_layer_matrix import KINDS
 
 from agreement import check_at_rest, step
 from kvlayers import CacheLayer, CapacityError, RollbackError
+from layer_kinds import KINDS
 from oracle import Oracle, states
 
 pytestmark = pytest.mark.fast

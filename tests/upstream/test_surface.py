@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-import test_families
 import torch
 import transformers
 from transformers import cache_utils as upstream
 
+import families
 import kvlayers
 import versions
 from kvlayers.upstream import compat
@@ -335,7 +335,7 @@ ZAYA = {
 
 def model_of(family: str) -> Any:
     if family != "zaya":
-        return test_families.model_and_inputs(family)[0]
+        return families.model_and_inputs(family)[0]
     versions.need_model_class("ZayaConfig")
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(transformers.ZayaConfig(**ZAYA)).eval()

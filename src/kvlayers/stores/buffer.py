@@ -9,10 +9,20 @@ StateForm = tuple[int, int, int, torch.dtype, torch.device]
 """Batch size, kv_heads, head_dim, dtype and device. States of one buffer have the same form."""
 
 
+COUNT_DTYPE = torch.int64
+"""Dtype of counts of tokens on a device."""
+
+
 def form_of(states: Tensor) -> StateForm:
     """Form of `states`, `[batch, kv_heads, tokens, head_dim]`."""
     batch, kv_heads, _, head_dim = states.shape
     return batch, kv_heads, head_dim, states.dtype, states.device
+
+
+def nbytes_of(form: StateForm, tokens: int) -> int:
+    """Bytes of `tokens` tokens of this form, for all sequences and heads."""
+    batch, kv_heads, head_dim, dtype, _ = form
+    return batch * kv_heads * tokens * head_dim * dtype.itemsize
 
 
 MAXIMUM_PIECES = 8

@@ -14,7 +14,7 @@ from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.validation import checked_forms, mismatch
 
@@ -48,6 +48,11 @@ class SharedStore(TokenStore):
         self._prefix_segments: KVSegments | None = None
         self._snapshot: Snapshot | None = None
         self.paths = PathCounter()
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
 
     @property
     def _shared_tokens(self) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.stores.buffer import COUNT_DTYPE
+
 SPECIALIZED_SIZES = 2
 """TorchDynamo always treats sizes below this one as constants."""
 
@@ -122,4 +124,4 @@ def is_static_int(number: int) -> bool:
 def device_count(number: int, device: torch.device) -> Tensor:
     """A count on a device: int64, without a dimension."""
     with torch.inference_mode(False):
-        return torch.full((), number, dtype=torch.int64, device=device)
+        return torch.full((), number, dtype=COUNT_DTYPE, device=device)

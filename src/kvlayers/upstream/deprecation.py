@@ -7,7 +7,9 @@ import warnings
 import torch
 import transformers
 
-_LIBRARIES = tuple(os.path.dirname(str(module)) + os.sep for module in (__file__, torch.__file__))
+_KVLAYERS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+_LIBRARIES = (_KVLAYERS, os.path.dirname(str(torch.__file__)) + os.sep)
 """Folders of code that stands between a line that uses an old name, of a user or of transformers, and the name."""
 
 _CALLERS_TOO = (*_LIBRARIES, os.path.dirname(str(transformers.__file__)) + os.sep)

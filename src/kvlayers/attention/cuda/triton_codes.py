@@ -195,7 +195,7 @@ def split_by_part(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.
 
 @jit
 def zero_unseen(numbers, seen, PARTS: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales, or zeros, set to 0 for tokens that are not seen: they may be nan, which a weight of 0 does not remove."""
+    """Scales, or zeros, set to 0 for tokens that are not seen: they may be nan, which no weight of 0 removes."""
     kept = ()
     for part in tl.static_range(PARTS):
         for group in tl.static_range(GROUPS):

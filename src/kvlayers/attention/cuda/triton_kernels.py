@@ -231,7 +231,8 @@ def attend_split(
             scores = mask_scores(
                 scores,
                 seen_of_parts,
-                mask + sequence64 * mask_batch + heads * mask_head + q_tokens * mask_query,
+                mask + sequence64 * mask_batch,
+                heads * mask_head + q_tokens * mask_query,
                 mask_token,
                 start,
                 asked,

@@ -101,6 +101,7 @@ def mask_scores(
     scores,
     seen_of_parts,
     mask,
+    rows_of_mask,
     mask_token,
     start,
     asked,
@@ -115,7 +116,8 @@ def mask_scores(
     """Scores of each part under a mask, bool (kind 1) or additive (kind 2, which also scales them).
 
     Args:
-        mask: pointers to the mask of each query row.
+        mask: pointer to the mask of the sequence.
+        rows_of_mask: where the row of each query begins in it.
         start: column of the mask that belongs to the first token of the block.
         asked: rows that hold a query.
     """
@@ -126,7 +128,7 @@ def mask_scores(
         if CUT:
             asking = asking & seen_of_parts[part][None, :]
         addend = tl.load(
-            mask[:, None] + (start + tokens)[None, :].to(tl.int64) * mask_token,
+            mask + rows_of_mask[:, None] + (start + tokens)[None, :].to(tl.int64) * mask_token,
             mask=asking,
             other=0,
         )

@@ -58,7 +58,7 @@ class OffloadedLayer(CacheLayer):
         self.layer = layer
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
-        self.edition = 0
+        self.version = 0
         self._seen = self._past = 0
         self._read_counts()
 
@@ -87,7 +87,7 @@ class OffloadedLayer(CacheLayer):
         except BaseException:
             # What was at home is there still, and was not written to.
             self.layer = before
-            self.edition += 1
+            self.version += 1
             self.prefetcher.discard(self)
             raise
         return attended
@@ -152,7 +152,7 @@ class OffloadedLayer(CacheLayer):
             yield
             return
         self.prefetcher.fetch(self, device)
-        self.edition += changes
+        self.version += changes
         try:
             yield
         finally:
@@ -163,7 +163,7 @@ class OffloadedLayer(CacheLayer):
         """Have the states at home, for what the host does to them; whatever is not there then comes there."""
         self.prefetcher.synchronize(self)
         self.prefetcher.discard(self)
-        self.edition += 1
+        self.version += 1
         try:
             yield self.layer
         finally:

@@ -154,7 +154,7 @@ def load_value_parameters(
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Scales of the tokens of a block and then their zeros, for each group of channels, as `split_by_part` takes them."""
+    """Scales of the tokens of a block, then their zeros, for each group of channels, as `split_by_part` takes them."""
     GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
     loaded = ()
     for number in tl.static_range(1 if FLOATING else 2):

@@ -481,14 +481,14 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
         ({"backend": "gptq"}, "fp8, hqq, native, quanto"),
         ({"nbits": 5}, "2, 3, 4, 8"),
         ({"nbits": "4"}, "2, 3, 4, 8"),
-        ({"key_nbits": 1}, "2, 3, 4, 8.*saw 1 for keys"),
-        ({"value_nbits": 16}, "2, 3, 4, 8.*saw 16 for values"),
-        ({"backend": "fp8", "nbits": 4}, "one of 8, but saw 4"),
-        ({"axis_key": 0}, "axis_key of the native backend to be left out"),
-        ({"q_group_size": 0}, "at least 1, but saw 0"),
-        ({"value_group_size": 1.5}, "at least 1, but saw 1.5 for values"),
-        ({"residual_length": -1}, "at least 0, but saw -1"),
-        ({"sink_tokens": True}, "whole number of tokens"),
+        ({"key_nbits": 1}, "2, 3, 4, 8.*got 1 for keys"),
+        ({"value_nbits": 16}, "2, 3, 4, 8.*got 16 for values"),
+        ({"backend": "fp8", "nbits": 4}, "one of 8, got 4"),
+        ({"axis_key": 0}, "`axis_key` of the native backend must be left out"),
+        ({"q_group_size": 0}, "at least 1, got 0"),
+        ({"value_group_size": 1.5}, "at least 1, got 1.5 for values"),
+        ({"residual_length": -1}, "at least 0, got -1"),
+        ({"sink_tokens": True}, "`sink_tokens` must be a number of tokens"),
         ({"bits": 4}, "takes the options backend, .*sink_tokens.* 'bits'"),
         ({"key_bits": 4}, "takes the options backend, .*sink_tokens.* 'key_bits'"),
     ],
@@ -504,14 +504,14 @@ def test_an_option_that_is_not_taken_is_refused_at_once(
 @pytest.mark.parametrize(("backend", "axis", "listed"), [("quanto", 1, "0, -1"), ("hqq", -1, "0, 1")])
 def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, listed: str) -> None:
     pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
-    with pytest.raises(OptionError, match=f"axis_value of the {backend} backend to be one of {listed}, but saw {axis}"):
+    with pytest.raises(OptionError, match=f"`axis_value` of the {backend} backend must be one of {listed}, got {axis}"):
         kvlayers.QuantizedCache(backend, axis_value=axis)
 
 
 @pytest.mark.parametrize("option", ["q_group_size", "value_group_size"])
 def test_a_group_size_that_does_not_divide_head_dim_is_made_smaller_with_a_warning_at_once(option: str) -> None:
     config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=2)
-    with pytest.warns(UserWarning, match="head_dim 48 of the values, but saw 32: groups of 24") as seen:
+    with pytest.warns(UserWarning, match="head_dim 48 of the values, got 32: groups of 24") as seen:
         cache = kvlayers.QuantizedCache(config=config, **{option: 32}, residual_length=0, sink_tokens=0)
     assert {warning.filename for warning in seen} == {__file__}
     with warnings.catch_warnings():
@@ -728,7 +728,7 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize("asked", [{"bits": 5}, {"group_tokens": 0}, {"group_tokens": 4, "group_channels": 4}])
 def test_a_format_that_no_kernel_reads_is_refused(asked: dict[str, int]) -> None:
-    with pytest.raises(OptionError, match="expected codes of"):
+    with pytest.raises(OptionError, match="Codes must have"):
         CodeFormat(**{"bits": 4, "group_tokens": 1, "group_channels": 1, **asked})
 
 

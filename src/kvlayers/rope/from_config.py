@@ -150,8 +150,8 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
     known = [getattr(decoder, "ignore_keys_at_rope_validation", None) or (), *rope_parameters(decoder)]
     if any("mrope_section" in keys for keys in known):
         raise ConfigError(
-            f"Positions of '{model_type}' have several axes (mrope_section) instead of one number per token: if it gets "
-            "only text, pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the layout of the "
+            f"Positions of '{model_type}' have several axes (mrope_section) instead of one per token: if it gets only "
+            "text, pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the layout of the "
             "model's own code."
         )
     for own in rope_parameters(decoder):

@@ -14,14 +14,14 @@ from packaging.version import Version
 from torch import Tensor
 
 import fresh_process
-from kvlayers.attention.cuda.launch import MINIMUM_VERSION, _version
+from kvlayers.attention.cuda.support import MINIMUM_VERSION, triton_version
 from kvlayers.attention.cuda.unpacking import unpacking_instructions
-from kvlayers.attention.merging import merge
+from kvlayers.attention.reference import merge
 from triton_decode_cases import CASES
 
 # Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
 with_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or _version() < Version(MINIMUM_VERSION),
+    importlib.util.find_spec("triton") is None or triton_version() < Version(MINIMUM_VERSION),
     reason=f"triton {MINIMUM_VERSION} or later is not installed",
 )
 
@@ -82,13 +82,15 @@ def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, 
 @with_triton
 def test_what_does_not_belong_together_is_refused(interpreted: dict[str, Any]) -> None:
     raised = interpreted["refusals"]["raised"]
-    assert all(message.startswith("expected") for message in raised.values()), raised
+    named = {"head_dim": "`query`", "heads": "`query`", "blocks": "`keys` and `values`", "dtype": "`query`"}
+    named |= {"first": "`first`", "ends": "`ends`", "mask": "`mask`", "3 bits": "The kernel"}
+    assert {name: raised[name].startswith(start) for name, start in named.items()} == dict.fromkeys(raised, True)
     assert interpreted["refusals"]["supports"] == [True, False, False, False, False]
 
 
 def test_kernels_are_not_imported_before_they_are_called() -> None:
     # They import triton, which decides then and there whether it interprets.
-    code = "import sys, kvlayers, kvlayers.attention.cuda.launch; sys.exit('cuda.kernels' in str(sys.modules.keys()))"
+    code = "import sys, kvlayers.attention.cuda.launch; sys.exit('cuda.triton_kernels' in str(sys.modules.keys()))"
     ran = fresh_process.run(code)
     assert ran.returncode == 0, ran.stderr
 

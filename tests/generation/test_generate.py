@@ -10,7 +10,7 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers.upstream import compat
+from kvlayers.upstream import generate_calls
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
 
 NEW_TOKENS = 14
@@ -296,7 +296,7 @@ def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_
     expected = model.generate(ids, use_cache=False, **how)
     with kvlayers.installed():
         assert torch.equal(model.generate(ids, cache_implementation="static", **how), expected)
-        if compat.masks_the_whole_reservation(model):
+        if generate_calls.masks_the_whole_reservation(model):
             with pytest.raises(kvlayers.ConfigError, match="cache_implementation='static'"):
                 model.generate(ids, past_key_values=cache, **how)
         else:

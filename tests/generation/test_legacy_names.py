@@ -14,7 +14,8 @@ import transformers
 import fresh_process
 import kvlayers
 from kvlayers.caches.legacy_api import LegacySurface
-from kvlayers.generation import forward, transformers4_names
+from kvlayers.generation import transformers4_names
+from kvlayers.generation.hooks import model_call
 from kvlayers.generation.transformers4_names import CLASSES, HOMES
 from kvlayers.upstream import compat
 from models import prompt, tiny_model
@@ -150,12 +151,12 @@ class _InterruptError(BaseException):
     """As of Ctrl-C, which no handler of errors sees."""
 
 
-@pytest.mark.parametrize("where", [importlib, transformers4_names, forward])
+@pytest.mark.parametrize("where", [importlib, transformers4_names, model_call])
 def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise _InterruptError
 
-    name = {importlib: "import_module", transformers4_names: "_old_attributes", forward: "accept"}[where]
+    name = {importlib: "import_module", transformers4_names: "_old_attributes", model_call: "apply_patch"}[where]
     # kvlayers imports them when it is asked for them.
     install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
     before = surface()
@@ -274,7 +275,7 @@ def test_names_of_another_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("legacy_names", [1, "yes", None])
 def test_what_is_neither_true_nor_false_is_refused(legacy_names: Any) -> None:
-    with pytest.raises(kvlayers.OptionError, match="legacy_names to be True or False, but saw"):
+    with pytest.raises(kvlayers.OptionError, match="legacy_names. must be True or False, got"):
         kvlayers.install(legacy_names=legacy_names)
     with pytest.raises(kvlayers.OptionError, match="legacy_names"), kvlayers.installed(legacy_names=legacy_names):
         pass

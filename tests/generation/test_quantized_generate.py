@@ -241,9 +241,9 @@ def test_a_decode_step_never_brings_the_whole_history_to_full_precision(
         pytest.skip("the products of eager attention are computed on codes by a kernel, for which there is no compiler")
     model, given = tiny_model(family), inputs(family)
     read = []
-    dense = kvlayers.attention.segments.History.dense
+    dense = kvlayers.attention.segments.KVSegments.dense
     monkeypatch.setattr(
-        kvlayers.attention.segments.History,
+        kvlayers.attention.segments.KVSegments,
         "dense",
         lambda self, *args: (read.append(self.packed is not None), dense(self, *args))[1],
     )

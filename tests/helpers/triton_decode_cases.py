@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda import launch
-from kvlayers.attention.cuda.launch import Launch, attend_packed, supports
-from kvlayers.attention.merging import merge
+from kvlayers.attention.cuda.launch import Launch, attend_packed
+from kvlayers.attention.cuda.support import supports
+from kvlayers.attention.reference import merge
 from kvlayers.errors import KVLayersError
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side

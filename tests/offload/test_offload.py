@@ -525,17 +525,17 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "a device that is none": (
         OptionError,
-        "expected offload_device to be one of 'cpu', 'disk', but saw 'tape'",
+        "`offload_device` must be one of 'cpu', 'disk', got 'tape'",
         lambda: kvlayers.DynamicCache(offloading=True, offload_device="tape"),
     ),
     "disk without a directory": (
         OptionError,
-        "expected offload_directory together with",
+        "`offload_directory` belongs to",
         lambda: kvlayers.StaticCache(CONFIG, 8, offloading=True, offload_device="disk"),
     ),
     "a directory without disk": (
         OptionError,
-        "expected offload_directory together with",
+        "`offload_directory` belongs to",
         lambda: kvlayers.QuantizedCache(offloading=True, offload_directory="/tmp"),
     ),
     "disk without offloading": (

@@ -15,6 +15,7 @@ MODEL = pathlib.Path(os.environ.get("KVLAYERS_DEMO_MODEL", ROOT / ".models" / "S
 MODEL_OF_PAGES = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LAYERS = 2
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+LINKING = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")), *DOCS]
 
 needs_the_model = pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}: `make test` brings it")
 
@@ -97,7 +98,7 @@ def anchors_of(page: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS], ids=name_of)
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_links_between_pages_lead_somewhere(page: pathlib.Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text()):
         aim = page.parent / target if target else page

@@ -14,7 +14,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest
 from kvlayers import Buckets, CapacityError, OptionError, RollbackError, StaticLayer, StaticSlidingLayer
-from kvlayers.stores.buckets import ALIGNMENT, place_of, places
+from kvlayers.stores.buckets import ALIGNMENT
+from kvlayers.stores.slots import slot_of, slots_of
 from layer_rules import MOST_ROWS, LayerRules
 from oracle import Oracle, states
 
@@ -54,14 +55,14 @@ def test_sizes_ascend_geometrically_to_the_capacity(
 @settings(max_examples=30)
 def test_every_place_has_the_smallest_bucket_for_one_token_more(minimum: int, factor: float, capacity: int) -> None:
     sizes = Buckets(minimum, factor).sizes(capacity)
-    every = places(sizes)
-    place = every.at(0)
+    every = slots_of(sizes)
+    slot = every.at(0)
     for length in range(capacity):
-        assert place is every.at(length)
-        assert place.length == length
-        assert place.bucket == min(size for size in sizes if size > length)
-        place = place.next
-    assert (place.length, place.bucket, place.next) == (capacity, 0, None)
+        assert slot is every.at(length)
+        assert slot.length == length
+        assert slot.bucket == min(size for size in sizes if size > length)
+        slot = slot.next
+    assert (slot.length, slot.bucket, slot.next) == (capacity, 0, None)
 
 
 def test_the_default_sizes_are_those_of_the_documentation() -> None:
@@ -72,19 +73,19 @@ def test_the_default_sizes_are_those_of_the_documentation() -> None:
     assert Buckets(minimum=8).sizes(40, whole_from=20) == (8, 16, 40)
 
 
-def test_places_of_one_reservation_are_made_once_and_are_the_same_after_any_copy() -> None:
+def test_slots_of_one_reservation_are_made_once_and_are_the_same_after_any_copy() -> None:
     sizes = Buckets().sizes(32768)
-    every = places(sizes)
-    place = every.at(20000)
-    assert places(sizes) is every
+    every = slots_of(sizes)
+    slot = every.at(20000)
+    assert slots_of(sizes) is every
     assert copy.deepcopy(every) is every
-    assert copy.copy(place).length == 20000
-    assert copy.deepcopy(place) is place
+    assert copy.copy(slot).length == 20000
+    assert copy.deepcopy(slot) is slot
     assert pickle.loads(pickle.dumps(every)) is every
-    assert pickle.loads(pickle.dumps(place)) is place
-    assert place_of(sizes, 20000) is place
-    # By its two numbers, rather than with all the places behind it.
-    assert len(pickle.dumps(place)) < 500
+    assert pickle.loads(pickle.dumps(slot)) is slot
+    assert slot_of(sizes, 20000) is slot
+    # By its two numbers, rather than with all the slots after it.
+    assert len(pickle.dumps(slot)) < 500
     assert len(pickle.dumps(every)) < 500
 
 
@@ -147,7 +148,7 @@ KINDS: dict[str, Callable[[], tuple[Layer, Oracle]]] = {
 def reading_buckets(kind: str) -> tuple[Layer, Oracle]:
     """A layer of a kind that reads buckets where no gradients are followed, and its oracle."""
     layer, oracle = KINDS[kind]()
-    layer.reserved.reading.mode.compiled = True
+    layer.reserved.mask_extent.mode.compiled = True
     return layer, oracle
 
 
@@ -342,7 +343,7 @@ def test_a_layer_that_reads_buckets_agrees_with_the_oracle_at_every_length(kind:
 
 def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
     layer, oracle = StaticLayer(90, buckets=Buckets(minimum=16)), Oracle(capacity=90)
-    layer.reserved.reading.mode.compiled = True
+    layer.reserved.mask_extent.mode.compiled = True
     generator = torch.Generator().manual_seed(0)
     sizes = []
     with torch.no_grad():
@@ -354,7 +355,7 @@ def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
 
 def test_what_a_step_reads_is_in_the_reservation_and_starts_at_its_first_slot() -> None:
     for layer in (StaticLayer(90, buckets=Buckets(minimum=16)), StaticSlidingLayer(90, WINDOW)):
-        layer.reserved.reading.mode.compiled = True
+        layer.reserved.mask_extent.mode.compiled = True
         seen = set()
         with torch.no_grad():
             for _ in range(80):

@@ -311,7 +311,7 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
         (["{model}", "--bits", "lots"], "expected bits, such as 4.*'lots'"),
         (["{model}", "--bits", "4,5"], "one of 2, 3, 4, 8, but saw 5"),
         (["{model}", "--bits", "fp8:4"], "fp8.*saw 4"),
-        (["{model}", "--context", "32q"], "a number of tokens.*saw '32q'"),
+        (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
         (["{model}", "--context", "100"], "multiples of --chunk, 32"),
         (["{model}", "--scored", "0"], "with something to score, but saw"),
         (["{model}", "--context", "256"], "at most 256 tokens, as the model has positions for"),

@@ -217,7 +217,7 @@ def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
 def test_more_tokens_than_the_model_has_positions_are_refused(llama: Path) -> None:
     result = _demo("the sea", "--model", llama, "--context", 250)
     assert result.exit_code == 2
-    assert "expected at most 256 tokens" in result.stderr
+    assert "at most 256 tokens" in result.stderr
 
 
 def test_the_model_that_is_given_comes_first(nowhere: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import fresh_process
 import kvlayers
 import versions
 from kvlayers.layers import upstream_calls
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, model_layers
 from kvlayers.upstream.supported import check_supported
 from models import ATTENDING, CONFIGS, tiny_model
 
@@ -37,7 +37,7 @@ def test_versions_in_the_range_are_taken(version: str) -> None:
 def test_layers_are_those_that_transformers_makes(family: str) -> None:
     config = CONFIGS[family]()
     expected = upstream.DynamicCache(config=config).layers
-    specs = compat.layer_specs(config)
+    specs = model_layers.layer_specs(config)
     assert len(specs) == len(expected)
     for spec, layer in zip(specs, expected, strict=True):
         window = layer.sliding_window if isinstance(layer, upstream.DynamicSlidingWindowLayer) else None
@@ -49,7 +49,7 @@ def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
     versions.need_model_class("Gemma3nTextConfig")
     for shared in (0, 2):
         config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=shared)
-        holding = [spec for spec in compat.layer_specs(config) if spec.layer_type != "dummy"]
+        holding = [spec for spec in model_layers.layer_specs(config) if spec.layer_type != "dummy"]
         assert len(holding) == 4 - shared
 
 
@@ -69,10 +69,10 @@ def test_a_model_that_makes_its_own_cache_is_refused(model_type: str) -> None:
     """By its config alone it would be taken for one of attention, and decode with other logits or not at all."""
     versions.need_model_class(CONFIGS_OF_OWN_CACHES[model_type])
     config = getattr(transformers, CONFIGS_OF_OWN_CACHES[model_type])()
-    since = compat.TAKES_CACHES_SINCE[model_type]
+    since = model_layers.TAKES_CACHES_SINCE[model_type]
     assert config.get_text_config(decoder=True).model_type == model_type
     if since is not None and since <= versions.TRANSFORMERS:
-        assert len(compat.layer_specs(config)) == config.num_hidden_layers
+        assert len(model_layers.layer_specs(config)) == config.num_hidden_layers
         return
     way_out = r"leave it to generate\(\)" + ("" if since is None else f", or use transformers {since} or newer") + r"\."
     with pytest.raises(kvlayers.ConfigError, match=f"make a cache of their own: {way_out}"):

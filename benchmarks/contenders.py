@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.gqa import attended_by_one_query
+from kvlayers.attention.gqa import grouped_for_one_query
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the final number of tokens."""
@@ -77,7 +77,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values[:, :, start:end].copy_(value_states)
         self.seen = end
         keys = self.keys[:, :, :end]
-        return (attended_by_one_query(keys) if key_states.shape[2] == 1 else keys), self.values[:, :, :end]
+        return (grouped_for_one_query(keys) if key_states.shape[2] == 1 else keys), self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and first position of the keys that the next update returns."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention.cuda.launch import DEFAULT_LAUNCH, Launch, attend_packed, supports
+from kvlayers.attention.cuda.launch import DEFAULT_LAUNCH, Launch, attend_packed
+from kvlayers.attention.cuda.support import supports
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide, side_bytes
 

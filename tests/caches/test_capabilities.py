@@ -5,7 +5,6 @@ import os
 import pathlib
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from kvlayers import (
@@ -27,8 +26,6 @@ from kvlayers import (
     StaticSlidingLayer,
 )
 from recording_transfers import RecordingTransfers
-
-pytestmark = pytest.mark.fast
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "capabilities.md"
 WINDOW, WIDE_WINDOW, RESERVED = 8, 80, 600

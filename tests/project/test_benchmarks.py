@@ -16,7 +16,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80", "--skip", "static"]
 ONLY_STATIC = ["--quick", "--skip", "decode,update,peak,sliding,quantized", "--trials", "1", "--steps", "16"]
 
-pytestmark = versions.benchmarks_of_transformers
+pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 
 
 @pytest.fixture
@@ -412,7 +412,6 @@ def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark
         sinks.main(["--quick", "--window", "4"])
 
 
-@pytest.mark.real_model
 def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_path: pathlib.Path) -> None:
     import batches
 

@@ -44,7 +44,6 @@ def prose_of(page: str) -> str:
     return " ".join(re.sub(r"```.*?```", "", page, flags=re.DOTALL).split())
 
 
-@pytest.mark.fast
 def test_every_claim_in_the_readme_is_checked(claimed: Any) -> None:
     prose = prose_of(without(claimed.README.read_text(), claimed.BEGIN_TABLE, claimed.END_TABLE))
     for group in claimed.GROUPS:
@@ -54,7 +53,6 @@ def test_every_claim_in_the_readme_is_checked(claimed: Any) -> None:
     assert FIGURE.findall(prose) == []
 
 
-@pytest.mark.fast
 def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:
     for group in claimed.GROUPS:
         for claim in group.claims:
@@ -73,7 +71,6 @@ def test_the_readme_has_the_recorded_table(claimed: Any, record: Any) -> None:
     assert page == due, "README.md lacks the recorded table: run benchmarks/claims.py --write"
 
 
-@pytest.mark.fast
 def test_the_page_for_choosing_has_the_recorded_tables(claimed: Any, record: Any) -> None:
     page = claimed.CHOOSING.read_text()
     due = claimed.with_tables(page, record)
@@ -85,7 +82,6 @@ def test_the_page_for_choosing_has_the_recorded_tables(claimed: Any, record: Any
     assert FIGURE.findall(without(measured, claimed.BEGIN, claimed.END)) == []
 
 
-@pytest.mark.fast
 def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
     headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
@@ -104,13 +100,13 @@ def test_the_readme_of_the_benchmarks_has_a_command_for_every_figure(claimed: An
         assert f"benchmarks.md#{section.lower().replace(' ', '-')})" in readme
 
 
-@pytest.mark.fast
 def test_a_bound_decides(claimed: Any) -> None:
     least, most = claimed.at_least("a", "b", 2), claimed.at_most("a", "b", 2)
     assert [least.holds(value) for value in (1.9, 2, 2.1, math.nan, math.inf)] == [False, True, True, False, False]
     assert [most.holds(value) for value in (1.9, 2, 2.1, math.nan, -math.inf)] == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 @versions.benchmarks_of_transformers
 def test_a_quick_run_measures_every_claim(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"

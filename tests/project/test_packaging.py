@@ -23,10 +23,13 @@ NOT_SOURCES = (
 )
 BUILDERS = ("build", "hatchling", "hatch_fancy_pypi_readme")
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in BUILDERS),
-    reason="no build, hatchling or hatch-fancy-pypi-readme here: `make test` installs them with the extra dev",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in BUILDERS),
+        reason="no build, hatchling or hatch-fancy-pypi-readme here: `make test` installs them with the extra dev",
+    ),
+]
 
 
 def built(sources: pathlib.Path, year: int) -> dict[str, bytes]:

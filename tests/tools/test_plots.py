@@ -13,8 +13,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks" / "recorded"
 PLOTS = ROOT / "docs" / "plots"
 
-pytestmark = pytest.mark.fast
-
 
 def recorded(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RECORDED / name).read_text())

@@ -20,7 +20,7 @@ import versions
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*is from transformers 4")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4")
 
 BATCH, HEADS, HEAD_DIM, WINDOW, ROOM, KERNEL = 2, 2, 8, 8, 32, 4
 STAGES: dict[str, int] = {"new": 0, "prompt": 5, "step": 1, "long": 10, "reset": 0}

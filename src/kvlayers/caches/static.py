@@ -13,7 +13,7 @@ from kvlayers.caches.from_config import WINDOWED, Reservation, fixed_layers, sta
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.layers import Checkpoints, StaticLayer, StaticSlidingLayer
 from kvlayers.stores import Buckets
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
@@ -64,6 +64,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             compiled around such a cache (those with alibi).
     """
 
+    is_static = True
+
     @checks_options
     def __init__(
         self,
@@ -109,12 +111,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reserved.reading.mode.compiled for layer in self._fixed_layers())
+        return any(layer.reserved.mask_extent.mode.compiled for layer in self._fixed_layers())
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
         for layer in self._fixed_layers():
-            layer.reserved.reading.mode.compiled = compiled
+            layer.reserved.mask_extent.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without being compiled for it.
@@ -123,7 +125,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         no eager code of the cache runs between the two. `generate()` does it by itself.
         """
         for layer in self._fixed_layers():
-            layer.reserved.settle()
+            layer.reserved.sync_slot()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
@@ -168,7 +170,7 @@ class SlidingWindowCache(StaticCache):
 
     @override
     def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint(WINDOWED):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "

@@ -103,7 +103,7 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles, tmp_pat
     def read() -> None:
         while not done.is_set():
             try:
-                with place.mask_extent("it.safetensors", 2**30) as path:
+                with place.reading("it.safetensors", 2**30) as path:
                     content = pathlib.Path(path).read_bytes()
             except UnreachableError:
                 # It was replaced too often: nothing was returned.
@@ -338,12 +338,12 @@ def test_names_that_a_terminal_would_obey_are_not_looked_at(files: ServerFiles) 
 def test_a_file_that_is_missing_is_no_damage(files: ServerFiles) -> None:
     address = Address(files.url, {})
     place = Remote(RedisObjects(address), address)
-    with pytest.raises(CachePathError, match="it was deleted"), place.mask_extent("none.safetensors", 5):
+    with pytest.raises(CachePathError, match="it was deleted"), place.reading("none.safetensors", 5):
         pass
     files.write("it.safetensors", b"123456")
-    with place.mask_extent("it.safetensors", 6):
+    with place.reading("it.safetensors", 6):
         files.delete("it.safetensors")
     assert files.names() == []
     files.write("it.safetensors", b"123456")
-    with pytest.raises(CacheFileError, match="at most 5 bytes"), place.mask_extent("it.safetensors", 5):
+    with pytest.raises(CacheFileError, match="at most 5 bytes"), place.reading("it.safetensors", 5):
         pass

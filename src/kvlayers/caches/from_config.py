@@ -151,7 +151,7 @@ def share_readings(layers: Sequence[Any]) -> None:
     for layer in fixed:
         kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
         store = layer.reserved
-        store.mask_extent = readings.setdefault(kind, store.mask_extent)
+        store.mask_extent = extents.setdefault(kind, store.mask_extent)
         store.mask_extent.mode = mode
 
 

@@ -142,7 +142,7 @@ class Directory:
             NeedsConfigError: its layers cannot be made without `config`.
         """
         # Who writes it anew may note other lengths that it stands for, and nothing else of another size.
-        with self.place.mask_extent(_name(entry), entry.file_bytes + MAX_HEADER_BYTES) as path:
+        with self.place.reading(_name(entry), entry.file_bytes + MAX_HEADER_BYTES) as path:
             cache = _loaded(path, entry, length, config, device)
         target = reach(cache, min(length, cache.get_seq_length()))
         return put_back(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)

@@ -102,7 +102,7 @@ class Remote:
 
     @contextlib.contextmanager
     def reading(self, name: str, most: int) -> Iterator[str]:
-        """As `Place.mask_extent`."""
+        """As `Place.reading`."""
         with self._temporary(name) as path:
             self._download(name, path, most)
             yield path

@@ -14,9 +14,6 @@ from kvlayers.attention import gqa
 from kvlayers.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, grouped_for_one_query
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
-
 BATCH = 8
 """Sequences of a batch in which two threads have heads enough for float32."""
 

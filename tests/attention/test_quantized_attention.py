@@ -35,8 +35,6 @@ from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.utils import native_library
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(reference.attend, id="blocks")]
 WIDTHS: list[int | str] = [1, 2, 3, 4, 8, "fp8"]
@@ -968,6 +966,7 @@ def decode_here(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> Tensor:
     return expected
 
 
+@pytest.mark.slow
 def test_a_process_without_a_compiler_warns_once_and_decodes_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -980,6 +979,7 @@ def test_a_process_without_a_compiler_warns_once_and_decodes_the_same(
     torch.testing.assert_close(torch.load(tmp_path / "seen"), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_that_compile_at_once_both_have_the_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path

@@ -14,8 +14,6 @@ from families import model_and_inputs
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, WINDOW, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
     "dynamic": kvlayers.DynamicLayer,
     "sliding": lambda: kvlayers.SlidingLayer(WINDOW),

@@ -13,8 +13,6 @@ from kvlayers.planning import planner
 from kvlayers.upstream import model_types
 from models import COMMON, WINDOW, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 MISTRAL = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
 
 TAKE_A_CONFIG: dict[str, Any] = {

@@ -14,8 +14,6 @@ from layer_kinds import KINDS
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
 
 def evict_from(layer: Any, kept: int, generator: torch.Generator) -> None:
     """Keep a random subset of the tokens, another one in each head, as an eviction library does."""

@@ -11,8 +11,6 @@ import kvlayers
 from kvlayers.planning import auto, free_memory
 from models import COMMON, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 CONFIG = tf.LlamaConfig(**COMMON)
 TOKENS = 4000
 

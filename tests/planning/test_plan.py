@@ -14,10 +14,8 @@ import kvlayers
 import versions
 from kvlayers.generation import registry
 from kvlayers.layers import LayerOperations, TokenLayer
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
-
-pytestmark = pytest.mark.fast
 
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
@@ -72,10 +70,11 @@ def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvla
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)])
 def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)
-    if family == "recurrent_gemma" and compat.layer_specs(model.config)[0].layer_type != "linear_attention":
+    if family == "recurrent_gemma" and model_layers.layer_specs(model.config)[0].layer_type != "linear_attention":
         with pytest.raises(kvlayers.ConfigError, match="recurrent_gemma"):
             planned(model, inputs)
         pytest.skip(f"a config of transformers {versions.TRANSFORMERS} does not say which layers of {family} recur")

@@ -1,7 +1,5 @@
 """Quantizers: what codes stand for, how far that is from the states, and whose numbers they are."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fresh_process
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.layers import upstream_calls
 from kvlayers.quantizers import (
@@ -29,8 +28,6 @@ from kvlayers.quantizers import (
     unregister_quantizer,
 )
 from kvlayers.quantizers.hadamard import rotate
-
-pytestmark = pytest.mark.fast
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -380,7 +377,8 @@ def test_packages_say_nothing(name: str, capfd: pytest.CaptureFixture[str]) -> N
 def test_importing_the_quantizers_imports_no_package_of_theirs() -> None:
     # Not by looking at what was imported: transformers imports hqq where it is installed.
     command = "import sys; sys.modules.update({'hqq': None, 'optimum': None}); import kvlayers.quantizers"
-    subprocess.run([sys.executable, "-c", command], check=True)
+    ran = fresh_process.run(command)
+    assert ran.returncode == 0, ran.stderr
 
 
 # Options and names

@@ -10,17 +10,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest
 from kvlayers import Buckets, CapacityError, OptionError, RollbackError, StaticLayer, StaticSlidingLayer
 from kvlayers.stores.buckets import ALIGNMENT
 from kvlayers.stores.slots import slot_of, slots_of
+from layer_rules import MOST_ROWS, LayerRules
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
-MOST_ROWS = 5
 WINDOW = 6
 Layer = StaticLayer | StaticSlidingLayer
 
@@ -201,11 +199,10 @@ def check_finite_where_no_token_is(layer: Layer, oracle: Oracle, generator: torc
             assert all(bool(side.isfinite().all()) for side in seen)
 
 
-class BucketMachine(RuleBasedStateMachine):
+class BucketMachine(LayerRules):
     """A layer that reads buckets, its oracle, and forks of both, through everything that is done to a cache."""
 
     layer: Layer
-    oracle: Oracle
 
     @initialize(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**20))
     def begin(self, kind: str, seed: int) -> None:
@@ -213,11 +210,7 @@ class BucketMachine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         self.address: int | None = None
         self.may_move = False
-        self.forks: list[tuple[Layer, Oracle]] = []
-
-    @property
-    def rows(self) -> int:
-        return self.oracle.keys.shape[0] if self.oracle.length else 2
+        self.forks = []
 
     def add(self, tokens: int) -> None:
         if self.oracle.fits(tokens):
@@ -266,23 +259,6 @@ class BucketMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 8))
     def remove(self, count: int) -> None:
         self.roll_back(self.oracle.length - count, lambda: self.layer.crop(-count))
-
-    @rule()
-    def record(self) -> None:
-        self.layer.activate_past_recording()
-        self.oracle.recording = True
-
-    @precondition(lambda self: self.oracle.length)
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=MOST_ROWS))
-        self.layer.batch_select_indices(chosen)
-        self.oracle.select(chosen)
-
-    @rule()
-    def reset(self) -> None:
-        self.layer.reset()
-        self.oracle.reset()
 
     @rule(swap=st.booleans())
     def fork(self, swap: bool) -> None:

@@ -18,8 +18,6 @@ from kvlayers import OptionError, Quantization, QuantizedLayer, QuantizedStore, 
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 BLOCK = 64
 SMALL = Quantization(nbits=4, residual_length=8, sink_tokens=4)
 

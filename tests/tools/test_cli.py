@@ -20,8 +20,6 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.utils.units import amount_of_bytes, tokens  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 CONFIG = tf.LlamaConfig(**COMMON, dtype="bfloat16")
 
 

@@ -20,8 +20,6 @@ from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 CONTEXT, SCORED = 272, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
 

@@ -30,8 +30,6 @@ from kvlayers.tools.measuring.fidelity import Budget, Fidelity, bytes_of, smalle
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 CONTEXT, SCORED, CHUNK = 224, 24, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches import forward_pass
-from kvlayers.caches.from_config import attention_part, offloaded, share_readings
+from kvlayers.caches.from_config import attention_part, offloaded, share_mask_extents
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -37,7 +37,7 @@ from kvlayers.layers import (
 from kvlayers.layers.contract import unbounded_as_minus_one
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, generate_calls
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 
@@ -71,6 +71,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     """
 
     layers: list[Any]
+    is_static = False
+    """Whether the cache reserves its memory once, for a fixed number of tokens."""
+    is_pair = False
+    """Whether the cache has one part for self-attention and one for cross-attention."""
+    rotates_keys = False
+    """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE and the padding."""
     prefix_notes: tuple[str, ...] = ()
     """What a store of prefixes had of the prompts of the call that made the cache; see `explain`."""
     _grows = False
@@ -113,7 +119,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
-        share_readings(self.layers)
+        share_mask_extents(self.layers)
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(_made, layer_class_to_replicate, place)
@@ -143,6 +149,20 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 place = functools.partial(_placed, twin._prefetcher, self.only_non_sliding)
                 twin.layer_class_to_replicate = functools.partial(_made, self.layer_class_to_replicate.args[0], place)
         return twin
+
+    @property
+    def self_attention(self) -> "Cache":
+        """The cache that self-attention uses: this one, or the part of a pair."""
+        return self
+
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding. Only some caches need to know.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+        """
+        return
 
     def offloading_options(self) -> dict[str, Any]:
         """The options of offloading that this cache was made with, for another one that is held alike."""
@@ -445,7 +465,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         if torch.compiler.is_compiling():
             return seen  # type: ignore[no-any-return]
-        return SeenTokens.of(self, seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
+        in_prefill = generate_calls.is_prefill_of_generate(sys._getframe(1).f_code)
+        return SeenTokens.of(self, seen) if in_prefill else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.

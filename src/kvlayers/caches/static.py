@@ -13,7 +13,7 @@ from kvlayers.caches.from_config import WINDOWED, Reservation, fixed_layers, sta
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.layers import Checkpoints, StaticLayer, StaticSlidingLayer
 from kvlayers.stores import Buckets
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
@@ -63,6 +63,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
             compiled around such a cache (those with alibi).
     """
+
+    is_static = True
 
     @checks_options
     def __init__(
@@ -168,7 +170,7 @@ class SlidingWindowCache(StaticCache):
 
     @override
     def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint(WINDOWED):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "

@@ -12,7 +12,7 @@ from kvlayers.persistence.kinds import CACHES, LAYERS, CacheKind, Made
 from kvlayers.persistence.safetensors_header import refuse, shown
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.rope.rotary import Rotary
-from kvlayers.upstream.compat import layer_specs
+from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31
 """Of a number that a layer is made with: no window, reservation or group is larger."""

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from kvlayers.errors import ConfigError
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream import compat
-from kvlayers.upstream.compat import LayerSpec, layer_specs
+from kvlayers.upstream.model_layers import LayerSpec, layer_specs
 from kvlayers.upstream.model_types import decoder_config
 
 # A config says how fast a model rotates its keys, but not which dimensions it rotates together. That is in the model's

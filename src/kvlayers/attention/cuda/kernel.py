@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda import launch
+from kvlayers.attention.cuda import launch, support
 from kvlayers.attention.reference import merge
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.hadamard import rotate
@@ -23,7 +23,7 @@ def obstacle(query: Tensor, segments: KVSegments) -> str | None:
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
     if query.dtype != packed.keys.parameters.dtype:
         return f"queries are {query.dtype}, and scales {packed.keys.parameters.dtype}"
-    supported = launch.supports(
+    supported = support.supports(
         packed.keys.format,
         packed.values.format,
         key_head_dim=packed.keys.head_dim,

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches import forward_pass
-from kvlayers.caches.from_config import attention_part, offloaded, share_readings
+from kvlayers.caches.from_config import attention_part, offloaded, share_mask_extents
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -119,7 +119,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
-        share_readings(self.layers)
+        share_mask_extents(self.layers)
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(_made, layer_class_to_replicate, place)

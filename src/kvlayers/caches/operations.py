@@ -9,7 +9,7 @@ from typing import Any, overload
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.caches.from_config import share_readings
+from kvlayers.caches.from_config import share_mask_extents
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
@@ -284,7 +284,7 @@ class LayerwiseOperations(ABC):
     def _fork(self) -> Self:
         twin = copy.copy(self)
         twin.layers = [layer.fork() for layer in self.adapted_layers()]
-        share_readings(twin.layers)
+        share_mask_extents(twin.layers)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:

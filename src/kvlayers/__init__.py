@@ -13,7 +13,9 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .cache import Cache
+    from .cache_classes import cache_class_names, register_cache_class, unregister_cache_class
     from .calibration import BytesBudget, Calibration, DivergenceBudget, MeasuredSetting, Sensitivity, calibrate
+    from .descriptions import DescriptionContext
     from .dynamic_cache import DynamicCache
     from .encoder_decoder import EncoderDecoderCache
     from .errors import (
@@ -59,6 +61,10 @@ if TYPE_CHECKING:
         SlidingLayer,
         StaticLayer,
         StaticSlidingLayer,
+        TokenLayer,
+        layer_names,
+        register_layer,
+        unregister_layer,
     )
     from .mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
     from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
@@ -73,7 +79,18 @@ if TYPE_CHECKING:
     from .rotary import Rotary
     from .sink_cache import SinkCache
     from .static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-    from .stores import Buckets, DenseStore, FixedStore, Quantization, QuantizedStore, TokenStore
+    from .stores import (
+        Buckets,
+        DenseStore,
+        FixedStore,
+        Quantization,
+        QuantizedStore,
+        StateForm,
+        TokenStore,
+        register_store,
+        store_names,
+        unregister_store,
+    )
     from .summary import CacheSummary, LayerSummary
 
 if not is_command():
@@ -84,6 +101,7 @@ if not is_command():
 
 _NAMES = {
     "cache": ("Cache",),
+    "cache_classes": ("cache_class_names", "register_cache_class", "unregister_cache_class"),
     "calibration": (
         "BytesBudget",
         "Calibration",
@@ -92,6 +110,7 @@ _NAMES = {
         "Sensitivity",
         "calibrate",
     ),
+    "descriptions": ("DescriptionContext",),
     "dynamic_cache": ("DynamicCache",),
     "encoder_decoder": ("EncoderDecoderCache",),
     "errors": (
@@ -137,6 +156,10 @@ _NAMES = {
         "SlidingLayer",
         "StaticLayer",
         "StaticSlidingLayer",
+        "TokenLayer",
+        "layer_names",
+        "register_layer",
+        "unregister_layer",
     ),
     "mamba_cache": ("HybridMambaAttentionDynamicCache", "MambaCache"),
     "offload": ("DiskMemory", "HomeMemory", "HostMemory", "Prefetcher", "Traffic", "TrafficMeter"),
@@ -151,7 +174,18 @@ _NAMES = {
     "rotary": ("Rotary",),
     "sink_cache": ("SinkCache",),
     "static_cache": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
-    "stores": ("Buckets", "DenseStore", "FixedStore", "Quantization", "QuantizedStore", "TokenStore"),
+    "stores": (
+        "Buckets",
+        "DenseStore",
+        "FixedStore",
+        "Quantization",
+        "QuantizedStore",
+        "StateForm",
+        "TokenStore",
+        "register_store",
+        "store_names",
+        "unregister_store",
+    ),
     "summary": ("CacheSummary", "LayerSummary"),
 }
 """Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
@@ -176,6 +210,7 @@ __all__ = [
     "Checkpoints",
     "ConfigError",
     "DenseStore",
+    "DescriptionContext",
     "DiskMemory",
     "DivergenceBudget",
     "DynamicCache",
@@ -235,14 +270,17 @@ __all__ = [
     "StaleStatesError",
     "StateMismatchError",
     "SteppedDownWarning",
+    "StateForm",
     "StaticCache",
     "StaticLayer",
     "StaticSlidingLayer",
+    "TokenLayer",
     "TokenStore",
     "Traffic",
     "TrafficMeter",
     "UnsupportedLayerError",
     "__version__",
+    "cache_class_names",
     "cache_names",
     "calibrate",
     "free_reservations",
@@ -251,18 +289,26 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "layer_names",
     "load_cache",
     "make_cache",
     "plan",
     "quantizer_names",
     "register",
+    "register_cache_class",
     "register_export_support",
+    "register_layer",
     "register_quantizer",
+    "register_store",
     "resilient_generate",
     "save_cache",
+    "store_names",
     "uninstall",
     "unregister",
+    "unregister_cache_class",
+    "unregister_layer",
     "unregister_quantizer",
+    "unregister_store",
     "weights_id",
 ]
 

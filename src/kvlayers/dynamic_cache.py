@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from . import compat, legacy, model_types, windowed_states
 from .amounts import tokens
 from .cache import Cache
+from .cache_classes import register_cache_class
+from .descriptions import DescriptionContext
 from .errors import LayerIndexError, LegacyFormatError, OptionError
 from .layers import Checkpoints, DynamicLayer, SlidingLayer
 from .layers.base import whole_number
@@ -20,6 +22,7 @@ from .layers.dispatch import dynamic_layers
 from .options import checks_options
 
 
+@register_cache_class
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     """Grows in place as tokens come: full attention keeps all of them, sliding and chunked attention a window.
 
@@ -108,6 +111,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
         return False
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        if options["grows"]:
+            cache.make_more_with(DynamicLayer)
+        return cache
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:

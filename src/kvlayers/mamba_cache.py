@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from . import compat, model_types
+from .cache_classes import register_cache_class
 from .dynamic_cache import DynamicCache
 from .errors import ConfigError, LayerIndexError
 from .layers import Checkpoints
@@ -52,6 +53,7 @@ class _RecurrentStates(DynamicCache):
         return _StateList([_first(layer, "recurrent_states") for layer in self.layers])
 
 
+@register_cache_class
 class MambaCache(_RecurrentStates):
     """A `DynamicCache` for mamba and falcon_mamba, as transformers 4 called it. Models take it as `cache_params`.
 
@@ -93,6 +95,7 @@ class MambaCache(_RecurrentStates):
         super().__init__(config=config, checkpoints=checkpoints)
 
 
+@register_cache_class
 class HybridMambaAttentionDynamicCache(_RecurrentStates):
     """A `DynamicCache` for models with recurrent layers and layers that attend, as transformers 4 called it.
 

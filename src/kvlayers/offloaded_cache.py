@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from .cache_classes import register_cache_class
 from .dynamic_cache import DynamicCache
 from .layers import Checkpoints
 from .options import checks_options
@@ -13,6 +14,7 @@ from .static_cache import StaticCache
 from .stores import Buckets
 
 
+@register_cache_class
 class OffloadedCache(DynamicCache):
     """A `DynamicCache` with `offloading=True`, as transformers 4 called it.
 
@@ -47,6 +49,7 @@ class OffloadedCache(DynamicCache):
         )
 
 
+@register_cache_class
 class OffloadedStaticCache(StaticCache):
     """A `StaticCache` with `offloading=True`, as transformers 4 called it.
 

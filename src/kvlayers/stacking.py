@@ -6,28 +6,15 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
-from .compat import DUMMY_LAYER
+from .descriptions import Fact
 from .errors import UnsupportedLayerError
-from .layers import DynamicLayer, LayerState, LinearAttentionLayer, SlidingLayer
-from .layers.dispatch import attention_part, held_layer
+from .layers import LayerState
 from .layers.hybrid import LINEAR
-from .stores import DenseStore, FixedStore, SharedStore
-from .stores.base import Fact
-
-STACKED_STORES = (DenseStore, FixedStore, SharedStore)
-"""Stores that hold a token apart from the others, so that it can lie in another place."""
 
 
 def can_be_stacked(cache: Cache) -> bool:
     """Whether caches like this one can be put side by side, whatever their lengths."""
-    return bool(cache.layers) and all(map(_layer_can_be, cache.layers))
-
-
-def _layer_can_be(layer: object) -> bool:
-    layer = held_layer(attention_part(layer))
-    if isinstance(layer, DynamicLayer | SlidingLayer):
-        return isinstance(layer.store, STACKED_STORES)
-    return isinstance(layer, (LinearAttentionLayer, *DUMMY_LAYER))
+    return bool(cache.layers) and all(layer.can_be_stacked for layer in cache.operable())
 
 
 def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:

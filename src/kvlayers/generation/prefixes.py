@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 from .. import compat, model_types
 from ..cache import Cache
 from ..errors import ConfigError, KVLayersError
-from ..layers.dispatch import attention_part, keeps_every_token, recurrent_part
+from ..layers.dispatch import attention_part, recurrent_part
 from ..operations import CacheState
 from ..prefix import Hit
 from ..sink_cache import SinkCache
@@ -186,7 +186,7 @@ class PrefixedCall:
     def _of_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
         cache = self._continued(self._lookup(ids))
-        if not isinstance(cache, SinkCache) and not all(map(keeps_every_token, cache.layers)):
+        if not isinstance(cache, SinkCache) and not cache.keeps_every_token:
             self._compute(ids, cache, ids.shape[1] - 1)
         return cache
 
@@ -222,7 +222,7 @@ class PrefixedCall:
     def _can_share(self, example: Cache, common: int) -> bool:
         if isinstance(example, StaticCache) or common < (LEAST_TOKENS if len(self._prompts) > 1 else 1):
             return False
-        return not self._prompts.is_padded or (self._padding_can_move() and all(map(keeps_every_token, example.layers)))
+        return not self._prompts.is_padded or (self._padding_can_move() and example.keeps_every_token)
 
     def _padding_can_move(self) -> bool:
         """Whether nobody notices where the padding is but the model, which goes by the mask and by `position_ids`.
@@ -315,7 +315,7 @@ class PrefixedCall:
         # A cache that cannot go back serves no prompt that parts in between; one that takes tokens one by one, behind
         # others, is slow to come there.
         every = self._store.snapshot_tokens
-        if all(map(keeps_every_token, cache.layers)) or at_once(cache) is not None or every is None:
+        if cache.keeps_every_token or at_once(cache) is not None or every is None:
             return [length]
         return [*range(begin - begin % every + every, length, every), length]
 

@@ -8,6 +8,7 @@ from .layer_operations import LayerOperations
 from .linear_attention import LinearAttentionLayer
 from .offloaded import OffloadedLayer
 from .quantized import QuantizedLayer
+from .registry import layer_names, register_layer, unregister_layer
 from .sink import SinkLayer
 from .sliding import SlidingLayer
 from .static import StaticLayer
@@ -31,4 +32,7 @@ __all__ = [
     "StaticSlidingLayer",
     "TokenLayer",
     "TransformersLayer",
+    "layer_names",
+    "register_layer",
+    "unregister_layer",
 ]

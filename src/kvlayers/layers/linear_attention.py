@@ -1,13 +1,14 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from .. import compat
+from ..descriptions import DescriptionContext, Fact, Facts
 from ..errors import RollbackError, UnsupportedLayerError
 from ..options import checks_options
 from .checkpoints import Checkpoints
@@ -23,9 +24,11 @@ from .linear_checks import (
 from .linear_past import LinearPast
 from .linear_saving import check_linear_state, linear_state, read_history
 from .linear_states import LinearStates, StatesByIndex
+from .registry import register_layer
 from .token_count import TokenCount
 
 
+@register_layer
 class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
     """Convolution states and recurrent states, at a fixed address, and how many tokens they have seen.
 
@@ -59,6 +62,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     supports_early_init = False
     attends = False
     is_recurrent = True
+    can_be_stacked = True  # type: ignore[assignment]
     capacity: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -356,12 +360,28 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         yield from self._count.tensors()
 
     @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "number_of_states": self.number_of_states,
+            "checkpoint_every": self.checkpoints.every,
+            "most_checkpoints": self.checkpoints.most,
+            "tokens_at_once": self.tokens_at_once,
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        checkpoints = Checkpoints(given["checkpoint_every"], given["most_checkpoints"])
+        return cls(given["number_of_states"], checkpoints, given["tokens_at_once"])
+
+    @override
     def state(self) -> LayerState:
-        return linear_state(type(self).__name__, self._states, self._count, self._past.history)
+        return linear_state(self.kind, self.describe(), self._states, self._count, self._past.history)
 
     @override
     def check_state(self, state: LayerState) -> None:
-        check_linear_state(state, type(self).__name__, self.number_of_states)
+        check_linear_state(state, self.kind, self.number_of_states)
 
     @override
     def load_state(self, state: LayerState) -> None:

@@ -5,19 +5,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..descriptions import Fact, Facts
 from ..errors import StateMismatchError
-from ..stores.base import Fact
 from .checkpoints import Checkpoint, History
 from .layer_operations import LayerState
 from .linear_states import LinearStates, kept
 from .token_count import TokenCount
 
 
-def linear_state(kind: str, states: LinearStates, count: TokenCount, history: History) -> LayerState:
+def linear_state(kind: str, described: Facts, states: LinearStates, count: TokenCount, history: History) -> LayerState:
     """Copies of all states and checkpoints, with names that say which is which."""
     conv, recurrent = states.live()
     tensors = _named("", conv, recurrent)
-    facts: dict[str, Fact] = {"number_of_states": len(states.conv), "checkpoints": len(history), **count.facts()}
+    facts: dict[str, Fact] = {**described, "checkpoints": len(history), **count.facts()}
     facts |= {f"conv_kernel_size.{index}": held.shape[-1] for index, held in conv.items()}
     facts |= {f"has_recurrent_state.{index}": True for index in recurrent}
     facts["length"] = count.length

@@ -9,16 +9,20 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from ..attention.handle import PackedStates
+from ..descriptions import DescriptionContext, Fact, Facts
 from ..errors import CapacityError, UnsupportedLayerError
 from ..offload.prefetcher import Prefetcher
 from ..quantizers.base import Side
+from ..rotary import Rotary
 from ..stores.base import Mover
 from ..stores.buffer import StateForm
 from ..stores.unmatched import UnmatchedHalves
 from .base import CacheLayer, LayerState, attribute_within, public_names
+from .registry import register_layer
 from .token_layer import TokenLayer
 
 
+@register_layer
 class OffloadedLayer(CacheLayer):
     """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
 
@@ -227,6 +231,16 @@ class OffloadedLayer(CacheLayer):
         self.prefetcher = prefetcher
 
     @override
+    def describe(self) -> dict[str, Fact]:
+        return {**self.layer.describe(), "offloaded": self.layer.kind}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        within = {name: fact for name, fact in facts.items() if name != "offloaded"}
+        return cls(context.layer(facts["offloaded"], within))
+
+    @override
     def state(self) -> LayerState:
         """As that of the layer within, with tensors on the host."""
         self.prefetcher.settle(self)
@@ -297,6 +311,21 @@ class OffloadedLayer(CacheLayer):
     def is_sliding(self) -> bool:  # type: ignore[override]
         """Whether it attends within a window."""
         return self.layer.is_sliding
+
+    @property
+    def keeps_every_token(self) -> bool:  # type: ignore[override]
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return self.layer.keeps_every_token
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """Those of the layer within."""
+        return self.layer.rotaries
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.layer.can_be_stacked
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

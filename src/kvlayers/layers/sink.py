@@ -4,22 +4,25 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from ..attention.handle import PackedStates
+from ..descriptions import DescriptionContext, Fact, Facts
 from ..errors import OptionError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..quantizers.base import Side
 from ..rotary import Rotary
 from ..stores import DenseStore, TokenStore
-from ..stores.base import Fact, StatePair
+from ..stores.base import StatePair
 from .base import LayerState, whole_number
 from .dynamic import check_rollback
+from .registry import register_layer
 from .sinks import NAMES, PADDING_NAME, Sinks
 from .sliding import take_back, window_room
-from .token_layer import TokenLayer, seen_tokens
+from .token_layer import TokenLayer
 
 
+@register_layer
 class SinkLayer(TokenLayer):
     """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest, `window_length` in all.
 
@@ -53,6 +56,8 @@ class SinkLayer(TokenLayer):
         >>> keys.shape, layer.length
         (torch.Size([1, 2, 16, 8]), 100)
     """
+
+    described = ("window_length", "num_sink_tokens")
 
     @checks_options
     def __init__(
@@ -266,15 +271,21 @@ class SinkLayer(TokenLayer):
         yield from super().held_tensors()
         yield from self._sinks.held_tensors()
 
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """The rotation of the keys, if they are rotated."""
+        return () if self.rotary is None else (self.rotary,)
+
     @override
-    def settings(self) -> dict[str, Fact]:
-        rotary = self._sinks.rotary
-        return {
-            **super().settings(),
-            "window_length": self.window_length,
-            "num_sink_tokens": self.num_sink_tokens,
-            "rotary": None if rotary is None else rotary.fingerprint,
-        }
+    def describe(self) -> dict[str, Fact]:
+        return {**super().describe(), "rotary": None if self.rotary is None else self.rotary.fingerprint}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        arguments = cls.arguments_from(facts)
+        store = context.store(facts, window_room(arguments["window_length"]))
+        return cls(**arguments, rotary=context.rotary(facts["rotary"]), store=store)
 
     @override
     def state(self) -> LayerState:
@@ -286,7 +297,7 @@ class SinkLayer(TokenLayer):
         own, window = _split(state)
         super().check_state(window)
         sinks = self._sinks.of_state(own)
-        seen = seen_tokens(state)
+        seen = state.length
         if seen and sinks.keys is None:
             raise StateMismatchError(f"expected a state with the first tokens of {seen}, but saw none: take it again.")
 
@@ -305,7 +316,7 @@ class SinkLayer(TokenLayer):
         own, window = _split(state)
         sinks = self._sinks.of_state(own)
         self._store.load_state(window.tensors)
-        self._sinks, self._seen = sinks, seen_tokens(state)
+        self._sinks, self._seen = sinks, state.length
 
 
 def _copied(states: Tensor | None) -> Tensor | None:

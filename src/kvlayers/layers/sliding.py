@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
+from ..descriptions import DescriptionContext, Facts
 from ..errors import ConfigError, RollbackError, StateMismatchError
 from ..options import checks_options
 from ..stores import DenseStore, TokenStore
-from ..stores.base import Fact
 from .base import LayerState, not_of_so_many, whole_number
 from .dynamic import check_rollback
-from .token_layer import TokenLayer, seen_tokens
+from .registry import register_layer
+from .token_layer import TokenLayer
 
 SLACK_DIVISOR = 4
 """A window has spare room for one part in so many of its tokens, and moves to the front when that is used up."""
@@ -25,6 +26,7 @@ def window_room(sliding_window: int) -> int:
     return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
 
 
+@register_layer
 class SlidingLayer(TokenLayer):
     """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
 
@@ -39,6 +41,7 @@ class SlidingLayer(TokenLayer):
         store: how the tokens are held, a `DenseStore` where not given.
     """
 
+    described = ("sliding_window",)
     is_sliding = True
 
     @checks_options
@@ -176,14 +179,21 @@ class SlidingLayer(TokenLayer):
         super().reset()
         self._seen = 0
 
+    @classmethod
     @override
-    def settings(self) -> dict[str, Fact]:
-        return {**super().settings(), "sliding_window": self.sliding_window}
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        arguments = cls.arguments_from(facts)
+        return cls(**arguments, store=context.store(facts, window_room(arguments["sliding_window"])))
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self._store.holds_tokens_apart
 
     @override
     def load_state(self, state: LayerState) -> None:
         super().load_state(state)
-        self._seen = seen_tokens(state)
+        self._seen = state.length
 
     @override
     def check_held(self, held: int, seen: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ..stores.base import Fact
+from ..descriptions import Fact
 
 
 class TokenCount:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..descriptions import Fact
 from ..errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from ..memory_held import storages_of
-from ..stores.base import Fact
+from ..rotary import Rotary
 from . import theirs
 from .base import LayerState
 from .batch import repeated_rows
@@ -45,10 +46,27 @@ class TransformersLayer:
         layer: the layer, which is changed in place.
     """
 
+    rotaries: tuple[Rotary, ...] = ()
+
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
+
+    @property
+    def kind(self) -> str:
+        """Module and name of the layer's class: no kind of kvlayers' own has such a name."""
+        return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether it can be put back to any number of tokens: if it holds nothing at all."""
+        return isinstance(self.layer, compat.DUMMY_LAYER)
+
+    @property
+    def can_be_stacked(self) -> bool:
+        """Whether states of several such layers can be put side by side: if it holds nothing at all."""
+        return isinstance(self.layer, compat.DUMMY_LAYER)
 
     @property
     def has_other_states(self) -> bool:
@@ -244,11 +262,12 @@ class TransformersLayer:
         """Copies of every tensor that the layer holds, and its plain facts."""
         facts = {name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)}
         tensors = {name: states.clone() for name, states in self._tensors(skip_empty=False)}
-        return LayerState(type(self.layer).__name__, tensors, facts)
+        return LayerState(self.kind, tensors, facts)
 
     def check_state(self, state: LayerState) -> None:
         """Raise what `load_state(state)` would raise."""
-        if state.kind != type(self.layer).__name__:
+        # Files of the first version have the name of the class alone.
+        if state.kind not in (self.kind, type(self.layer).__name__):
             raise StateMismatchError(
                 f"expected the state of a {type(self.layer).__name__}, but saw that of a {state.kind}: load it into a "
                 "cache that was made for the same model config."

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CacheFileError, CachePathError
-from .description import DIGESTS, FORMAT, FORMAT_VERSION, TOKEN_IDS, Description, read_description, rotary_name
+from .description import DIGESTS, FORMAT, READ_VERSIONS, TOKEN_IDS, Description, read_description, rotary_name
 from .digests import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from .header import Entry, Header, ReadRange, parse_header, read_header, refuse, shown
 
@@ -158,16 +158,16 @@ def _described(path: str, header: Header) -> Description:
     metadata = header.metadata
     if metadata.get("format") != FORMAT:
         refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
-    if metadata.get("format_version") != str(FORMAT_VERSION):
+    if metadata.get("format_version") not in READ_VERSIONS:
         refuse(
             path,
-            f"version {FORMAT_VERSION} of the format",
+            f"version {' or '.join(READ_VERSIONS)} of the format",
             f"version {shown(metadata.get('format_version'))}",
             "it is damaged, or of a later kvlayers: update kvlayers, or save it again",
         )
     if set(metadata) != set(METADATA):
         refuse(path, f"metadata of {', '.join(METADATA)}", shown(sorted(metadata)))
-    description = read_description(path, metadata["description"])
+    description = read_description(path, metadata["description"], metadata["format_version"])
     names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
     names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
     if sorted([*names, DIGESTS]) != sorted(set(header.tensors) - {TOKEN_IDS}):

@@ -13,8 +13,8 @@ from ..cache import Cache
 from ..errors import CacheFileError, CachePathError, KVLayersError
 from ..persistence.header import MAX_HEADER_BYTES
 from ..persistence.inspecting import CacheFile, inspect_cache
-from ..persistence.kinds import check_remakeable
 from ..persistence.loading import load_cache
+from ..persistence.rebuilding import check_remakeable
 from ..persistence.saving import save_cache
 from .entry import Entry, put_back, reach
 from .keys import LABEL_PREFIX

@@ -3,7 +3,9 @@
 from torch import Tensor
 from typing_extensions import Self, override
 
+from ..descriptions import DescriptionContext, Facts
 from .contiguous import ContiguousStore
+from .registry import register_store
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -12,6 +14,7 @@ MINIMUM_GROWTH = 128
 """Tokens by which a buffer grows at least, so that short sequences are not moved every few tokens."""
 
 
+@register_store
 class DenseStore(ContiguousStore):
     """Full-precision states in buffers that grow geometrically.
 
@@ -34,6 +37,11 @@ class DenseStore(ContiguousStore):
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(context.length_hint)
 
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate when `needed` tokens must fit."""

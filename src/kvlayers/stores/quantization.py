@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Self
+
+from ..descriptions import Facts
 from ..errors import OptionError
 from ..quantizers.base import Backend, Quantizer, Side, SideOptions
 from ..quantizers.registry import backend as backend_called
@@ -107,6 +110,12 @@ class Quantization:
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),
         }
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The quantization that has said `facts` of itself; there may be other facts among them."""
+        options: dict[str, Any] = {name: facts[name] for name in cls().facts()}
+        return cls(**options)
 
     def facts(self) -> dict[str, Any]:
         """All options, as they were resolved, by plain facts."""

@@ -11,20 +11,23 @@ from ..attention.handle import Attended, Edition, PackedStates, as_dense
 from ..attention.history import DenseRun, History, PackedRun
 from ..attention.on_handles import handles
 from ..attention.ways import Ways
+from ..descriptions import DescriptionContext, Fact, Facts
 from ..errors import StateMismatchError
 from ..quantizers.base import Quantizer, Side
 from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
-from .base import Fact, Mover, StatePair, TokenStore
+from .base import Mover, StatePair, TokenStore
 from .buffer import StateForm, form_of
 from .dense import DenseStore
 from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
 from .quantization import Quantization, block_tokens, blocks_beyond
+from .registry import register_store
 from .residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""
 
 
+@register_store
 class QuantizedStore(TokenStore):
     """Packed blocks between two runs in full precision: the sinks, and the residual of the newest tokens.
 
@@ -439,8 +442,13 @@ class QuantizedStore(TokenStore):
                 yield from part.held_tensors()
 
     @override
-    def settings(self) -> dict[str, Fact]:
-        return self.quantization.facts()
+    def describe(self) -> dict[str, Fact]:
+        return {"store": self.kind, **self.quantization.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(Quantization.from_facts(facts), context.length_hint)
 
     @override
     def state(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from ..attention.history import DenseRun, History
 from ..attention.on_handles import handles
 from ..attention.shared import SharedHistory
 from ..attention.ways import Ways
+from ..descriptions import Fact
 from ..errors import StateMismatchError
 from .admission import checked_forms, mismatch
 from .base import Mover, StatePair, TokenStore
@@ -35,6 +36,8 @@ class SharedStore(TokenStore):
     Raises:
         StateMismatchError: there is no token to share.
     """
+
+    holds_tokens_apart = True
 
     def __init__(self, prefix: DenseStore, repeats: int) -> None:
         key_form, value_form = prefix.key_form, prefix.value_form
@@ -207,6 +210,11 @@ class SharedStore(TokenStore):
     def clear(self) -> None:
         self._own.clear()
         self._forget_prefix()
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        # Each sequence is saved with a copy of what it shares.
+        return self._own.describe()
 
     @override
     def state(self) -> dict[str, Tensor]:

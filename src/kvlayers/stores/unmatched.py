@@ -21,6 +21,8 @@ class UnmatchedHalves:
         values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
     """
 
+    holds_tokens_apart = False
+
     def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
         self.store = store
         self.keys = keys

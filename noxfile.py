@@ -17,8 +17,10 @@ VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0")
 """The oldest and the newest version of transformers that kvlayers runs on, and versions between that changed much."""
 
 CORE = (
-    *("bad_input", "compat", "families", "generate", "legacy", "legacy_names", "legacy_tuples", "old_documents"),
-    *("persistence", "registry", "rotary", "sink", "upstream"),
+    *("caches/test_bad_input", "caches/test_legacy", "caches/test_old_documents", "generation/test_families"),
+    *("generation/test_generate", "generation/test_legacy_names", "generation/test_legacy_tuples"),
+    *("generation/test_registry", "layers/test_sink", "persistence/test_persistence", "rope/test_rotary"),
+    *("upstream/test_compat", "upstream/test_upstream"),
 )
 """Files with tests of what versions of transformers differ in."""
 
@@ -50,7 +52,7 @@ def oldest(session: nox.Session) -> None:
     """The fast core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
     # triton is a gigabyte, and what is tested of it is the same on every version.
     install(session, VERSIONS[0], extras="test")
-    run_tests(session, "-m", "fast", *(f"tests/test_{name}.py" for name in CORE), *session.posargs)
+    run_tests(session, "-m", "fast", *(f"tests/{name}.py" for name in CORE), *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

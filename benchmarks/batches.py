@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 import report
-from contenders import CONTENDERS, EXACT, OURS, OURS_STATIC, REFERENCE
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from contenders import CONTENDERS, EXACT, KVLAYERS, OURS_STATIC, REFERENCE
+from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from timing import Disagreements
 from workload import Workload, default_model, real_workload
 
-NAMES = (REFERENCE, EXACT, OURS, OURS_STATIC)
+NAMES = (REFERENCE, EXACT, KVLAYERS, OURS_STATIC)
 
 PROMISES = (
     # Cases, caches of transformers of which the fastest counts, cache of kvlayers, least ratio.
-    (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), OURS, 0.98),
+    (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), KVLAYERS, 0.98),
     (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), OURS_STATIC, 0.98),
-    (((8, 128),), (REFERENCE,), OURS, 1.25),
-    (((32, 128),), (REFERENCE,), OURS, 1.7),
-    (((8, 1024),), (REFERENCE,), OURS, 1.5),
+    (((8, 128),), (REFERENCE,), KVLAYERS, 1.25),
+    (((32, 128),), (REFERENCE,), KVLAYERS, 1.7),
+    (((8, 1024),), (REFERENCE,), KVLAYERS, 1.5),
 )
 """How many times as long a step of transformers takes as one of kvlayers."""
 
@@ -81,7 +81,7 @@ def measure(
             tokens = logits[:, -1].argmax(-1)
             for index in range(steps):
                 seen = {}
-                for name in in_turns(NAMES, trial + index):
+                for name in interleaved(NAMES, trial + index):
                     took, seen[name] = step(model, caches[name], tokens)
                     # The first step of a case meets cold memory.
                     if index:
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.threads:
         torch.set_num_threads(given.threads)
     console = report.terminal()
-    surroundings = report.surroundings()
+    environment = report.environment()
     workload = real_workload(given.model, given.text, console.print, getattr(torch, given.dtype))
     if workload is None:
         return 1
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 what = "{} x {}: step of {} over that of {}".format(*case, rival, name)
                 promises.append(report.promised(what, ratio(seconds, rival, name), at_least=least))
     report.show_targets(console, promises)
-    return report.finish(console, given, surroundings, results, promises, disagreements)
+    return report.finish(console, given, environment, results, promises, disagreements)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from transformers.utils import logging
 import kvlayers
 import report
 from fidelity import passages
-from kvlayers.calibration.divergence import DivergenceInUse
-from kvlayers.layers.dispatch import attention_part
+from kvlayers.caches.from_config import attention_part
+from kvlayers.tools.calibration.divergence import DivergenceInUse
 from workload import RandomModel, Shape, default_model, default_text
 
 UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
     if given.quick:
         logging.disable_progress_bar()
-    surroundings = report.surroundings()
+    environment = report.environment()
     model, found = load(given)
     measured = measure(model, given, found)
     table = report.new_table(
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{entry['ratio']:.3f}",
         )
     console.print(table)
-    report.write(console, given, surroundings, {"results": {"calibration": measured}})
+    report.write(console, given, environment, {"results": {"calibration": measured}})
     within = all(entry["bytes_per_token"] <= float(budget) for budget, entry in measured["budgets"].items())
     return 0 if within else 1
 

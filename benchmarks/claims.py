@@ -47,7 +47,7 @@ from contenders import (
     CONTENDERS,
     EXACT,
     FLOOR,
-    OURS,
+    KVLAYERS,
     OURS_4_BITS,
     OURS_STATIC,
     QUANTIZED,
@@ -57,9 +57,9 @@ from contenders import (
     fill,
 )
 from generation import GENERATORS, Job, measure_generate
-from kvlayers.measuring.held import held_bytes
-from kvlayers.measuring.scoring import CacheMaker
-from kvlayers.measuring.texts import default_text
+from kvlayers.tools.measuring.nbytes import cache_nbytes
+from kvlayers.tools.measuring.scoring import CacheMaker
+from kvlayers.tools.measuring.texts import default_text
 from quantized import FULL, Contender
 from quantized import REFERENCE as IN_FULL
 from timing import Disagreements, Ticking, measure_decode, measure_update
@@ -124,7 +124,7 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
     """Decode steps of caches in full precision and of quantized ones."""
     length, steps, trials = (128, 4, 1) if run.quick else (16384, 16, 2)
     names = {
-        claimed.DYNAMIC: OURS,
+        claimed.DYNAMIC: KVLAYERS,
         claimed.INT8: "kvlayers 8 bits",
         claimed.FP8: "kvlayers fp8",
         claimed.INT4: OURS_4_BITS,
@@ -136,13 +136,13 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
     disagreements = Disagreements()
     tick = run.ticking(f"decode steps at {length:,} tokens", trials)
     measured = measure_decode(run.random, makers, length, steps, trials, 4, disagreements, tick)
-    check_tokens(disagreements, (OURS, FLOOR))
+    check_tokens(disagreements, (KVLAYERS, FLOOR))
     dense = report.length_bytes(measured)
     cells = {
         row: {
             claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
             claimed.OF_PREALLOCATED: report.times_as_fast(measured, name, FLOOR),
-            claimed.OVER_DYNAMIC: report.times_as_fast(measured, name, OURS),
+            claimed.OVER_DYNAMIC: report.times_as_fast(measured, name, KVLAYERS),
             claimed.OVER_QUANTO: report.times_as_fast(measured, name, THEIRS_4_BITS[0]),
             claimed.OF_DENSE: measured[name]["held"] / dense,
         }
@@ -163,8 +163,8 @@ def measure_batches(run: Run) -> Mapping[str, Cells]:
         seconds = batches.measure(workload, size, tokens, steps, trials, disagreements, tick)
         check_tokens(disagreements, batches.NAMES)
         cells[claimed.batch_row(batch, length)] = {
-            claimed.TIMES_AS_FAST: batches.ratio(seconds, REFERENCE, OURS),
-            claimed.OVER_BETTER: min(batches.ratio(seconds, theirs, OURS) for theirs in (REFERENCE, EXACT)),
+            claimed.TIMES_AS_FAST: batches.ratio(seconds, REFERENCE, KVLAYERS),
+            claimed.OVER_BETTER: min(batches.ratio(seconds, theirs, KVLAYERS) for theirs in (REFERENCE, EXACT)),
         }
     return {"batches": cells}
 
@@ -182,7 +182,7 @@ def measure_static(run: Run) -> Mapping[str, Cells]:
         backend="eager" if run.quick else INDUCTOR,
     )
     disagreements = Disagreements()
-    makers = {name: CONTENDERS[name] for name in (REFERENCE, OURS, OURS_STATIC, EXACT)}
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, OURS_STATIC, EXACT)}
     with nothing_in_memory(plan.backend):
         eager, in_graphs = static.measure_steps(run.random, makers, length, plan, disagreements, run.ticking)
     small, large, theirs = (
@@ -276,7 +276,7 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
     shape = QUICK_SHAPE if run.quick else Shape(layers=1, heads=9, kv_heads=3)
     steps, trials = (8, 1) if run.quick else (64, 5)
     config = RandomModel(shape).model.config
-    makers = {name: CONTENDERS[name] for name in (REFERENCE, OURS)}
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS)}
     cells = {}
     with threads(1):
         for tokens in claimed.UPDATES:
@@ -284,8 +284,8 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
             tick = run.ticking(f"updates at {tokens:,} tokens", trials)
             measured = measure_update(config, shape, makers, tokens, steps, trials, disagreements, tick)
             check_tokens(disagreements, makers)
-            of_theirs = report.times_as_fast(measured, REFERENCE, OURS)
-            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_THEIRS: of_theirs}
+            of_transformers = report.times_as_fast(measured, REFERENCE, KVLAYERS)
+            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_THEIRS: of_transformers}
     return {"update": cells}
 
 
@@ -295,15 +295,15 @@ def measure_window(run: Run) -> Mapping[str, Cells]:
     workload = RandomModel(QUICK_SHAPE if run.quick else Shape(), sliding_window=window)
     tick = run.ticking(f"a window of {window}", 2)
     held = {}
-    for name in (REFERENCE, OURS):
+    for name in (REFERENCE, KVLAYERS):
         # Each has states of its own: what one holds must not be seen through the other.
         workload.prepare(tokens)
         cache = CONTENDERS[name](workload.model.config, tokens)
         fill(cache, workload.states, tokens)
         workload.states = []
-        held[name] = held_bytes(cache)
+        held[name] = cache_nbytes(cache)
         tick()
-    return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_THEIRS: held[OURS] / held[REFERENCE]}}}
+    return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_THEIRS: held[KVLAYERS] / held[REFERENCE]}}}
 
 
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
@@ -331,12 +331,12 @@ def measure_offload(run: Run) -> Mapping[str, Cells]:
     traffic = offload.count_traffic(workload.model, workload.prompt(tokens), new)
     tick()
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
-    rows = {claimed.OFFLOADED: traffic[offload.OURS], claimed.OFFLOADED_PACKED: traffic[offload.OURS_PACKED]}
+    rows = {claimed.OFFLOADED: traffic[offload.KVLAYERS], claimed.OFFLOADED_PACKED: traffic[offload.OURS_PACKED]}
     cells = {
         row: {
             claimed.NEW_BYTES: entry["to_host"] / token,
             claimed.MOST_ON_DEVICE: entry["peak_on_device"] / entry["held"],
-            claimed.SENT_OF_OFFLOADED: entry["to_device"] / traffic[offload.OURS]["to_device"],
+            claimed.SENT_OF_OFFLOADED: entry["to_device"] / traffic[offload.KVLAYERS]["to_device"],
         }
         for row, entry in rows.items()
     }
@@ -409,7 +409,7 @@ def measure(
     failures = {}
     tick = run.ticking("measurements", len(names))
     for name in names:
-        at, begin = report.surroundings(), time.perf_counter()
+        at, begin = report.environment(), time.perf_counter()
         try:
             answered = MEASUREMENTS[name](run)
         except Exception as error:
@@ -504,10 +504,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.threads:
         torch.set_num_threads(given.threads)
-    surroundings = report.surroundings()
+    environment = report.environment()
     # Before what is recorded is replaced.
     before = claimed.read_record(claimed.recorded_path())
-    content = {**surroundings, "arguments": {"only": given.only, "threads": given.threads}}
+    content = {**environment, "arguments": {"only": given.only, "threads": given.threads}}
     keeping = functools.partial(keep, content=content) if given.record else len
     with report.progress_bars(console, TimeRemainingColumn()) as progress:
         found, failures = measure(Run(given.model, given.quick, progress), given.only, keeping)
@@ -516,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, failure in failures.items():
         console.print(f"{name} failed: {failure}", markup=False)
     console.print(f"{failed} claims do not hold or were not measured")
-    report.write(console, given, surroundings, {"results": {"claims": found}, "failures": failures})
+    report.write(console, given, environment, {"results": {"claims": found}, "failures": failures})
     if given.record:
         write_pages()
         console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.CHOOSING}")

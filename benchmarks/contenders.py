@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.single_query import attended_by_one_query
+from kvlayers.attention.gqa import attended_by_one_query
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the number of tokens that it will have held in the end."""
 
 REFERENCE = "transformers.DynamicCache"
-OURS = "kvlayers.DynamicCache"
+KVLAYERS = "kvlayers.DynamicCache"
 FLOOR = "preallocated to length"
 OURS_STATIC = "kvlayers.StaticCache"
 EXACT = "transformers.StaticCache"
@@ -39,7 +39,7 @@ def roundings(name: str) -> int:
     """How many roundings of the model's dtype a logit may be off the reference's; 0 where every sum is the same.
 
     transformers' StaticCache leads attention to add up the same numbers in another order, by its mask, and so do all
-    caches that mark keys for attention: see `kvlayers.attention.single_query`. Compiled code rounds after several
+    caches that mark keys for attention: see `kvlayers.attention.gqa`. Compiled code rounds after several
     operations instead of after each, and without a cache all products are of other shapes: with 8 layers in bfloat16,
     some logits are then four roundings off.
     """
@@ -99,7 +99,7 @@ def preallocated(config: Any, length: int) -> transformers.Cache:
 
 CONTENDERS: dict[str, Maker] = {
     REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
-    OURS: lambda config, length: kvlayers.DynamicCache(config=config),
+    KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config),
     OURS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
     EXACT: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     FLOOR: preallocated,
@@ -111,7 +111,7 @@ THEIRS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
 
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
-    OURS: CONTENDERS[OURS],
+    KVLAYERS: CONTENDERS[KVLAYERS],
     OURS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
     "kvlayers 2 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=2),
     "kvlayers 8 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),

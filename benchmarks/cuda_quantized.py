@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention.triton_decode import DEFAULT_LAUNCH, Launch, attend_packed, supports
-from kvlayers.quantizers.base import CodeFormat, Side
-from kvlayers.stores.packed_side import PackedSide, side_bytes
+from kvlayers.attention.cuda.launch import DEFAULT_LAUNCH, Launch, attend_packed, supports
+from kvlayers.quantizers.contract import CodeFormat, Side
+from kvlayers.quantizers.packed_side import PackedSide, side_bytes
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 64
 DTYPE = torch.bfloat16

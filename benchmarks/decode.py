@@ -31,7 +31,7 @@ from rich.console import Console
 
 import report
 from compiling import INDUCTOR
-from contenders import CONTENDERS, OURS, QUANTIZED, Maker
+from contenders import CONTENDERS, KVLAYERS, QUANTIZED, Maker
 from peak import measure_peak
 from sliding import measure_sliding
 from static import Plan, measure_static
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
     console = report.terminal()
     if given.threads:
         torch.set_num_threads(given.threads)
-    surroundings = report.surroundings()
+    environment = report.environment()
     shape = QUICK_SHAPE if given.quick else Shape()
     disagreements = Disagreements()
     workloads: dict[str, Workload] = {"random": RandomModel(shape)}
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
                 )
                 report.summarise(measured)
                 results["update"][length] = measured
-                results["growth"][length] = measure_growth(random_model.config, shape, makers[OURS], length)
+                results["growth"][length] = measure_growth(random_model.config, shape, makers[KVLAYERS], length)
         if "decode" not in given.skip:
             for kind, workload in workloads.items():
                 results["decode"][kind] = {"model": workload.name}
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
     # A small model has other costs than the one that the promises are about.
     promises = [] if given.quick else [*report.targets(results), *static_targets(results["static"])]
     report.show_targets(console, promises)
-    return report.finish(console, given, surroundings, results, promises, disagreements)
+    return report.finish(console, given, environment, results, promises, disagreements)
 
 
 if __name__ == "__main__":

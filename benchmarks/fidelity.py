@@ -30,8 +30,8 @@ from torch import Tensor
 import report
 from fidelity_report import plot, promises, show
 from kvlayers.errors import OptionError
-from kvlayers.measuring.scoring import CacheMaker, Scores, read
-from kvlayers.measuring.texts import default_text, passages
+from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
+from kvlayers.tools.measuring.texts import default_text, passages
 from outliers import key_outliers
 from quantized import EXACT, FULL, Contender, contenders, measure_bytes
 from workload import RandomModel, Shape, default_model
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
         return 1
     if given.threads:
         torch.set_num_threads(given.threads)
-    surroundings = report.surroundings()
+    environment = report.environment()
     chosen = contenders(given.backends, given.bits)
     caches = {**FULL, **({contender: contender.make for contender in chosen} if makers is None else makers)}
     text = given.text.read_text() if given.text else default_text()
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     # A random model attends to everything alike, so that its figures say nothing of fidelity.
     targets = [] if given.quick else [target for measured in results for target in promises(measured)]
     report.show_targets(console, targets)
-    report.write(console, given, surroundings, {"results": results, "targets": targets})
+    report.write(console, given, environment, {"results": results, "targets": targets})
     if given.plot:
         plot(console, results, given.plot)
     return exit_code(console, results, given.chunk)

@@ -10,7 +10,7 @@ from rich.table import Table
 from quantized import REFERENCE, Contender
 
 RIVALS = ("quanto", "hqq")
-OURS = "native"
+KVLAYERS = "native"
 
 
 def entry_of(measured: dict[str, Any], kind: str, library: str, backend: str, bits: int) -> dict[str, Any] | None:
@@ -37,7 +37,7 @@ def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"what": f"{measured['model']}, {what}", "asked": asked, "value": value, "met": met})
 
     for bits, at_most in ((4, 1 / 10), (2, 1 / 40)):
-        ours, theirs = entry_of(measured, "plain", "kvlayers", OURS, bits), better_rival(measured, "plain", bits)
+        ours, theirs = entry_of(measured, "plain", "kvlayers", KVLAYERS, bits), better_rival(measured, "plain", bits)
         if ours is None or theirs is None:
             continue
         promise(f"{bits} bits, divergence over transformers' better", ours["kl"] / theirs["kl"], at_most=at_most)
@@ -46,15 +46,15 @@ def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
             for entry in (Contender("transformers", backend, bits) for backend in RIVALS)
             if entry.name in measured["bytes"]
         ]
-        our_bytes = measured["bytes"][Contender("kvlayers", OURS, bits).name]["bytes"]
+        our_bytes = measured["bytes"][Contender("kvlayers", KVLAYERS, bits).name]["bytes"]
         promise(f"{bits} bits, bytes over transformers' fewest", our_bytes / min(held), at_most=1)
-    ours, theirs = entry_of(measured, "plain", "kvlayers", OURS, 2), better_rival(measured, "plain", 4)
+    ours, theirs = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_rival(measured, "plain", 4)
     if ours is not None and theirs is not None:
         promise("2 bits, divergence over transformers' better of 4", ours["kl"] / theirs["kl"], at_most=1)
-    ours, plain = (entry_of(measured, kind, "kvlayers", OURS, 4) for kind in ("outliers", "plain"))
+    ours, plain = (entry_of(measured, kind, "kvlayers", KVLAYERS, 4) for kind in ("outliers", "plain"))
     if ours is not None and plain is not None:
         promise("4 bits, divergence with outliers over without", ours["kl"] / plain["kl"], at_most=2)
-    ours = entry_of(measured, "plain", "kvlayers", OURS, 8)
+    ours = entry_of(measured, "plain", "kvlayers", KVLAYERS, 8)
     if ours is not None:
         promise("8 bits, agreement of the likeliest token", ours["agreement"], at_least=0.995)
     return found

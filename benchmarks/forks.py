@@ -28,10 +28,10 @@ from torch import Tensor
 import kvlayers
 import report
 from contenders import fill, random_states
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import FILL_CHUNK, QUICK_SHAPE, RandomModel, Shape
 
-OURS, THEIRS = "kvlayers", "transformers"
+KVLAYERS, TRANSFORMERS = "kvlayers", "transformers"
 TIMES_AS_FAST = 100
 MOST_OF_EXPANDED = 0.1
 TIE = 0.05
@@ -64,13 +64,19 @@ def storages(cache: Any) -> dict[int, int]:
 
 def measure_forks(model: Any, tokens: int, trials: int) -> dict[str, Any]:
     """Seconds of a fork and of a deepcopy, in turns, and the bytes that a fork adds before it is written to."""
-    caches = {OURS: kvlayers.DynamicCache(config=model.config), THEIRS: transformers.DynamicCache(config=model.config)}
+    caches = {
+        KVLAYERS: kvlayers.DynamicCache(config=model.config),
+        TRANSFORMERS: transformers.DynamicCache(config=model.config),
+    }
     config = model.config
     sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     states = random_states(*sizes, tokens, torch.bfloat16)
     for cache in caches.values():
         fill(cache, states, FILL_CHUNK)
-    makers: dict[str, Callable[[], Any]] = {OURS: caches[OURS].fork, THEIRS: lambda: copy.deepcopy(caches[THEIRS])}
+    makers: dict[str, Callable[[], Any]] = {
+        KVLAYERS: caches[KVLAYERS].fork,
+        TRANSFORMERS: lambda: copy.deepcopy(caches[TRANSFORMERS]),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     with quiet_clock():
         for _ in range(trials):
@@ -79,9 +85,9 @@ def measure_forks(model: Any, tokens: int, trials: int) -> dict[str, Any]:
                 kept = make()
                 seconds[name].append(time.perf_counter() - begin)
                 del kept
-    fork = caches[OURS].fork()
-    added = sum((storages(fork) | storages(caches[OURS])).values()) - sum(storages(caches[OURS]).values())
-    return {"seconds": seconds, "bytes_added": added, "held": caches[OURS].nbytes}
+    fork = caches[KVLAYERS].fork()
+    added = sum((storages(fork) | storages(caches[KVLAYERS])).values()) - sum(storages(caches[KVLAYERS]).values())
+    return {"seconds": seconds, "bytes_added": added, "held": caches[KVLAYERS].nbytes}
 
 
 def continue_all(model: Any, cache: Any, first: Tensor, new: int) -> tuple[Tensor, Tensor, int, float]:
@@ -107,8 +113,8 @@ def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> d
     found: dict[str, Any] = {}
     tokens, gaps = {}, {}
     for name, cache in (
-        (THEIRS, transformers.DynamicCache(config=model.config)),
-        (OURS, kvlayers.DynamicCache(config=model.config)),
+        (TRANSFORMERS, transformers.DynamicCache(config=model.config)),
+        (KVLAYERS, kvlayers.DynamicCache(config=model.config)),
     ):
         with torch.no_grad():
             model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
@@ -119,10 +125,10 @@ def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> d
         tokens[name], gaps[name], most, step = continue_all(model, cache, first, new)
         found[name] = {"most_bytes": most, "step": step}
         gc.collect()
-    others = tokens[OURS] != tokens[THEIRS]
+    others = tokens[KVLAYERS] != tokens[TRANSFORMERS]
     # Once a sequence has another token, all that comes after it is of another text.
     first_other = others.int().argmax(1)
-    ties = gaps[THEIRS].gather(1, first_other[:, None])[:, 0] <= TIE
+    ties = gaps[TRANSFORMERS].gather(1, first_other[:, None])[:, 0] <= TIE
     found["other_tokens"] = int((others.any(1) & ~ties).sum())
     found["ties"] = int((others.any(1) & ties).sum())
     return found
@@ -137,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forks = measure_forks(model, given.tokens, given.trials)
     medians = {name: statistics.median(times) for name, times in forks["seconds"].items()}
     table = report.new_table(f"Another continuation of {given.tokens} tokens, {workload.name}", "", "ms", "MB added")
-    table.add_row("kvlayers, fork()", f"{medians[OURS] * 1e3:.3f}", f"{forks['bytes_added'] / 1e6:.1f}")
-    table.add_row("transformers, deepcopy", f"{medians[THEIRS] * 1e3:.3f}", f"{forks['held'] / 1e6:.1f}")
+    table.add_row("kvlayers, fork()", f"{medians[KVLAYERS] * 1e3:.3f}", f"{forks['bytes_added'] / 1e6:.1f}")
+    table.add_row("transformers, deepcopy", f"{medians[TRANSFORMERS] * 1e3:.3f}", f"{forks['held'] / 1e6:.1f}")
     console.print(table)
     many = measure_continuations(model, workload.prompt(given.prompt), given.continuations, given.new)
     table = report.new_table(
@@ -147,12 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "most MB held",
         "ms a step",
     )
-    for name in (OURS, THEIRS):
+    for name in (KVLAYERS, TRANSFORMERS):
         table.add_row(name, f"{many[name]['most_bytes'] / 1e6:.1f}", f"{many[name]['step'] * 1e3:.1f}")
     console.print(table)
-    share = many[OURS]["most_bytes"] / many[THEIRS]["most_bytes"]
+    share = many[KVLAYERS]["most_bytes"] / many[TRANSFORMERS]["most_bytes"]
     kept = [
-        report.promised("fork, times as fast as deepcopy", medians[THEIRS] / medians[OURS], at_least=TIMES_AS_FAST),
+        report.promised(
+            "fork, times as fast as deepcopy", medians[TRANSFORMERS] / medians[KVLAYERS], at_least=TIMES_AS_FAST
+        ),
         report.promised("bytes that a fork adds", forks["bytes_added"], at_most=0),
         report.promised("bytes of continuations, to expanded", share, at_most=MOST_OF_EXPANDED),
     ]
@@ -161,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{met}: {promise['what']}: {promise['value']:.3g}, asked {promise['asked']}")
     console.print(f"{many['other_tokens']} sequences with other tokens, {many['ties']} with a tie")
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"surroundings": report.surroundings(), "forks": forks, "continuations": many, "targets": kept}
+    result = {"environment": report.environment(), "forks": forks, "continuations": many, "targets": kept}
     given.output.write_text(json.dumps(result, indent=1))
     return 1 if many["other_tokens"] else 0
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import kvlayers
 from compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
-from contenders import EXACT, NO_CACHE, OURS, OURS_STATIC, REFERENCE, compiled, is_compiled
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from contenders import EXACT, KVLAYERS, NO_CACHE, OURS_STATIC, REFERENCE, compiled, is_compiled
+from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from peak import peak_bytes
 from timing import Disagreements, Tick, step
 
@@ -76,7 +76,7 @@ def _everywhere(config: transformers.CompileConfig) -> transformers.CompileConfi
 
 GENERATORS: dict[str, Arguments] = {
     REFERENCE: lambda job: {"past_key_values": transformers.DynamicCache(config=job.model.config)},
-    OURS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
+    KVLAYERS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
     compiled(OURS_STATIC): lambda job: {**_ours_static(job), "compile_config": job.compile_config()},
     compiled(EXACT): lambda job: {**_their_static(job), "compile_config": _everywhere(job.compile_config())},
     OURS_STATIC: lambda job: {**_ours_static(job), "disable_compile": True},
@@ -85,7 +85,7 @@ GENERATORS: dict[str, Arguments] = {
 }
 """The reference comes first: tokens and ratios are held against it."""
 
-SERVING = (REFERENCE, OURS, compiled(OURS_STATIC), compiled(EXACT))
+SERVING = (REFERENCE, KVLAYERS, compiled(OURS_STATIC), compiled(EXACT))
 """Those that one would decode with."""
 
 
@@ -205,7 +205,7 @@ def measure_calls(
             measured[name]["peak"] = _peak(name, call, job, allocated)
         tick()
     for trial in range(trials):
-        for name in in_turns(list(calls), trial):
+        for name in interleaved(list(calls), trial):
             seconds, tokens = calls[name]()
             measured[name]["seconds"].append([seconds])
             expected.compare(name, trial, tokens)  # type: ignore[union-attr]

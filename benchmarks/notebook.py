@@ -22,13 +22,13 @@ import torch
 
 import report
 from compiling import INDUCTOR, nothing_in_memory
-from contenders import EXACT, NO_CACHE, OURS, OURS_STATIC, REFERENCE, compiled
+from contenders import EXACT, KVLAYERS, NO_CACHE, OURS_STATIC, REFERENCE, compiled
 from generation import GENERATORS, Job, measure_generate
 from static_report import calls_table
 from timing import Disagreements
 from workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
 
-ROWS = (NO_CACHE, REFERENCE, OURS, compiled(EXACT), compiled(OURS_STATIC), EXACT, OURS_STATIC)
+ROWS = (NO_CACHE, REFERENCE, KVLAYERS, compiled(EXACT), compiled(OURS_STATIC), EXACT, OURS_STATIC)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = report.terminal()
     if given.threads:
         torch.set_num_threads(given.threads)
-    surroundings = report.surroundings()
+    environment = report.environment()
     dtype = getattr(torch, given.dtype)
     workload: Workload | None = real_workload(given.model, given.text, console.print, dtype)
     if workload is None:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.summarise(calls)
     title = f"{job.name}, {given.dtype} on {given.device}: {job.new} tokens after {job.prompt_tokens}"
     console.print(calls_table(f"{title}, {job.reserve} reserved", calls))
-    return report.finish(console, given, surroundings, {"model": job.name, "calls": calls}, [], disagreements)
+    return report.finish(console, given, environment, {"model": job.name, "calls": calls}, [], disagreements)
 
 
 if __name__ == "__main__":

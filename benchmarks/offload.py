@@ -29,27 +29,27 @@ import torch
 import transformers
 
 import kvlayers
-import kvlayers.cache
-from kvlayers.measuring.turns import quiet_clock
+import kvlayers.caches.base
 from kvlayers.offload import RecordingTransfers
+from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import RandomModel, Shape
 
 QUICK_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 SHAPE = Shape(layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=32768)
-OURS, OURS_PACKED, THEIRS = "kvlayers, offloaded", "kvlayers, offloaded int4", "transformers, offloaded"
+KVLAYERS, OURS_PACKED, TRANSFORMERS = "kvlayers, offloaded", "kvlayers, offloaded int4", "transformers, offloaded"
 
 CACHES: dict[str, Callable[[Any, bool], Any]] = {
-    OURS: lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
+    KVLAYERS: lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
     OURS_PACKED: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
-    THEIRS: lambda config, offloading: transformers.DynamicCache(config=config, offloading=offloading),
+    TRANSFORMERS: lambda config, offloading: transformers.DynamicCache(config=config, offloading=offloading),
 }
 STATIC = "kvlayers, offloaded static"
 COUNTED: dict[str, Callable[[Any, int], kvlayers.Cache]] = {
-    OURS: lambda config, length: kvlayers.DynamicCache(config=config, offloading=True),
+    KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config, offloading=True),
     STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=2 * length, offloading=True),
     OURS_PACKED: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4, offloading=True),
 }
-TARGETS = {(OURS, THEIRS): 1.8, (OURS_PACKED, OURS): 3}
+TARGETS = {(KVLAYERS, TRANSFORMERS): 1.8, (OURS_PACKED, KVLAYERS): 3}
 """How many times as fast as the other the one is to be, at least."""
 OF_BANDWIDTH = 0.85
 """Share of what the bandwidth allows that our dense cache is to reach."""
@@ -79,7 +79,7 @@ def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
     for name, make in COUNTED.items():
         transfers = RecordingTransfers(lambda waiting: waiting)
         prefetcher = functools.partial(kvlayers.Prefetcher, transfers=lambda device, transfers=transfers: transfers)
-        with mock.patch.object(kvlayers.cache, "Prefetcher", prefetcher):
+        with mock.patch.object(kvlayers.caches.base, "Prefetcher", prefetcher):
             cache = make(model.config, prompt.shape[1])
         tokens = decode(model, cache, prompt, new)
         steps = [cache.traffic.of_step(step) for step in range(-new + 1, 0)]
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result["traffic"] = measured = count_traffic(model, prompt, given.new)
         expected = {
             name: decode(
-                model, CACHES[OURS_PACKED if name == OURS_PACKED else OURS](model.config, False), prompt, given.new
+                model, CACHES[OURS_PACKED if name == OURS_PACKED else KVLAYERS](model.config, False), prompt, given.new
             )
             for name in measured
         }
@@ -186,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{one} over {other}": (measured[one]["rate"] / measured[other]["rate"], least)
             for (one, other), least in TARGETS.items()
         }
-        allowed = result["bandwidth"] / measured[OURS]["to_device"]
-        promises[f"{OURS} over what bandwidth allows"] = measured[OURS]["rate"] / allowed, OF_BANDWIDTH
+        allowed = result["bandwidth"] / measured[KVLAYERS]["to_device"]
+        promises[f"{KVLAYERS} over what bandwidth allows"] = measured[KVLAYERS]["rate"] / allowed, OF_BANDWIDTH
         result["targets"] = promises
         for what, (value, least) in promises.items():
             print(f"{'met' if value >= least else 'missed'}: {what}: {value:.2f}, asked >= {least}")

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from contenders import Maker
-from kvlayers.measuring.held import held_bytes
+from kvlayers.tools.measuring.nbytes import cache_nbytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -95,7 +95,7 @@ def measure_peak(make: Maker, config: Any, length: int, worst_from: int) -> dict
         "peak": peak / live,
         "held": held / live,
         "worst_moment": worst,
-        "reported": held_bytes(cache) / held,
+        "reported": cache_nbytes(cache) / held,
     }
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kvlayers
 import report
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Tick
 from workload import default_model, real_workload
 
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 where tokens are not those of transformers."""
     given = parse(arguments)
     console = report.terminal()
-    surroundings = report.surroundings()
+    environment = report.environment()
     workload = real_workload(given.model, given.text, console.print, torch.float32)
     if workload is None:
         return 0
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {"one": one, "batch": batch, "chat": turns, "opening": opening}
     other_answers = sum(not turn["same"] for turn in turns)
     console.print(f"{other_answers} turns with other answers; the store of one file was opened in {opening:.3f} s")
-    code = report.finish(console, given, surroundings, results, promises, disagreements)
+    code = report.finish(console, given, environment, results, promises, disagreements)
     return 1 if other_answers else code
 
 

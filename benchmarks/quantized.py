@@ -10,8 +10,8 @@ from transformers import cache_utils
 
 import kvlayers
 from contenders import fill
-from kvlayers.measuring.held import held_bytes
-from kvlayers.measuring.scoring import CacheMaker
+from kvlayers.tools.measuring.nbytes import cache_nbytes
+from kvlayers.tools.measuring.scoring import CacheMaker
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
 AXES = {"quanto": 0, "hqq": 1}
@@ -136,5 +136,5 @@ def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chun
             new = keys[:, :, start : start + chunk], values[:, :, start : start + chunk]
             fill(cache, [new] * filled, chunk)
             if start >= context:
-                seen.append(factor * held_bytes(cache) / (start + chunk))
+                seen.append(factor * cache_nbytes(cache) / (start + chunk))
     return {"bytes": sum(seen) / len(seen), "most_bytes": max(seen), "last_bytes": seen[-1]}

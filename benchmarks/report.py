@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from contenders import EXACT, FLOOR, OURS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
-from kvlayers.measuring.surroundings import surroundings as surroundings
+from contenders import EXACT, FLOOR, KVLAYERS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
+from kvlayers.tools.measuring.environment import environment as environment
 from timing import Disagreements, Tick, Ticking
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -93,9 +93,9 @@ def add_amortised(decode: dict[str, Any], growth: dict[str, float], layers: int)
     """Add to our decode step what growing costs it in the long run: see `measure_growth`."""
     if growth:
         extra = layers * (growth["mean"] - growth["median"])
-        decode[OURS]["amortised"] = decode[OURS]["median"] + extra
-        decode[OURS]["amortised_speed_to_floor"] = decode[FLOOR]["median"] / decode[OURS]["amortised"]
-        decode[OURS]["growth_step"] = decode[OURS]["median"] + layers * growth["growth_update"]
+        decode[KVLAYERS]["amortised"] = decode[KVLAYERS]["median"] + extra
+        decode[KVLAYERS]["amortised_speed_to_floor"] = decode[FLOOR]["median"] / decode[KVLAYERS]["amortised"]
+        decode[KVLAYERS]["growth_step"] = decode[KVLAYERS]["median"] + layers * growth["growth_update"]
 
 
 def add_agreement(measured: dict[str, Any], rounded: Any, length: int, steps: int) -> None:
@@ -121,17 +121,19 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
     decode, update = results["decode"].get("random", {}), results["update"]
     if 16384 in decode:
-        ours = decode[16384][OURS]
+        ours = decode[16384][KVLAYERS]
         promise("step at 16k, times as fast as transformers' DynamicCache", ours["speed"], at_least=3.5)
         promise("step at 16k, speed against memory of the exact length", ours["speed_to_floor"], at_least=0.9)
         promise("the same against transformers' StaticCache of that length", ours["speed_to_exact"], at_least=0.9)
         if "amortised" in ours:
             promise("the same with growth amortised", ours["amortised_speed_to_floor"], at_least=0.9)
     if 128 in decode:
-        promise("step at 128, times as fast as transformers' DynamicCache", decode[128][OURS]["speed"], at_least=0.98)
+        promise(
+            "step at 128, times as fast as transformers' DynamicCache", decode[128][KVLAYERS]["speed"], at_least=0.98
+        )
     if 64 in update:
-        promise("update at 64, median time over transformers'", 1 / update[64][OURS]["speed"], at_most=1)
-        promise("update at 64, mean time over transformers'", 1 / update[64][OURS]["speed_of_means"], at_most=1)
+        promise("update at 64, median time over transformers'", 1 / update[64][KVLAYERS]["speed"], at_most=1)
+        promise("update at 64, mean time over transformers'", 1 / update[64][KVLAYERS]["speed_of_means"], at_most=1)
     for length, measured in results.get("quantized", {}).items():
         if length not in (4096, 16384):
             continue
@@ -141,16 +143,16 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
             speed = times_as_fast(measured, OURS_4_BITS, theirs)
             promise(f"{where}, times as fast as {theirs}", speed, at_least=least)
         if length == 16384:
-            slower = times_as_fast(measured, OURS, OURS_4_BITS)
+            slower = times_as_fast(measured, KVLAYERS, OURS_4_BITS)
             promise(f"{where}, time over our DynamicCache's", slower, at_most=1.3)
             dense = length_bytes(measured)
             promise("bytes held at 16k, 4 bits over dense", ours["held"] / dense, at_most=0.295)
             promise("bytes held at 16k, 2 bits over dense", measured["kvlayers 2 bits"]["held"] / dense, at_most=0.17)
     if results["peak"]:
-        entry = results["peak"]["caches"][OURS]
+        entry = results["peak"]["caches"][KVLAYERS]
         promise(f"peak growing to {results['peak']['tokens']}, times what is live", entry["peak"], at_most=1.3)
     if results["sliding"]:
-        entry = results["sliding"][OURS]
+        entry = results["sliding"][KVLAYERS]
         promise("sliding window, last step time over first", entry["last_over_first"], at_most=1.1)
     return found
 
@@ -232,7 +234,7 @@ def _update_table(update: dict[int, Any], growth: dict[int, Any]) -> Table:
     )
     for length, measured in update.items():
         for name, entry in measured.items():
-            cycle = growth.get(length) if name == OURS else None
+            cycle = growth.get(length) if name == KVLAYERS else None
             table.add_row(
                 f"{length:>6} {name}",
                 f"{entry['median'] * MICRO:.1f}",
@@ -270,25 +272,25 @@ def show_targets(console: Console, promises: list[dict[str, Any]]) -> None:
         console.print(f"{verdict}: {promise['what']}: {promise['value']:.4g}, asked {promise['asked']}")
 
 
-def write(console: Console, given: argparse.Namespace, surroundings: dict[str, Any], content: dict[str, Any]) -> None:
+def write(console: Console, given: argparse.Namespace, environment: dict[str, Any], content: dict[str, Any]) -> None:
     """Write where a benchmark ran, the arguments that it was given and what it found to `given.output`, as JSON."""
     plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps({**surroundings, "arguments": plain, **content}, indent=1))
+    given.output.write_text(json.dumps({**environment, "arguments": plain, **content}, indent=1))
     console.print(f"written to {given.output}")
 
 
 def finish(
     console: Console,
     given: argparse.Namespace,
-    surroundings: dict[str, Any],
+    environment: dict[str, Any],
     results: dict[str, Any],
     promises: Sequence[dict[str, Any]],
     disagreements: Disagreements,
 ) -> int:
     """Write the JSON, say where caches disagreed, and return the exit code."""
     content = {"results": results, "targets": promises, "disagreements": disagreements.found}
-    write(console, given, surroundings, content)
+    write(console, given, environment, content)
     for entry in sorted(disagreements.found, key=lambda entry: entry["tie"])[:SHOWN]:
         gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
         console.print(

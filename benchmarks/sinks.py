@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kvlayers
 import report
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import QUICK_SHAPE, RandomModel, Workload, default_model, real_workload
 
 SINKS, WINDOW, RECOMPUTED = "kvlayers, sinks", "a window without sinks", "recomputed at every token"
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         met = "met" if promise["met"] else "missed"
         console.print(f"{met}: {promise['what']}: {promise['value']:.3f}, asked {promise['asked']}")
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"surroundings": report.surroundings(), "model": workload.name, "windows": measured, "targets": kept}
+    result = {"environment": report.environment(), "model": workload.name, "windows": measured, "targets": kept}
     given.output.write_text(json.dumps(result, indent=1))
     return 0 if all(promise["met"] for promise in kept if "perplexity" in promise["what"]) else 1
 

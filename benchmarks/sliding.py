@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contenders import FLOOR, REFERENCE, Maker, random_states
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from timing import Disagreements, Tick, Trials, greedy_reference, step
 from workload import RandomModel
 
@@ -55,7 +55,7 @@ def measure_sliding(
                 updated[name].append([])
             for turn, station in enumerate(stations):
                 tokens, logits_of = expected[station]
-                for name in in_turns(names, trial + turn):
+                for name in interleaved(names, trial + turn):
                     updated[name][trial] += _travel(caches[name], news, station)
                     took = []
                     for index in range(steps):

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
-from contenders import EXACT, OURS, OURS_STATIC, REFERENCE, Maker, compiled
+from contenders import EXACT, KVLAYERS, OURS_STATIC, REFERENCE, Maker, compiled
 from generation import GENERATORS, SERVING, Job, measure_generate
-from kvlayers.measuring.turns import quiet_clock
+from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Ticking, greedy_reference, measure_decode
 from workload import Workload
 
@@ -94,7 +94,7 @@ def measure_steps(
         for times, tokens in plan.reservations(length).items():
             name = with_reservation(of, times)
             sizes[name], static[name] = tokens, reserving(makers[of], tokens)
-    dynamic = {name: makers[name] for name in (REFERENCE, OURS)}
+    dynamic = {name: makers[name] for name in (REFERENCE, KVLAYERS)}
     tick = ticking(f"static caches at {length}", plan.trials)
     eager = measure_decode(
         workload, {**dynamic, **static}, length, plan.steps, plan.trials, plan.block, disagreements, tick

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from contenders import COMPILED, EXACT, OURS, OURS_STATIC, REFERENCE, compiled
+from contenders import COMPILED, EXACT, KVLAYERS, OURS_STATIC, REFERENCE, compiled
 from report import MILLI, new_table, promised, span, summarise, times_as_fast
 from static import with_reservation
 
@@ -49,7 +49,7 @@ def static_targets(static: dict[str, Any]) -> list[dict[str, Any]]:
                 times_as_fast(calls, other, compiled(OURS_STATIC)),
                 at_most=1,
             )
-            for other in (compiled(EXACT), OURS, REFERENCE)
+            for other in (compiled(EXACT), KVLAYERS, REFERENCE)
         ),
     ]
 
@@ -66,7 +66,7 @@ def _step_targets(length: int, measured: dict[str, Any]) -> list[dict[str, Any]]
             promised(f"{where}, times as fast as {EXACT}", times_as_fast(measured, large, theirs), at_least=5),
         ]
     if small in measured:
-        slower = times_as_fast(measured, OURS, small)
+        slower = times_as_fast(measured, KVLAYERS, small)
         found.append(promised(f"eager static step at {length}, time over our DynamicCache's", slower, at_most=1.05))
     return found
 

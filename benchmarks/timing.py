@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from contenders import REFERENCE, Maker, fill, random_states, roundings
-from kvlayers.measuring.held import held_bytes
-from kvlayers.measuring.ties import is_tie
-from kvlayers.measuring.turns import in_turns, quiet_clock
+from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
+from kvlayers.tools.measuring.nbytes import cache_nbytes
+from kvlayers.tools.measuring.ties import is_tie
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]
@@ -123,14 +123,14 @@ def measure_decode(
                 workload.fill(caches[name])
                 seconds[name].append([])
             for start in range(0, steps, block):
-                for name in in_turns(names, trial + start // block):
+                for name in interleaved(names, trial + start // block):
                     for index in range(start, min(start + block, steps)):
                         took, logits = step(forwards.get(name, model), caches[name], tokens[index])
                         seconds[name][trial].append(took)
                         where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
                         apart = disagreements.compare_step(where, expected[index], logits)
                         distance[name] = max(distance[name], apart)
-        held = {name: held_bytes(cache) for name, cache in caches.items()}
+        held = {name: cache_nbytes(cache) for name, cache in caches.items()}
         del caches
         tick()
     return {name: {"seconds": seconds[name], "held": held[name], "logit_distance": distance[name]} for name in names}
@@ -171,7 +171,7 @@ def measure_update(
         for name in names:
             seconds[name].append([])
         for repeat in range(repeats):
-            for name in in_turns(names, trial + repeat):
+            for name in interleaved(names, trial + repeat):
                 cache = makers[name](config, length + steps)
                 with quiet_clock():
                     fill(cache, prompt, FILL_CHUNK)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvlayers.demo.model import NAME, ModelError, export_bundled_model
-from kvlayers.demo.report import loading_bars
+from kvlayers.tools.demo.model import NAME, ModelError, export_bundled_model
+from kvlayers.tools.demo.report import loading_bars
 
 
 def main() -> None:

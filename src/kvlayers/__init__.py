@@ -8,17 +8,26 @@ import importlib.util
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .supported import check_installed, is_command
-from .version import __version__
+from kvlayers.upstream.supported import check_installed, is_command
+from kvlayers.utils import late
+from kvlayers.version import __version__
 
 if TYPE_CHECKING:
-    from .cache import Cache
-    from .cache_classes import cache_class_names, register_cache_class, unregister_cache_class
-    from .calibration import BytesBudget, Calibration, DivergenceBudget, MeasuredSetting, Sensitivity, calibrate
-    from .descriptions import DescriptionContext
-    from .dynamic_cache import DynamicCache
-    from .encoder_decoder import EncoderDecoderCache
-    from .errors import (
+    from kvlayers.caches.base import Cache
+    from kvlayers.caches.dynamic import DynamicCache
+    from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+    from kvlayers.caches.explanation import Explanation
+    from kvlayers.caches.export import ExportableDecoder
+    from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
+    from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
+    from kvlayers.caches.operations import CacheState
+    from kvlayers.caches.pytrees import register_export_support
+    from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+    from kvlayers.caches.registry import cache_class_names, register_cache_class, unregister_cache_class
+    from kvlayers.caches.sink import SinkCache
+    from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+    from kvlayers.caches.summary import CacheSummary, LayerSummary
+    from kvlayers.errors import (
         BatchIndexError,
         CacheFileError,
         CachePathError,
@@ -39,16 +48,14 @@ if TYPE_CHECKING:
         StateMismatchError,
         UnsupportedLayerError,
     )
-    from .explanation import Explanation
-    from .export import ExportableDecoder
-    from .generation.generating import generate
-    from .generation.install import install, installed, is_installed, uninstall
-    from .generation.known_ids import PromptMismatchWarning
-    from .generation.ladder import DEFAULT_LADDER, Rung
-    from .generation.registry import CacheRequest, cache_names, make_cache, register, unregister
-    from .generation.reservations import free_reservations
-    from .generation.resilient import SteppedDownWarning, resilient_generate
-    from .layers import (
+    from kvlayers.generation.generate import generate
+    from kvlayers.generation.install import install, installed, is_installed, uninstall
+    from kvlayers.generation.known_ids import PromptMismatchWarning
+    from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung
+    from kvlayers.generation.oom.resilient import SteppedDownWarning, resilient_generate
+    from kvlayers.generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+    from kvlayers.generation.static_pool import free_reservations
+    from kvlayers.layers import (
         CacheLayer,
         Checkpoints,
         DynamicLayer,
@@ -66,43 +73,45 @@ if TYPE_CHECKING:
         register_layer,
         unregister_layer,
     )
-    from .mamba_cache import HybridMambaAttentionDynamicCache, MambaCache
-    from .offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
-    from .offloaded_cache import OffloadedCache, OffloadedStaticCache
-    from .operations import CacheState
-    from .persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
-    from .planning import Plan, PlannedCache, plan
-    from .prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
-    from .pytrees import register_export_support
-    from .quantized_cache import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
-    from .quantizers import quantizer_names, register_quantizer, unregister_quantizer
-    from .rotary import Rotary
-    from .sink_cache import SinkCache
-    from .static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-    from .stores import (
+    from kvlayers.offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
+    from kvlayers.persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
+    from kvlayers.planning import Plan, PlannedCache, plan
+    from kvlayers.prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
+    from kvlayers.quantizers import quantizer_names, register_quantizer, unregister_quantizer
+    from kvlayers.rope.rotary import Rotary
+    from kvlayers.stores import (
         Buckets,
         DenseStore,
-        FixedStore,
+        DescriptionContext,
         Quantization,
         QuantizedStore,
         StateForm,
+        StaticStore,
         TokenStore,
         register_store,
         store_names,
         unregister_store,
     )
-    from .summary import CacheSummary, LayerSummary
+    from kvlayers.tools.calibration import (
+        BytesBudget,
+        Calibration,
+        DivergenceBudget,
+        MeasuredSetting,
+        Sensitivity,
+        calibrate,
+    )
+
+late.provide("save_cache", "kvlayers.persistence.save:save_cache")
 
 if not is_command():
     # The command checks by itself, and does not wait for transformers before it answers `--help`.
-    from . import first_import  # noqa: F401
+    from kvlayers.upstream import first_import  # noqa: F401
 
     check_installed()
 
 _NAMES = {
-    "cache": ("Cache",),
-    "cache_classes": ("cache_class_names", "register_cache_class", "unregister_cache_class"),
-    "calibration": (
+    "caches.base": ("Cache",),
+    "tools.calibration": (
         "BytesBudget",
         "Calibration",
         "DivergenceBudget",
@@ -110,9 +119,9 @@ _NAMES = {
         "Sensitivity",
         "calibrate",
     ),
-    "descriptions": ("DescriptionContext",),
-    "dynamic_cache": ("DynamicCache",),
-    "encoder_decoder": ("EncoderDecoderCache",),
+    "caches.dynamic": ("DynamicCache",),
+    "caches.registry": ("cache_class_names", "register_cache_class", "unregister_cache_class"),
+    "caches.encoder_decoder": ("EncoderDecoderCache",),
     "errors": (
         "BatchIndexError",
         "CacheFileError",
@@ -134,15 +143,15 @@ _NAMES = {
         "StateMismatchError",
         "UnsupportedLayerError",
     ),
-    "explanation": ("Explanation",),
-    "export": ("ExportableDecoder",),
-    "generation.generating": ("generate",),
+    "caches.explanation": ("Explanation",),
+    "caches.export": ("ExportableDecoder",),
+    "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
     "generation.known_ids": ("PromptMismatchWarning",),
-    "generation.ladder": ("DEFAULT_LADDER", "Rung"),
+    "generation.oom.ladder": ("DEFAULT_LADDER", "Rung"),
     "generation.registry": ("CacheRequest", "cache_names", "make_cache", "register", "unregister"),
-    "generation.reservations": ("free_reservations",),
-    "generation.resilient": ("SteppedDownWarning", "resilient_generate"),
+    "generation.static_pool": ("free_reservations",),
+    "generation.oom.resilient": ("SteppedDownWarning", "resilient_generate"),
     "layers": (
         "CacheLayer",
         "Checkpoints",
@@ -161,36 +170,40 @@ _NAMES = {
         "register_layer",
         "unregister_layer",
     ),
-    "mamba_cache": ("HybridMambaAttentionDynamicCache", "MambaCache"),
+    "caches.mamba": ("HybridMambaAttentionDynamicCache", "MambaCache"),
     "offload": ("DiskMemory", "HomeMemory", "HostMemory", "Prefetcher", "Traffic", "TrafficMeter"),
-    "offloaded_cache": ("OffloadedCache", "OffloadedStaticCache"),
-    "operations": ("CacheState",),
+    "caches.offloaded": ("OffloadedCache", "OffloadedStaticCache"),
+    "caches.operations": ("CacheState",),
     "persistence": ("CacheFile", "inspect_cache", "load_cache", "save_cache", "weights_id"),
     "planning": ("Plan", "PlannedCache", "plan"),
     "prefix": ("EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"),
-    "pytrees": ("register_export_support",),
-    "quantized_cache": ("HQQQuantizedCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache"),
+    "caches.pytrees": ("register_export_support",),
+    "caches.quantized": ("HQQQuantizedCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
-    "rotary": ("Rotary",),
-    "sink_cache": ("SinkCache",),
-    "static_cache": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
+    "rope.rotary": ("Rotary",),
+    "caches.sink": ("SinkCache",),
+    "caches.static": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
     "stores": (
         "Buckets",
         "DenseStore",
-        "FixedStore",
+        "DescriptionContext",
         "Quantization",
         "QuantizedStore",
         "StateForm",
+        "StaticStore",
         "TokenStore",
         "register_store",
         "store_names",
         "unregister_store",
     ),
-    "summary": ("CacheSummary", "LayerSummary"),
+    "caches.summary": ("CacheSummary", "LayerSummary"),
 }
 """Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+_FORMER_NAMES = {"FixedStore": "StaticStore"}
+"""Names of earlier versions, which keep working."""
 
 __all__ = [
     "DEFAULT_LADDER",
@@ -219,7 +232,7 @@ __all__ = [
     "EvictionPolicy",
     "Explanation",
     "ExportableDecoder",
-    "FixedStore",
+    "StaticStore",
     "HQQQuantizedCache",
     "Hit",
     "HomeMemory",
@@ -318,6 +331,7 @@ _importing = threading.RLock()
 if not TYPE_CHECKING:
     # Of a module with a `__getattr__`, type checkers believe that it has any name.
     def __getattr__(name: str) -> Any:
+        name = _FORMER_NAMES.get(name, name)
         if name in _HOMES:
             # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in
             # them. No module of this package asks for a public name while it is imported, so nobody waits for ever.

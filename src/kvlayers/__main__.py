@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from .supported import check_installed
+from kvlayers.upstream.supported import check_installed
 
 if TYPE_CHECKING:
     import typer
@@ -28,13 +28,13 @@ def make_app() -> "typer.Typer":
     """The command line with all its commands. None of them imports torch before it is run."""
     import typer
 
-    from .cli.bench import bench
-    from .cli.calibrate import calibrate
-    from .cli.demo import demo
-    from .cli.fidelity import fidelity
-    from .cli.inspect import inspect
-    from .cli.plan import plan
-    from .version import __version__
+    from kvlayers.tools.cli.bench import bench
+    from kvlayers.tools.cli.calibrate import calibrate
+    from kvlayers.tools.cli.demo import demo
+    from kvlayers.tools.cli.fidelity import fidelity
+    from kvlayers.tools.cli.inspect import inspect
+    from kvlayers.tools.cli.plan import plan
+    from kvlayers.version import __version__
 
     def show_version(wanted: bool) -> None:
         if wanted:

@@ -15,14 +15,14 @@ import transformers
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from .. import compat, model_types
-from ..cache import Cache
-from ..errors import RollbackError
-from ..layers import LayerOperations
-from ..layers.base import crop_target
-from ..layers.dispatch import recurrent_part
-from ..legacy import crop_argument
-from .passing import at_once, cut, pass_tokens
+from kvlayers.caches.base import Cache
+from kvlayers.caches.from_config import recurrent_part
+from kvlayers.caches.legacy_api import crop_argument
+from kvlayers.errors import RollbackError
+from kvlayers.generation.chunked_prefill import at_once, cut, pass_tokens
+from kvlayers.layers import LayerOperations
+from kvlayers.layers.contract import crop_target
+from kvlayers.upstream import compat, model_types
 
 MOST_WITH_A_DRAFT = 32
 """Tokens that are passed again together with the next draft: beyond that, a checkpoint behind them is worth a pass."""

@@ -14,8 +14,9 @@ from typing import Any
 import transformers
 from transformers import cache_utils as upstream
 
-from .. import compat, model_types
-from ..layers import (
+from kvlayers.caches.from_config import share_readings
+from kvlayers.generation import install_options
+from kvlayers.layers import (
     DynamicLayer,
     LayerOperations,
     LinearAttentionLayer,
@@ -24,8 +25,7 @@ from ..layers import (
     StaticSlidingLayer,
     TransformersLayer,
 )
-from ..layers.dispatch import share_readings
-from . import install_options
+from kvlayers.upstream import compat, model_types
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from ..cache import Cache
-from . import empty_caches, known_ids, registry, tuples
-from .replacement import Replacement
+from kvlayers.caches.base import Cache
+from kvlayers.generation import empty_caches, known_ids, legacy_tuples, registry
+from kvlayers.generation.replacement import Replacement
 
 _is_wanted: Callable[[], bool] | None = None
 
@@ -44,14 +44,14 @@ def _looking_at_caches(original: Callable[..., Any]) -> Callable[..., Any]:
         is_wanted = _is_wanted
         if is_wanted is None:
             return original(self, *args, **kwargs)
-        past = kwargs.get(tuples.ARGUMENT)
+        past = kwargs.get(legacy_tuples.ARGUMENT)
         if past is None:
             past = kwargs.get("cache_params")
         if isinstance(past, tuple | list):
-            return tuples.call(original, self, args, kwargs)
+            return legacy_tuples.call(original, self, args, kwargs)
         for argument in args:
             if isinstance(argument, tuple | list):
-                return tuples.call(original, self, args, kwargs)
+                return legacy_tuples.call(original, self, args, kwargs)
         # Caches are prepared by eager code, before a model is compiled.
         if past is None or torch.compiler.is_compiling() or not is_wanted():
             return original(self, *args, **kwargs)
@@ -69,7 +69,7 @@ def _with_cache(
     if type(past) in empty_caches.KINDS:
         empty_caches.give_layers(past, model)
     elif isinstance(past, str):
-        kwargs = {**kwargs, tuples.ARGUMENT: registry.make_cache(past, model)}
+        kwargs = {**kwargs, legacy_tuples.ARGUMENT: registry.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
         # Not at each token of a loop.

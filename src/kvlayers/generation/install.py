@@ -34,34 +34,33 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from .. import compat, model_types
-from ..cache import Cache
-from ..errors import LegacyFormatError
-from ..layers.dispatch import fixed_layers
-from ..prefix import PrefixStore
-from ..pytrees import register_export_support
-from ..sink_cache import SinkCache
-from ..stores.reading import ReadingMode
-from . import (
+from kvlayers.caches.base import Cache
+from kvlayers.caches.from_config import fixed_layers
+from kvlayers.caches.pytrees import register_export_support
+from kvlayers.caches.sink import SinkCache
+from kvlayers.errors import LegacyFormatError
+from kvlayers.generation import (
     assisted,
+    chunked_prefill,
     empty_caches,
     forward,
-    given,
-    in_use,
     install_options,
     known_ids,
-    old_names,
-    passing,
-    prefixes,
-    prompts,
+    legacy_tuples,
     registry,
-    reservations,
     saved_names,
-    tuples,
+    shared_prefill,
+    static_pool,
+    transformers4_names,
+    validate_cache,
 )
-from .calls import sequences_of_each_prompt
-from .presence import Presence
-from .replacement import Replacement
+from kvlayers.generation.calls import sequences_of_each_prompt
+from kvlayers.generation.prefixes import active_store, prefixed_call
+from kvlayers.generation.presence import Presence
+from kvlayers.generation.replacement import Replacement
+from kvlayers.prefix import PrefixStore
+from kvlayers.stores.masking import MaskMode
+from kvlayers.upstream import compat, model_types
 
 CONTINUOUS_BATCHING = "paged"
 """A name that is no cache: generate() turns to another way of batching."""
@@ -103,14 +102,14 @@ def install(
         OptionError: `prefix_store` is no `PrefixStore`, or there is a `namespace` without one, or one of the others is
             neither true nor false.
     """
-    counted = in_use.counting(prefix_store, namespace)
-    old_names.check_wanted(legacy_names)
+    counted = active_store.counting(prefix_store, namespace)
+    transformers4_names.check_wanted(legacy_names)
     options = install_options.changed(install_options.for_all(), replace_empty_caches, strict_prompts)
     with _changing:
         if legacy_names:
-            old_names.PRESENCE.begin()
+            transformers4_names.PRESENCE.begin()
         if counted is not None:
-            in_use.use_for_all(counted)
+            active_store.use_for_all(counted)
         install_options.use_for_all(options)
         _presence.begin()
 
@@ -122,9 +121,9 @@ def uninstall() -> None:
     installed, and the last of the earlier ones to end puts the methods of transformers back.
     """
     with _changing:
-        in_use.use_for_all(None)
+        active_store.use_for_all(None)
         install_options.use_for_all(install_options.InstallOptions())
-        old_names.PRESENCE.end()
+        transformers4_names.PRESENCE.end()
         _presence.end()
 
 
@@ -146,16 +145,16 @@ def installed(
     A `prefix_store` is for calls in the block's own thread, as those of others may be for other namespaces; so are
     `replace_empty_caches` and `strict_prompts`.
     """
-    counted = in_use.counting(prefix_store, namespace)
-    old_names.check_wanted(legacy_names)
+    counted = active_store.counting(prefix_store, namespace)
+    transformers4_names.check_wanted(legacy_names)
     options = install_options.changed(install_options.current(), replace_empty_caches, strict_prompts)
     with contextlib.ExitStack() as stack:
         with _changing:
             stack.enter_context(_presence.block())
             if legacy_names:
-                stack.enter_context(old_names.PRESENCE.block())
+                stack.enter_context(transformers4_names.PRESENCE.block())
         if counted is not None:
-            stack.enter_context(in_use.using(counted))
+            stack.enter_context(active_store.using(counted))
         if replace_empty_caches is not None or strict_prompts is not None:
             stack.enter_context(install_options.using(options))
         yield
@@ -173,7 +172,7 @@ def _sleep() -> None:
         replacement.take_back()
     forward.refuse()
     _offer_names()
-    reservations.free_reservations()
+    static_pool.free_reservations()
 
 
 _presence = Presence(_wake, _sleep)
@@ -199,7 +198,7 @@ def _call() -> Iterator[bool]:
     That is decided once, so that all methods of one call agree, whatever other threads install or uninstall meanwhile.
     A call within another one, of a draft model for example, goes by what the outer call goes by.
     """
-    with _presence.call() as wanted, old_names.PRESENCE.call():
+    with _presence.call() as wanted, transformers4_names.PRESENCE.call():
         goes_by_kvlayers = wanted or bool(_of_call.get())
         token = _of_call.set(goes_by_kvlayers)
         try:
@@ -249,10 +248,10 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def by_kvlayers(self: Any, *args: Any, **kwargs: Any) -> Any:
         registry.name_instead_of_cache(model_types.cache_argument(self), kwargs)
-        going_by = in_use.current()
+        going_by = active_store.current()
         if going_by is None:
             return generate_plainly(self, *args, **kwargs)
-        return prefixes.generate(going_by, functools.partial(generate_plainly, self), self, args, kwargs)
+        return prefixed_call.generate(going_by, functools.partial(generate_plainly, self), self, args, kwargs)
 
     def generate_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
@@ -269,14 +268,14 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = model_types.cache_argument(self)
         past = kwargs.get(cache_name)
         if isinstance(past, tuple | list):
-            tuples.warn_of_tuples(cache_name)
-            past = kwargs[cache_name] = tuples.cache_for_generate(self.config, past)
+            legacy_tuples.warn_of_tuples(cache_name)
+            past = kwargs[cache_name] = legacy_tuples.cache_for_generate(self.config, past)
         input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
-            given.check_is_whole(past, input_ids)
+            validate_cache.check_is_whole(past, input_ids)
         # A draft model's cache is given again and again, within one call.
         if not (config is not None and config.is_assistant):
-            kwargs.update(given.decoder_mask(self, past, kwargs))
+            kwargs.update(validate_cache.decoder_mask(self, past, kwargs))
         if type(past) in empty_caches.KINDS:
             empty_caches.give_layers(past, self)
         recorded = past is not None and _is_recording(past)
@@ -287,11 +286,11 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             and not self.config.is_encoder_decoder
             and not (config is not None and config.is_assistant)
             and kwargs.get("inputs_embeds") is None
-            and not prefixes.is_own(past)
+            and not prefixed_call.is_own(past)
         )
-        call = known_ids.Call(input_ids if sees_the_ids else None, kwargs.get("attention_mask"))
+        call = known_ids.KnownIds(input_ids if sees_the_ids else None, kwargs.get("attention_mask"))
         try:
-            with reservations.lending() as loans, known_ids.calling(call):
+            with static_pool.lending() as loans, known_ids.calling(call):
                 output = original(self, *args, **kwargs)
         finally:
             if static is not None:
@@ -302,18 +301,18 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             cache.deactivate_past_recording()
         call.end(output, cache)
         if as_tuples and isinstance(output, ModelOutput) and cache is not None:
-            output[cache_name] = tuples.tuples_of(cache)
-        reservations.remember_lengths(self, loans)
+            output[cache_name] = legacy_tuples.tuples_of(cache)
+        static_pool.remember_lengths(self, loans)
         if isinstance(output, Tensor):
             del cache
-            reservations.give_back(self, loans)
+            static_pool.give_back(self, loans)
         return output
 
     return generate
 
 
 def _is_recording(cache: Any) -> bool:
-    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.operable())
+    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.adapted_layers())
 
 
 def _wrap_prepare_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,17 +366,19 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_name = model_types.cache_argument(self)
         name = generation_config.cache_implementation or "dynamic"
         past = model_kwargs.get(cache_name)
-        if prefixes.is_own(past):
+        if prefixed_call.is_own(past):
             # It is of that name.
             generation_config.cache_implementation = None
         if isinstance(past, Cache) and generation_config.use_cache is False:
             # A config may say so (that of MPT does): then all tokens would be passed to the cache at every step.
             generation_config.use_cache = model_kwargs["use_cache"] = True
-        attention_mask = given.padding_mask(model_kwargs)
+        attention_mask = validate_cache.padding_mask(model_kwargs)
         # A draft model is given its own cache again and again, within one call.
         outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
         encoded = None if outputs is None else outputs[0]
-        given.prepare(self, past, attention_mask, compat.whole_length(generation_config, attention_mask), encoded)
+        validate_cache.prepare(
+            self, past, attention_mask, compat.whole_length(generation_config, attention_mask), encoded
+        )
         call = known_ids.current()
         if call is not None:
             call.begin(past, generation_config, attention_mask)
@@ -416,20 +417,20 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         cache = _cache_for(self, generation_config, generation_mode, cache_name, name, request)
         if isinstance(cache, SinkCache):
-            given.check_rotation(self)
+            validate_cache.check_rotation(self)
         if generation_config.is_assistant:
             cache.activate_past_recording()
             cache = assisted.drafting(cache)
         if drafting:
             # transformers refuses to verify drafts with a cache of a static name, since its own cannot be rolled back.
             generation_config.cache_implementation = None
-        prefixes.note_bypass(cache)
+        prefixed_call.note_bypass(cache)
         model_kwargs[cache_name] = cache
 
     return prepare_cache_for_generation
 
 
-def _reading_mode(cache: Any) -> ReadingMode | None:
+def _reading_mode(cache: Any) -> MaskMode | None:
     """What the layers of the static cache that self-attention has agree on, if it has one with layers of kvlayers."""
     own = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
     fixed = fixed_layers(own.layers) if isinstance(own, transformers.StaticCache) else []
@@ -445,8 +446,8 @@ def _cache_for(
     compiled = _will_be_compiled(model, generation_config, mode, cache_name, cache)
     if compiled and request.length_hint is not None:
         # Another length would be another shape, and be compiled again.
-        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=reservations.longest(model, request)))
-    cache = reservations.lend(model, cache, request)
+        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=static_pool.longest(model, request)))
+    cache = static_pool.lend(model, cache, request)
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserved_ahead(model, cache, request)
     static = _reading_mode(cache)
@@ -520,9 +521,9 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         def plain(ids: Tensor, given_kwargs: dict[str, Any]) -> Any:
             return original(self, ids, generation_config, given_kwargs, *args, **kwargs)
 
-        output = passing.prefill_in_steps(self, input_ids, generation_config, model_kwargs)
+        output = chunked_prefill.prefill_in_steps(self, input_ids, generation_config, model_kwargs)
         if output is None:
-            output = prompts.prefill_once(plain, input_ids, generation_config, model_kwargs, self)
+            output = shared_prefill.prefill_once(plain, input_ids, generation_config, model_kwargs, self)
         return plain(input_ids, model_kwargs) if output is None else output
 
     return prefill

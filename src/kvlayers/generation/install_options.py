@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ..errors import OptionError
+from kvlayers.errors import OptionError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..cache import Cache
-from ..deprecation import warn_the_caller
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import PromptMismatchError
-from . import install_options
-from .calls import sequences_of_each_prompt
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.errors import PromptMismatchError
+from kvlayers.generation import install_options
+from kvlayers.generation.calls import sequences_of_each_prompt
+from kvlayers.upstream.deprecation import warn_the_caller
 
 
 class PromptMismatchWarning(UserWarning):
     """A prompt begins with other tokens than those that the cache has seen, whose states answer for them."""
 
 
-class Call:
+class KnownIds:
     """A call of `generate()`, and what it knows of the tokens that its cache sees.
 
     Args:
@@ -107,11 +107,11 @@ class Call:
             cache.known_ids = known[:, :seen].clone()
 
 
-_call: ContextVar[Call | None] = ContextVar("the call of generate() that is made", default=None)
+_call: ContextVar[KnownIds | None] = ContextVar("the call of generate() that is made", default=None)
 
 
 @contextmanager
-def calling(call: Call) -> Iterator[None]:
+def calling(call: KnownIds) -> Iterator[None]:
     """Let `call` be the current one of this context, which is one thread's."""
     token = _call.set(call)
     try:
@@ -124,7 +124,7 @@ def calling(call: Call) -> Iterator[None]:
         _call.reset(token)
 
 
-def current() -> Call | None:
+def current() -> KnownIds | None:
     """The call of `generate()` that is made now in this context."""
     return _call.get()
 
@@ -153,7 +153,7 @@ def remember(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any:
 
 
 def _length(cache: Cache) -> int:
-    return max((layer.length or 0 for layer in cache.operable()), default=0)
+    return max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
 
 
 def _can_be_known(cache: object) -> TypeGuard[Cache]:

@@ -9,19 +9,19 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from .. import model_types
-from ..amounts import tokens
-from ..cache import Cache
-from ..dynamic_cache import DynamicCache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, RegistryError
-from ..layers.dispatch import every_token_layers
-from ..offloaded_cache import OffloadedCache, OffloadedStaticCache
-from ..options import checked_device, checked_dtype
-from ..quantized_cache import QuantizedCache
-from ..registries import Registry
-from ..sink_cache import SinkCache, left_padding_of
-from ..static_cache import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.caches.base import Cache
+from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.from_config import every_token_layers
+from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
+from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.caches.sink import SinkCache, left_padding_of
+from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.errors import OptionError, RegistryError
+from kvlayers.upstream import model_types
+from kvlayers.utils.options import checked_device, checked_dtype
+from kvlayers.utils.registry import Registry
+from kvlayers.utils.units import tokens
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""
@@ -333,6 +333,6 @@ def _int2(request: CacheRequest) -> QuantizedCache:
 @register(AUTO)
 def _auto(request: CacheRequest) -> transformers.Cache:
     # Late, as planning makes caches by their names.
-    from ..planning.automatic import chosen_cache
+    from kvlayers.planning.auto import chosen_cache
 
     return chosen_cache(request)

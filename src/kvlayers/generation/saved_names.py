@@ -8,8 +8,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from ..deprecation import warn_the_caller
-from . import registry
+from kvlayers.generation import registry
+from kvlayers.upstream.deprecation import warn_the_caller
 
 FIELD = "kvlayers"
 """The field, a dict of `OPTIONS`."""

@@ -1,20 +1,20 @@
 """Which tokens a layer keeps. One file a kind of layer."""
 
-from .base import CacheLayer, LayerState
-from .checkpoints import Checkpoints
-from .dynamic import DynamicLayer
-from .hybrid import HybridLayer
-from .layer_operations import LayerOperations
-from .linear_attention import LinearAttentionLayer
-from .offloaded import OffloadedLayer
-from .quantized import QuantizedLayer
-from .registry import layer_names, register_layer, unregister_layer
-from .sink import SinkLayer
-from .sliding import SlidingLayer
-from .static import StaticLayer
-from .static_sliding import StaticSlidingLayer
-from .token_layer import TokenLayer
-from .transformers_layer import TransformersLayer
+from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.hybrid import HybridLayer
+from kvlayers.layers.linear.checkpoints import Checkpoints
+from kvlayers.layers.linear.layer import LinearAttentionLayer
+from kvlayers.layers.offloaded import OffloadedLayer
+from kvlayers.layers.operations import LayerOperations
+from kvlayers.layers.quantized import QuantizedLayer
+from kvlayers.layers.registry import layer_names, register_layer, unregister_layer
+from kvlayers.layers.sink import SinkLayer
+from kvlayers.layers.sliding import SlidingLayer
+from kvlayers.layers.static import StaticLayer
+from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.layers.upstream import TransformersLayer
 
 __all__ = [
     "CacheLayer",

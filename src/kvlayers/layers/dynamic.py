@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import RollbackError
-from ..options import checks_options
-from ..stores import DenseStore, SharedStore, TokenStore
-from .base import whole_number
-from .registry import register_layer
-from .token_layer import TokenLayer
+from kvlayers.errors import RollbackError
+from kvlayers.layers.contract import whole_number
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.stores import DenseStore, SharedStore, TokenStore
+from kvlayers.utils.options import checks_options
 
 
 @register_layer
@@ -36,7 +36,7 @@ class DynamicLayer(TokenLayer):
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
         store = self._store
-        store.admit(key_states, value_states)
+        store.validate(key_states, value_states)
         return store.extend(key_states, value_states)
 
     @property

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from .. import compat
-from ..attention.handle import ASKS_NO_STATE, as_dense
-from ..errors import StaleStatesError
-from ..stores.base import StatePair
+from kvlayers.attention.packed_tensor import ASKS_NO_STATE, as_dense
+from kvlayers.errors import StaleStatesError
+from kvlayers.stores.contract import StatePair
+from kvlayers.upstream import compat
 
 _numbers = itertools.count()
 _handles: "weakref.WeakValueDictionary[int, GraphHandle]" = weakref.WeakValueDictionary()

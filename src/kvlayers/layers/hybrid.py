@@ -6,15 +6,15 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .. import compat
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import StateMismatchError, UnsupportedLayerError
-from ..rotary import Rotary
-from ..stores.buffer import StateForm
-from .base import CacheLayer, LayerState, attribute_within, public_names, whole_number
-from .linear_attention import LinearAttentionLayer
-from .linear_states import LinearStates
-from .registry import layer_class, register_layer
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
+from kvlayers.layers.linear.layer import LinearAttentionLayer
+from kvlayers.layers.linear.states import LinearStates
+from kvlayers.layers.registry import layer_class, register_layer
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.upstream import compat
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
@@ -248,11 +248,11 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.attention.is_initialized = is_initialized
 
     @override
-    def restorable(self, length: int) -> int:
+    def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, that both can be put back to."""
         while True:
             before = length
-            length = self._of_linear(self.attention.restorable(length))
+            length = self._of_linear(self.attention.nearest_restorable(length))
             if length == before:
                 return length
 
@@ -261,7 +261,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         unused = self.linear.length == 0
         if unused or (self.linear.length is None and length == self.attention.length):
             return length
-        return self.linear.restorable(length)
+        return self.linear.nearest_restorable(length)
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -272,7 +272,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def truncate(self, length: int) -> int:
         length = whole_number(length, "a length")
-        target = self.restorable(length)
+        target = self.nearest_restorable(length)
         self.attention.truncate(target)
         if self.linear.length:
             self.linear.truncate(target)

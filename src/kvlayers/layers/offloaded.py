@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import PackedStates
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import CapacityError, UnsupportedLayerError
-from ..offload.prefetcher import Prefetcher
-from ..quantizers.base import Side
-from ..rotary import Rotary
-from ..stores.base import Mover
-from ..stores.buffer import StateForm
-from ..stores.unmatched import UnmatchedHalves
-from .base import CacheLayer, LayerState, attribute_within, public_names
-from .registry import register_layer
-from .token_layer import TokenLayer
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.errors import CapacityError, UnsupportedLayerError
+from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.quantizers.contract import Side
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.unmatched import UnmatchedHalves
 
 
 @register_layer
@@ -179,9 +179,9 @@ class OffloadedLayer(CacheLayer):
         with contextlib.suppress(CapacityError):
             self.prefetcher.leave(self)
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self.layer.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self.layer.swap_buffers(move)
 
     # Operations
 

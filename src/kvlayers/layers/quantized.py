@@ -5,15 +5,15 @@ from typing import cast
 import torch
 from typing_extensions import Self, override
 
-from .. import compat
-from ..descriptions import DescriptionContext, Facts
-from ..options import checks_options
-from ..stores.quantization import Quantization
-from ..stores.quantized import QuantizedStore
-from .base import whole_number
-from .dynamic import DynamicLayer
-from .layer_operations import LAYER_CLASSES
-from .registry import register_layer
+from kvlayers.layers.contract import whole_number
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.layers.registry import register_layer
+from kvlayers.stores.description import DescriptionContext, Facts
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.upstream import compat
+from kvlayers.utils.options import checks_options
 
 
 @register_layer

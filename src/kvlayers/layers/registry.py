@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import RegistryError
-from ..rotary import Rotary
-from ..stores.registry import store_from_description
-from .layer_operations import LAYER_CLASSES, LayerOperations
+from kvlayers.errors import RegistryError
+from kvlayers.layers.operations import LAYER_CLASSES, LayerOperations
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.registry import store_from_description
 
 Layer = TypeVar("Layer", bound=type[LayerOperations])
 

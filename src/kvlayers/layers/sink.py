@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import PackedStates
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import OptionError, RollbackError, StateMismatchError
-from ..options import checks_options
-from ..quantizers.base import Side
-from ..rotary import Rotary
-from ..stores import DenseStore, TokenStore
-from ..stores.base import StatePair
-from .base import LayerState, whole_number
-from .dynamic import check_rollback
-from .registry import register_layer
-from .sinks import NAMES, PADDING_NAME, Sinks
-from .sliding import take_back, window_room
-from .token_layer import TokenLayer
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.errors import OptionError, RollbackError, StateMismatchError
+from kvlayers.layers.contract import LayerState, whole_number
+from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks
+from kvlayers.layers.sliding import take_back, window_room
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.quantizers.contract import Side
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.contract import StatePair
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.utils.options import checks_options
 
 
 @register_layer
@@ -80,7 +80,7 @@ class SinkLayer(TokenLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> StatePair:
         store, seen = self._store, self._seen
-        tokens = store.admit(key_states, value_states)
+        tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
         past = self.attended_past(seen)
@@ -94,7 +94,7 @@ class SinkLayer(TokenLayer):
             store.reserve(store.length + tokens)
         if not self.record_past and past + tokens > self.room:
             kept = min(self._needed(seen + tokens), behind + tokens)
-            attended = store.pass_through(key_states, value_states, behind, kept, front if all_stand else None)
+            attended = store.extend_and_evict(key_states, value_states, behind, kept, front if all_stand else None)
         else:
             held = store.length
             try:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..errors import StateMismatchError
-from ..rotary import Rotary
-from ..stores.base import StatePair
+from kvlayers.errors import StateMismatchError
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.contract import StatePair
 
 NAMES = ("first_keys", "first_values")
 """What the sinks are called in a state."""

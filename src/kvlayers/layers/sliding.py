@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..descriptions import DescriptionContext, Facts
-from ..errors import ConfigError, RollbackError, StateMismatchError
-from ..options import checks_options
-from ..stores import DenseStore, TokenStore
-from .base import LayerState, not_of_so_many, whole_number
-from .dynamic import check_rollback
-from .registry import register_layer
-from .token_layer import TokenLayer
+from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
+from kvlayers.layers.contract import LayerState, not_of_so_many, whole_number
+from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.description import DescriptionContext, Facts
+from kvlayers.utils.options import checks_options
 
 SLACK_DIVISOR = 4
 """A window has spare room for one part in so many of its tokens, and moves to the front when that is used up."""
@@ -58,13 +58,13 @@ class SlidingLayer(TokenLayer):
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
-        tokens = store.admit(key_states, value_states)
+        tokens = store.validate(key_states, value_states)
         past = self.attended_past(store.length)
         if self.record_past:
             store.reserve(store.length + tokens)
         elif past + tokens > self.room:
             kept = min(self.sliding_window - 1, past + tokens)
-            attended = store.pass_through(key_states, value_states, past, kept)
+            attended = store.extend_and_evict(key_states, value_states, past, kept)
             self._seen = seen + tokens
             return attended
         held = store.length

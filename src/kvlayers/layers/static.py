@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import CapacityError, OptionError, StateMismatchError
-from ..options import checks_options
-from ..stores import Buckets, FixedStore
-from .dynamic import DynamicLayer
-from .registry import register_layer
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.registry import register_layer
+from kvlayers.stores import Buckets, StaticStore
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.utils.options import checks_options
 
 RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
 """Facts that say what a static layer reserves. Its states do not depend on that."""
@@ -60,7 +60,7 @@ class StaticLayer(DynamicLayer):
         grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
-    _store: FixedStore
+    _store: StaticStore
     reservation_facts = RESERVATION_FACTS
     followers: "tuple[StaticLayer, ...]" = ()
     """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
@@ -74,7 +74,7 @@ class StaticLayer(DynamicLayer):
         grow: bool = False,
     ) -> None:
         check_reservation(max_cache_len, max_batch_size, buckets, grow)
-        super().__init__(store=FixedStore(max_cache_len, max_batch_size, buckets, grow=grow))
+        super().__init__(store=StaticStore(max_cache_len, max_batch_size, buckets, grow=grow))
 
     @property
     def max_cache_len(self) -> int:
@@ -101,7 +101,7 @@ class StaticLayer(DynamicLayer):
         self.truncate(length)
 
     @property
-    def reserved(self) -> FixedStore:
+    def reserved(self) -> StaticStore:
         """The memory, and what attention reads of it."""
         return self._store
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import CapacityError, StateMismatchError
-from ..options import checks_options
-from ..stores import Buckets, FixedStore
-from ..stores.admission import no_room_for_tokens
-from .registry import register_layer
-from .sliding import SlidingLayer, check_window, window_room
-from .static import RESERVATION_FACTS, check_reservation, reservation_from
+from kvlayers.errors import CapacityError, StateMismatchError
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
+from kvlayers.layers.static import RESERVATION_FACTS, check_reservation, reservation_from
+from kvlayers.stores import Buckets, StaticStore
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.validation import no_room_for_tokens
+from kvlayers.utils.options import checks_options
 
 
 def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
@@ -42,7 +42,7 @@ class StaticSlidingLayer(SlidingLayer):
         grow: reserve for the window even where fewer tokens are expected, and for more sequences where they come.
     """
 
-    _store: FixedStore
+    _store: StaticStore
     reservation_facts = RESERVATION_FACTS | {"token_limit"}
     followers: "tuple[StaticSlidingLayer, ...]" = ()
     """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
@@ -62,7 +62,7 @@ class StaticSlidingLayer(SlidingLayer):
         fits_window = grow or max_cache_len >= sliding_window
         room = reserved_room(max_cache_len, sliding_window, grow)
         whole_from = sliding_window - 1 if fits_window else None
-        super().__init__(sliding_window, store=FixedStore(room, max_batch_size, buckets, whole_from, grow))
+        super().__init__(sliding_window, store=StaticStore(room, max_batch_size, buckets, whole_from, grow))
         self.room = room
         self._expected = max_cache_len
         self.token_limit = None if grow else token_limit if fits_window else max_cache_len
@@ -101,7 +101,7 @@ class StaticSlidingLayer(SlidingLayer):
         return most if self._seen >= most else self._seen
 
     @property
-    def reserved(self) -> FixedStore:
+    def reserved(self) -> StaticStore:
         """The memory, and what attention reads of it."""
         return self._store
 
@@ -140,7 +140,7 @@ class StaticSlidingLayer(SlidingLayer):
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
-        tokens = store.admit(key_states, value_states)
+        tokens = store.validate(key_states, value_states)
         if not torch.compiler.is_compiling() or not store.reads_bucket(tokens):
             self._check_token_limit(tokens)
         if store.reads_bucket(tokens):
@@ -150,7 +150,7 @@ class StaticSlidingLayer(SlidingLayer):
             kept = past + tokens
             if kept >= self.sliding_window - 1:
                 kept = self.sliding_window - 1
-            attended = store.pass_through(key_states, value_states, past, kept)
+            attended = store.extend_and_evict(key_states, value_states, past, kept)
             self._seen = seen + tokens
             return attended
         self.make_room(tokens)

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..descriptions import DescribedByArguments, DescriptionContext, Fact, Facts
-from ..errors import StateMismatchError
-from ..quantizers.base import Side
-from ..stores import TokenStore
-from ..stores.base import Mover
-from ..stores.buffer import StateForm
-from ..stores.registry import store_class_of
-from ..stores.unmatched import UnmatchedHalves, match
-from .base import CacheLayer, LayerState
+from kvlayers.errors import StateMismatchError
+from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores import TokenStore
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover
+from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.stores.registry import store_class_of
+from kvlayers.stores.unmatched import UnmatchedHalves, match
 
 LAYERS_OWN_STORE: dict[str, Fact] = {"store": "DenseStore"}
 """The description of the store that layers make by themselves, which theirs leave out."""
@@ -215,9 +215,9 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self._store.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self._store.swap_buffers(move)
 
     @override
     def describe(self) -> dict[str, Fact]:

@@ -1,11 +1,10 @@
 """Where states are held: at home on the host or on disk, and on the device for as long as attention needs them."""
 
-from .memory import DiskMemory, HomeMemory, HostMemory
-from .offloading import Offloading
-from .prefetcher import Prefetcher
-from .recording import RecordingTransfers
-from .traffic import Traffic, TrafficMeter
-from .transfers import Transfers
+from kvlayers.offload.config import Offloading
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.offload.storage import DiskMemory, HomeMemory, HostMemory
+from kvlayers.offload.traffic import Traffic, TrafficMeter
+from kvlayers.offload.transfers import Transfers
 
 __all__ = [
     "DiskMemory",
@@ -13,7 +12,6 @@ __all__ = [
     "HostMemory",
     "Offloading",
     "Prefetcher",
-    "RecordingTransfers",
     "Traffic",
     "TrafficMeter",
     "Transfers",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..stores.buffer import StateForm, TokenBuffer
-from .memory import HomeMemory
+from kvlayers.offload.storage import HomeMemory
+from kvlayers.stores.buffer import StateForm, TokenBuffer
 
 
 def by_tokens(states: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def as_states(rows: Tensor) -> Tensor:
     return rows.permute(1, 2, 0, 3)
 
 
-class HomeBuffer(TokenBuffer):
+class HostBuffer(TokenBuffer):
     """A buffer in the memory that states are at home in.
 
     The tokens are the outermost dimension in memory, so that any run of them is one piece for a copy between devices.
@@ -40,7 +40,7 @@ class HomeBuffer(TokenBuffer):
         self.device = device
 
     @classmethod
-    def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HomeBuffer":
+    def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HostBuffer":
         """An unfilled buffer with room for what another one has room for."""
         rows = by_tokens(buffer.tensor)
         # What is made in inference mode could not be written to outside of it.
@@ -53,24 +53,24 @@ class HomeBuffer(TokenBuffer):
         return (*super().form[:4], self.device)
 
     @override
-    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "HomeBuffer":
+    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
         rows = self._empty(capacity, self.rows.shape[1])
         with torch.no_grad():
             rows[free : free + count].copy_(self.rows[start : start + count])
-        return HomeBuffer(rows, self.memory, self.device)
+        return HostBuffer(rows, self.memory, self.device)
 
     @override
-    def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "HomeBuffer":
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
         rows = self._empty(capacity, indices.shape[0])
         with torch.no_grad():
             chosen = rows[free : free + count]
             torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=chosen)
-        return HomeBuffer(rows, self.memory, self.device)
+        return HostBuffer(rows, self.memory, self.device)
 
     @override
-    def another(self, batch_size: int, capacity: int) -> "HomeBuffer":
+    def another(self, batch_size: int, capacity: int) -> "HostBuffer":
         # Not zeros: no more than the tokens that are there is ever brought.
-        return HomeBuffer(self._empty(capacity, batch_size), self.memory, self.device)
+        return HostBuffer(self._empty(capacity, batch_size), self.memory, self.device)
 
     def _empty(self, capacity: int, batch_size: int) -> Tensor:
         _, _, kv_heads, head_dim = self.rows.shape
@@ -80,7 +80,7 @@ class HomeBuffer(TokenBuffer):
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
         if batch_size == self.rows.shape[1]:
             return self
-        return HomeBuffer(self.rows[:, :batch_size], self.memory, self.device)
+        return HostBuffer(self.rows[:, :batch_size], self.memory, self.device)
 
 
 class StagedBuffer(TokenBuffer):
@@ -101,7 +101,7 @@ class StagedBuffer(TokenBuffer):
     def __init__(
         self,
         rows: Tensor,
-        home: HomeBuffer,
+        home: HostBuffer,
         first: int = 0,
         kept: int | None = None,
         written: Sequence[tuple[int, int]] = (),

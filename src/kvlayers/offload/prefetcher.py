@@ -10,17 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..stores.base import Mover
-from ..stores.buffer import TokenBuffer
-from .buffers import HomeBuffer, StagedBuffer, by_tokens, clipped
-from .memory import HomeMemory, HostMemory
-from .traffic import Traffic, TrafficMeter
-from .transfers import Mark, Rows, Transfers, transfers_for
+from kvlayers.offload.buffers import HostBuffer, StagedBuffer, by_tokens, clipped
+from kvlayers.offload.storage import HomeMemory, HostMemory
+from kvlayers.offload.traffic import Traffic, TrafficMeter
+from kvlayers.offload.transfers import Mark, Rows, Transfers, transfers_for
+from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.stores.contract import Mover
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 
 
-class Traveller(Protocol):
+class OffloadTarget(Protocol):
     """A layer whose states travel."""
 
     index: int
@@ -32,8 +32,8 @@ class Traveller(Protocol):
     def device(self) -> torch.device | None:
         """Where its states are computed, `None` before the first ones."""
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Staged:
     traffic: Traffic
 
 
-class Lane:
+class DeviceQueue:
     """What the layers of one device share.
 
     Attributes:
@@ -66,7 +66,7 @@ class Lane:
         self._followers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._in_flight: deque[tuple[Mark, list[Tensor]]] = deque()
 
-    def follow(self, layer: Traveller) -> Any:
+    def follow(self, layer: OffloadTarget) -> Any:
         """Note that `layer` comes after the one before; the layer that came after it the last time, if any."""
         before = None if self.last is None else self.last()
         if before is not None and before is not layer:
@@ -91,7 +91,7 @@ class Lane:
             self._in_flight.popleft()
 
 
-class Departure:
+class WriteBack:
     """What it takes for a layer's states to be at home: a home for each buffer, and what is to be sent there.
 
     Args:
@@ -107,7 +107,7 @@ class Departure:
 
     def __init__(self, memory: HomeMemory, device: torch.device, wait: Callable[[], None]) -> None:
         self._memory, self._device, self._wait = memory, device, wait
-        self._homes: dict[int, HomeBuffer] = {}
+        self._homes: dict[int, HostBuffer] = {}
         self.pairs: list[tuple[Rows, Rows]] = []
         self.sent_from: list[Tensor] = []
         self.changes_homes = False
@@ -121,8 +121,8 @@ class Departure:
                 self.pairs.append((Rows(home.rows, *run), Rows(buffer.rows, *run)))
             if not buffer.was_brought:
                 self.sent_from.append(buffer.rows)
-        elif not isinstance(buffer, HomeBuffer) and not buffer.tracks_gradients:
-            self._homes[id(buffer)] = home = HomeBuffer.like(buffer, self._memory, self._device)
+        elif not isinstance(buffer, HostBuffer) and not buffer.tracks_gradients:
+            self._homes[id(buffer)] = home = HostBuffer.like(buffer, self._memory, self._device)
             self.changes_homes = True
             if start < end:
                 with torch.inference_mode(False), torch.no_grad():
@@ -135,7 +135,7 @@ class Departure:
         """Where a buffer that was noted is at home; a `Mover`."""
         return self._homes.get(id(buffer), buffer)
 
-    def _home_of_staged(self, buffer: StagedBuffer) -> HomeBuffer:
+    def _home_of_staged(self, buffer: StagedBuffer) -> HostBuffer:
         """Where it came from, or that with as much room as the buffer has by now."""
         if buffer.is_in_place:
             return buffer.home
@@ -177,7 +177,7 @@ class Prefetcher:
         self.memory = HostMemory() if memory is None else memory
         self.meter = TrafficMeter()
         self._make_transfers = transfers
-        self._lanes: dict[torch.device, Lane | None] = {}
+        self._lanes: dict[torch.device, DeviceQueue | None] = {}
         self._layers = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -195,20 +195,20 @@ class Prefetcher:
         self._layers += 1
         return self._layers - 1
 
-    def lane(self, device: torch.device | None) -> Lane | None:
+    def lane(self, device: torch.device | None) -> DeviceQueue | None:
         """What the layers of a device share, `None` where their states are computed where they are."""
         if device is None:
             return None
         if device not in self._lanes:
             transfers = self._make_transfers(device)
-            self._lanes[device] = None if transfers is None else Lane(transfers)
+            self._lanes[device] = None if transfers is None else DeviceQueue(transfers)
         return self._lanes[device]
 
     def travels(self, device: torch.device | None) -> bool:
         """Whether states that are computed on a device are at home elsewhere."""
         return device is not None and (self.lane(device) is not None or self.memory.holds_host_states)
 
-    def bring(self, layer: Traveller, device: torch.device) -> None:
+    def bring(self, layer: OffloadTarget, device: torch.device) -> None:
         """Let the states of a layer be on their device, for what is asked of the current stream from now on."""
         lane = self.lane(device)
         if lane is None:
@@ -220,7 +220,7 @@ class Prefetcher:
             lane.transfers.computing_waits(staged.ready)
         self.meter.count(layer.index, staged.traffic)
         staged.traffic = Traffic()
-        layer.relocate(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
+        layer.swap_buffers(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
         for other in list(lane.staged):
             if other is not layer and other is not follower:
                 self._drop(lane, other)
@@ -229,7 +229,7 @@ class Prefetcher:
             with contextlib.suppress(torch.OutOfMemoryError):
                 self._staged(lane, follower)
 
-    def _staged(self, lane: Lane, layer: Traveller) -> Staged:
+    def _staged(self, lane: DeviceQueue, layer: OffloadTarget) -> Staged:
         """What is on the device, or on its way there; sets out for it where there is nothing."""
         staged = lane.staged.get(layer)
         if staged is None or staged.edition != layer.edition:
@@ -237,21 +237,21 @@ class Prefetcher:
             staged = lane.staged[layer] = self._set_out(lane, layer)
         return staged
 
-    def _drop(self, lane: Lane, layer: Traveller) -> None:
+    def _drop(self, lane: DeviceQueue, layer: OffloadTarget) -> None:
         dropped = lane.staged.pop(layer, None)
         if dropped is not None:
             # Brought in vain, but brought.
             self.meter.count(layer.index, dropped.traffic)
 
-    def _set_out(self, lane: Lane, layer: Traveller) -> Staged:
-        at_home: list[tuple[HomeBuffer, Rows]] = []
+    def _set_out(self, lane: DeviceQueue, layer: OffloadTarget) -> Staged:
+        at_home: list[tuple[HostBuffer, Rows]] = []
 
         def note(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
-            if isinstance(buffer, HomeBuffer):
+            if isinstance(buffer, HostBuffer):
                 at_home.append((buffer, Rows(buffer.rows, start, end)))
             return buffer
 
-        layer.relocate(note)
+        layer.swap_buffers(note)
         if not at_home:
             return Staged(layer.edition, {}, None, Traffic())
         # Marked just before the memory is taken: see the guarantees.
@@ -262,7 +262,7 @@ class Prefetcher:
             buffers = {id(home): StagedBuffer(tensor, home) for (home, _), tensor in zip(at_home, tensors, strict=True)}
         return Staged(layer.edition, buffers, ready, Traffic(to_device=sum(rows.nbytes for _, rows in at_home)))
 
-    def leave(self, layer: Traveller) -> None:
+    def leave(self, layer: OffloadTarget) -> None:
         """Let the states of a layer be at home again: what is not there yet is sent.
 
         Raises:
@@ -271,17 +271,17 @@ class Prefetcher:
         lane, device = self.lane(layer.device), layer.device
         if device is None or not self.travels(device):
             return
-        departure = Departure(self.memory, device, lambda: self.settle(layer))
+        departure = WriteBack(self.memory, device, lambda: self.settle(layer))
         # Twice: where there is no memory for one buffer, none has been moved.
-        layer.relocate(departure.note)
-        layer.relocate(departure.home_of)
+        layer.swap_buffers(departure.note)
+        layer.swap_buffers(departure.home_of)
         if departure.pairs:
             self._send(lane, layer, departure)
         if lane is not None and (departure.pairs or departure.changes_homes):
             # Even where nothing is sent: what is staged is of other buffers than those that are at home now.
             lane.staged.pop(layer, None)
 
-    def _send(self, lane: Lane | None, layer: Traveller, departure: Departure) -> None:
+    def _send(self, lane: DeviceQueue | None, layer: OffloadTarget, departure: WriteBack) -> None:
         if lane is None:
             # Within the host's memory: nothing travels.
             with torch.no_grad():
@@ -293,14 +293,14 @@ class Prefetcher:
             lane.hold_until_sent(lane.sent, departure.sent_from)
         self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in departure.pairs)))
 
-    def settle(self, layer: Traveller) -> None:
+    def settle(self, layer: OffloadTarget) -> None:
         """Return when all that was sent of a layer's states has arrived at home."""
         lane = self.lane(layer.device)
         if lane is not None and lane.sent is not None:
             lane.transfers.host_waits(lane.sent)
             lane.let_go()
 
-    def forget(self, layer: Traveller) -> None:
+    def forget(self, layer: OffloadTarget) -> None:
         """Let go of what was brought of a layer: it is about to change at home."""
         lane = self.lane(layer.device)
         if lane is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .. import compat
+from kvlayers.upstream import compat
 
 logger = logging.getLogger(__name__)
 

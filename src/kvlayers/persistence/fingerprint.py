@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import transformers
 
-from ..errors import ModelMismatchError, OptionError
-from ..model_types import config_of, decoder_config
-from ..rope_words import config_fields
-from .description import Description, ModelRecord
-from .weights import SCHEME
+from kvlayers.errors import ModelMismatchError, OptionError
+from kvlayers.persistence.format import Description, ModelRecord
+from kvlayers.persistence.weights import SCHEME
+from kvlayers.rope.parameters import config_fields
+from kvlayers.upstream.model_types import config_of, decoder_config
 
 INSTALLED = transformers.__version__
 """The version of transformers whose configs are compared with those in files."""

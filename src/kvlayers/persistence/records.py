@@ -7,13 +7,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, StateMismatchError
-from ..layers import LayerState
-from ..operations import CacheState
-from ..version import __version__
-from .description import (
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.operations import CacheState
+from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.layers import LayerState
+from kvlayers.persistence.format import (
     TOKEN_IDS,
     CacheRecord,
     Description,
@@ -22,7 +21,8 @@ from .description import (
     layer_prefix,
     rotary_name,
 )
-from .header import DTYPES
+from kvlayers.persistence.safetensors_header import DTYPES
+from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
 
@@ -65,9 +65,9 @@ def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tup
 def _record(cache: Cache, state: CacheState) -> CacheRecord:
     layers = tuple(
         LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), bool(layer.is_recording))
-        for layer, layer_state in zip(cache.operable(), state.layers, strict=True)
+        for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
     )
-    length = max((layer.length or 0 for layer in cache.operable()), default=0)
+    length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
     return CacheRecord(state.kind, length, cache.batch_size, cache.describe(), layers)
 
 

@@ -8,10 +8,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CacheFileError, CachePathError
-from .description import DIGESTS, FORMAT, READ_VERSIONS, TOKEN_IDS, Description, read_description, rotary_name
-from .digests import DIGEST_BYTES, checksum, digest_of, first_rows, runs
-from .header import Entry, Header, ReadRange, parse_header, read_header, refuse, shown
+from kvlayers.errors import CacheFileError, CachePathError
+from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
+from kvlayers.persistence.format import (
+    DIGESTS,
+    FORMAT,
+    READ_VERSIONS,
+    TOKEN_IDS,
+    Description,
+    read_description,
+    rotary_name,
+)
+from kvlayers.persistence.safetensors_header import (
+    Header,
+    ReadRange,
+    TensorEntry,
+    parse_header,
+    read_header,
+    refuse,
+    shown,
+)
 
 METADATA = ("format", "format_version", "description", "checksum")
 
@@ -54,7 +70,7 @@ class SavedFile:
         if total != header.metadata["checksum"]:
             refuse(path, f"the checksum {total}", shown(header.metadata["checksum"]), "it is damaged; save it again")
 
-    def _covered(self) -> dict[str, Entry]:
+    def _covered(self) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
 
     @property

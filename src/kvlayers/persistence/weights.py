@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import ConfigError
+from kvlayers.errors import ConfigError
 
 SCHEME = "all:"
 """What ids begin with: they are made of all bytes. Ids of earlier versions, of a few elements, are digests alone."""

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import UnsupportedLayerError
-from .layer_bytes import LayerBytes, layer_bytes
-from .layer_shapes import LayerShape
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.planning.layer_bytes import LayerBytes, layer_bytes
+from kvlayers.planning.shapes import LayerShape
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import ConfigError
+from kvlayers.errors import ConfigError
 
 
 class Fields:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..errors import OptionError
+from kvlayers.errors import OptionError
 
 
 def free_memory(device: torch.device) -> int:

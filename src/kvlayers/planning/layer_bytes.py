@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import compat
-from ..errors import CapacityError, UnsupportedLayerError
-from ..layers import (
+from kvlayers.errors import CapacityError, UnsupportedLayerError
+from kvlayers.layers import (
     DynamicLayer,
     HybridLayer,
     LinearAttentionLayer,
@@ -18,9 +17,10 @@ from ..layers import (
     StaticLayer,
     StaticSlidingLayer,
 )
-from ..layers.static_sliding import reserved_room
-from .layer_shapes import LayerShape
-from .store_bytes import COUNTER_BYTES, Forms, Intake, pair_bytes, reservation_bytes, store_bytes
+from kvlayers.layers.static_sliding import reserved_room
+from kvlayers.planning.shapes import LayerShape
+from kvlayers.planning.store_bytes import COUNTER_BYTES, Forms, Intake, pair_bytes, reservation_bytes, store_bytes
+from kvlayers.upstream import compat
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..amounts import html_table, plain_table, readable_bytes
-from ..errors import RegistryError
-from .planned_kind import EXACT
+from kvlayers.errors import RegistryError
+from kvlayers.planning.planned_kind import EXACT
+from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
 """Names that stand for others at the same cost, in this order."""

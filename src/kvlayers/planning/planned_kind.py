@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError
-from ..generation.registry import CacheRequest, cache_for
-from ..layers import SinkLayer, TokenLayer
-from ..layers.dispatch import attention_part, held_layer
-from ..stores import DenseStore, FixedStore, QuantizedStore
-from .cache_bytes import CacheBytes, cache_bytes
-from .layer_shapes import LayerShape
-from .store_bytes import FOLLOWED, bits_of_packed
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.from_config import attention_part, held_layer
+from kvlayers.errors import OptionError
+from kvlayers.generation.registry import CacheRequest, cache_for
+from kvlayers.layers import SinkLayer, TokenLayer
+from kvlayers.planning.cache_bytes import CacheBytes, cache_bytes
+from kvlayers.planning.shapes import LayerShape
+from kvlayers.planning.store_bytes import FOLLOWED, bits_of_packed
+from kvlayers.stores import DenseStore, QuantizedStore, StaticStore
 
 EXACT, ROUNDED, EVICTING = "exact", "rounded", "evicting"
 """What a kind does to the states: keeps those that the model attends to, keeps them in a few bits, or forgets some."""
@@ -73,11 +73,11 @@ def _token_layers(cache: Any) -> Iterator[tuple[int, TokenLayer]]:
 def _sizes(cache: Any) -> list[int | None]:
     """The numbers that the stores of a cache were made with."""
     stores = [layer.store for _, layer in _token_layers(cache)]
-    return [_size(store) for store in stores if isinstance(store, DenseStore | FixedStore | QuantizedStore)]
+    return [_size(store) for store in stores if isinstance(store, DenseStore | StaticStore | QuantizedStore)]
 
 
-def _size(store: DenseStore | FixedStore | QuantizedStore) -> int | None:
-    return store.capacity if isinstance(store, FixedStore) else store.length_hint
+def _size(store: DenseStore | StaticStore | QuantizedStore) -> int | None:
+    return store.capacity if isinstance(store, StaticStore) else store.length_hint
 
 
 def fidelity_of(cache: Any) -> str:

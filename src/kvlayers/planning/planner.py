@@ -8,18 +8,18 @@ from types import MappingProxyType
 import torch
 from transformers import PretrainedConfig
 
-from .. import model_types
-from ..amounts import amount_of_bytes, tokens
-from ..errors import CapacityError, KVLayersError, OptionError
-from ..generation.registry import AUTO, CacheRequest, cache_names
-from ..layers.base import whole_number
-from ..options import checked_dtype
-from .cache_bytes import CacheBytes
-from .layer_shapes import layer_shapes
-from .longest import longest_context
-from .planned_cache import Plan, PlannedCache
-from .planned_kind import PlannedKind, planned_kind
-from .recommending import best_of, nothing_fits, why_not, why_recommended
+from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.generation.registry import AUTO, CacheRequest, cache_names
+from kvlayers.layers.contract import whole_number
+from kvlayers.planning.cache_bytes import CacheBytes
+from kvlayers.planning.longest_context import longest_context
+from kvlayers.planning.planned_cache import Plan, PlannedCache
+from kvlayers.planning.planned_kind import PlannedKind, planned_kind
+from kvlayers.planning.recommend import best_of, nothing_fits, why_not, why_recommended
+from kvlayers.planning.shapes import layer_shapes
+from kvlayers.upstream import model_types
+from kvlayers.utils.options import checked_dtype
+from kvlayers.utils.units import amount_of_bytes, tokens
 
 TOKENS_AHEAD = 4096
 """Tokens behind the context over which `bytes_per_token` is the mean, as packed blocks come many tokens at a time."""

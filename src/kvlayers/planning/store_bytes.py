@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import UnsupportedLayerError
-from ..quantizers.base import Side
-from ..stores import DenseStore, FixedStore, QuantizedStore, TokenStore
-from ..stores.buffer import StateForm
-from ..stores.packed_blocks import GROWTH_DIVISOR, MINIMUM_GROWTH, SIDES, packed_forms
-from ..stores.quantization import block_tokens, blocks_beyond
-from ..stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores import DenseStore, QuantizedStore, StaticStore, TokenStore
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.packed_blocks import GROWTH_DIVISOR, MINIMUM_GROWTH, SIDES, packed_forms
+from kvlayers.stores.quantization import block_tokens, blocks_beyond
+from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
 
 FOLLOWED = 1
 """The length hint that caches are made with to be planned. A number of a store that is this one follows the hint."""
@@ -68,14 +68,14 @@ def _dense(store: DenseStore, intake: Intake) -> int:
 
 
 @store_bytes.register
-def _fixed(store: FixedStore, intake: Intake) -> int:
+def _fixed(store: StaticStore, intake: Intake) -> int:
     capacity = intake.following(store.capacity) or 0
     while store.grow and capacity < intake.tokens:
         capacity = store.buckets.after(capacity)
     return reservation_bytes(store, intake.forms, capacity)
 
 
-def reservation_bytes(store: FixedStore, forms: Forms, capacity: int) -> int:
+def reservation_bytes(store: StaticStore, forms: Forms, capacity: int) -> int:
     """Bytes of a reservation of so many tokens, for the sequences that there are or as many as were asked for."""
     keys, values = forms
     rows = max(keys[0], store.max_batch_size or 0)

@@ -1,9 +1,9 @@
 """What prompts begin with, computed once: look-up by tokens, eviction, files."""
 
-from .entry import Entry
-from .eviction import EvictionPolicy, LeastRecentlyUsed
-from .finding import Hit
-from .statistics import PrefixStatistics
-from .store import PrefixStore
+from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvlayers.prefix.lookup import Hit
+from kvlayers.prefix.statistics import PrefixStatistics
+from kvlayers.prefix.store import PrefixStore
 
-__all__ = ["Entry", "EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"]
+__all__ = ["PrefixEntry", "EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"]

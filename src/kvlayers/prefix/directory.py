@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache import Cache
-from ..errors import CacheFileError, CachePathError, KVLayersError
-from ..persistence.header import MAX_HEADER_BYTES
-from ..persistence.inspecting import CacheFile, inspect_cache
-from ..persistence.loading import load_cache
-from ..persistence.rebuilding import check_remakeable
-from ..persistence.saving import save_cache
-from .entry import Entry, put_back, reach
-from .keys import LABEL_PREFIX
-from .places import GoneError, Place, StoredFile, UnreachableError
-from .places.base import SUFFIX
+from kvlayers.caches.base import Cache
+from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.persistence.inspect import CacheFile, inspect_cache
+from kvlayers.persistence.load import load_cache
+from kvlayers.persistence.rebuild import check_remakeable
+from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
+from kvlayers.persistence.save import save_cache
+from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import SUFFIX
+from kvlayers.prefix.entry import PrefixEntry, put_back, reach
+from kvlayers.prefix.keys import LABEL_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Changes:
         gone: paths of files that were known, and are not there any more.
     """
 
-    added: list[Entry]
+    added: list[PrefixEntry]
     gone: set[str]
 
 
@@ -50,7 +50,7 @@ class Directory:
         place: where they are.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorageBackend) -> None:
         self.place = place
         self.damaged = self.failed_reads = 0
         self._reported: dict[str, StoredFile | None] = {}
@@ -89,7 +89,7 @@ class Directory:
                     added.append(entry)
         return Changes(added, set(known) - paths)
 
-    def report(self, entry: Entry, error: Exception) -> None:
+    def report(self, entry: PrefixEntry, error: Exception) -> None:
         """Count the file of an entry, which is damaged, and say so in the log, once."""
         file = None
         with contextlib.suppress(UnreachableError):
@@ -108,7 +108,7 @@ class Directory:
         self.failed_reads += 1
         logger.warning("A file of a prefix store could not be read now: %s", error)
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: PrefixEntry) -> None:
         """Write the cache of an entry that is in memory.
 
         Raises:
@@ -130,7 +130,9 @@ class Directory:
         entry.path, entry.file_bytes = self.place.path_of(name), file_bytes
         self._reported.pop(entry.path, None)
 
-    def load(self, entry: Entry, length: int, config: object | None, device: torch.device | str | None) -> Cache | None:
+    def load(
+        self, entry: PrefixEntry, length: int, config: object | None, device: torch.device | str | None
+    ) -> Cache | None:
         """What is in an entry's file, put back to `length` tokens or as near before as it can go; `None` for nowhere.
 
         Raises:
@@ -145,7 +147,7 @@ class Directory:
         target = reach(cache, min(length, cache.get_seq_length()))
         return put_back(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
 
-    def oldest_first(self, entries: Iterable[Entry]) -> list[Entry]:
+    def oldest_first(self, entries: Iterable[PrefixEntry]) -> list[PrefixEntry]:
         """Entries in files by the last use of these; none where that cannot be known now."""
         try:
             uses = self.place.uses()
@@ -154,7 +156,7 @@ class Directory:
             return []
         return sorted(entries, key=lambda entry: uses.get(_name(entry), 0))
 
-    def delete(self, entry: Entry) -> bool:
+    def delete(self, entry: PrefixEntry) -> bool:
         """Delete the file of an entry, where there is one.
 
         Returns:
@@ -170,11 +172,13 @@ class Directory:
         return True
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: PrefixEntry) -> str:
     return os.path.basename(str(entry.path))
 
 
-def _loaded(path: str, entry: Entry, length: int, config: object | None, device: torch.device | str | None) -> Cache:
+def _loaded(
+    path: str, entry: PrefixEntry, length: int, config: object | None, device: torch.device | str | None
+) -> Cache:
     """The cache in an entry's file, of its first `length` tokens where these can be read apart."""
     seen = inspect_cache(path)
     kept = _entry_of(seen)
@@ -193,7 +197,7 @@ def _loaded(path: str, entry: Entry, length: int, config: object | None, device:
         raise CacheFileError(str(error)) from error
 
 
-def _entry_of(seen: CacheFile) -> Entry | None:
+def _entry_of(seen: CacheFile) -> PrefixEntry | None:
     """What a file is the entry of, `None` where it is not one of a store.
 
     Raises:
@@ -207,7 +211,7 @@ def _entry_of(seen: CacheFile) -> Entry | None:
     if token_ids is None or token_ids.dtype != torch.int64 or tuple(token_ids.shape) != (1, seen.length):
         raise CacheFileError(f"expected the ids of {seen.length} tokens, but {seen.path} has others: it is damaged.")
     lengths = {int(text) for text in boundaries.split(",") if text.isascii() and text.isdigit()}
-    return Entry(
+    return PrefixEntry(
         label,
         token_ids[0].numpy(),
         path=seen.path,

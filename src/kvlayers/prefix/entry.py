@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..cache import Cache
-from ..errors import RollbackError
-from ..layers import LayerOperations
-from ..memory_held import Storages
-from .tree import Tokens
+from kvlayers.caches.base import Cache
+from kvlayers.errors import RollbackError
+from kvlayers.layers import LayerOperations
+from kvlayers.prefix.radix_tree import Tokens
+from kvlayers.utils.tensor_memory import Storages
 
 
 @dataclass(eq=False)
-class Entry:
+class PrefixEntry:
     """Tokens, and the cache that has seen them: in memory, in a file, or both.
 
     Attributes:
@@ -68,9 +68,9 @@ def reach(cache: Cache, length: int) -> int:
     if length == cache.get_seq_length():
         return length
     try:
-        target = cache.restorable(length)
+        target = cache.nearest_restorable(length)
         # What no layer of ours counts is only known when it is tried.
-        if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.operable()):
+        if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.adapted_layers()):
             cache.fork().truncate(target)
     except RollbackError:
         return 0

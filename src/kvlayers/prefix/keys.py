@@ -5,12 +5,12 @@ import hashlib
 import numpy as np
 import torch
 
-from ..cache import Cache
-from ..encoder_decoder import EncoderDecoderCache
-from ..errors import OptionError, StateMismatchError
-from ..persistence.description import canonical
-from ..persistence.fingerprint import model_fields
-from .tree import Tokens
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.persistence.fingerprint import model_fields
+from kvlayers.persistence.format import canonical
+from kvlayers.prefix.radix_tree import Tokens
 
 LABEL_PREFIX = "kvlayers.prefix:"
 """What the label of an entry begins with, so that files of a store can be told from others."""
@@ -92,7 +92,7 @@ def seen_by(cache: object, ids: Tokens) -> tuple[Cache, int]:
             f"expected the ids of the {length} tokens that the cache has seen, but saw {len(ids)}: pass those of the "
             "whole sequence."
         )
-    lengths = {layer.length for layer in cache.operable() if layer.length}
+    lengths = {layer.length for layer in cache.adapted_layers() if layer.length}
     if lengths - {length}:
         raise StateMismatchError(
             f"expected layers that have seen the same tokens, but saw {sorted(lengths)}: a forward pass broke off, so "

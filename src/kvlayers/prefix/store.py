@@ -8,18 +8,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..amounts import amount_of_bytes, readable_bytes
-from ..cache import Cache
-from ..errors import OptionError, PrefixError
-from ..options import checked_device, checks_options
-from .directory import Directory
-from .entry import put_back
-from .eviction import EvictionPolicy, LeastRecentlyUsed
-from .finding import Hit, Search
-from .holdings import Holdings
-from .keys import label_of, seen_by, tokens_of
-from .places import place_for
-from .statistics import PrefixStatistics
+from kvlayers.caches.base import Cache
+from kvlayers.errors import OptionError, PrefixError
+from kvlayers.prefix.backends import place_for
+from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.entry import put_back
+from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvlayers.prefix.index import EntryIndex
+from kvlayers.prefix.keys import label_of, seen_by, tokens_of
+from kvlayers.prefix.lookup import Hit, Search
+from kvlayers.prefix.statistics import PrefixStatistics
+from kvlayers.utils.options import checked_device, checks_options
+from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class PrefixStore:
         self._lock = threading.Lock()
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
         files = None if directory is None else Directory(place_for(directory, storage_options))
-        self._holdings = Holdings(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
+        self._holdings = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
 
     def insert(
         self,

@@ -1,12 +1,20 @@
 """What turns states into codes. One file a backend."""
 
-from .base import Backend, CodeFormat, QuantizedGroups, Quantizer, Side, SideOptions, channel_group
-from .dequantize import dequantize
-from .fp8 import Fp8Backend, Fp8Quantizer
-from .hqq import HQQBackend, HQQQuantizer
-from .native import NativeBackend, NativeQuantizer
-from .quanto import QuantoBackend, QuantoQuantizer
-from .registry import backend, quantizer_names, register_quantizer, unregister_quantizer
+from kvlayers.quantizers.contract import (
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    Side,
+    SideOptions,
+    channel_group,
+)
+from kvlayers.quantizers.dequantize import dequantize
+from kvlayers.quantizers.fp8 import Fp8Backend, Fp8Quantizer
+from kvlayers.quantizers.hqq import HQQBackend, HQQQuantizer
+from kvlayers.quantizers.native import NativeBackend, NativeQuantizer
+from kvlayers.quantizers.quanto import QuantoBackend, QuantoQuantizer
+from kvlayers.quantizers.registry import backend, quantizer_names, register_quantizer, unregister_quantizer
 
 __all__ = [
     "Backend",

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .base import CodeFormat, QuantizedGroups
-from .grouping import grouped, ungrouped
-from .hadamard import rotate
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups
+from kvlayers.quantizers.grouping import grouped, ungrouped
+from kvlayers.quantizers.hadamard import rotate
 
 
 def dequantize(groups: QuantizedGroups, code_format: CodeFormat, dtype: torch.dtype) -> Tensor:

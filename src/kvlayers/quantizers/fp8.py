@@ -7,9 +7,17 @@ own, so that no state is ever clipped.
 import torch
 from torch import Tensor
 
-from .base import DEFAULT_GROUP_SIZE, Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, channel_group
-from .grouping import GROUP_DIMS, grouped, smallest_positive, ungrouped
-from .registry import register_quantizer
+from kvlayers.quantizers.contract import (
+    DEFAULT_GROUP_SIZE,
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    SideOptions,
+    channel_group,
+)
+from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, smallest_positive, ungrouped
+from kvlayers.quantizers.registry import register_quantizer
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import CodeFormat, QuantizedGroups
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups
 
 GROUP_DIMS = (-3, -1)
 """Dimensions of a grouped view that lie within a group."""

@@ -16,11 +16,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import search
-from .base import DEFAULT_GROUP_SIZE, Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, channel_group
-from .grouping import GROUP_DIMS, from_rows, grouped, one_group_a_row, rounded, smallest_positive, ungrouped
-from .hadamard import rotate, rotation_size
-from .registry import register_quantizer
+from kvlayers.quantizers import search
+from kvlayers.quantizers.contract import (
+    DEFAULT_GROUP_SIZE,
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    SideOptions,
+    channel_group,
+)
+from kvlayers.quantizers.grouping import (
+    GROUP_DIMS,
+    from_rows,
+    grouped,
+    one_group_a_row,
+    rounded,
+    smallest_positive,
+    ungrouped,
+)
+from kvlayers.quantizers.hadamard import rotate, rotation_size
+from kvlayers.quantizers.registry import register_quantizer
 
 CLIPS = {
     2: (0.0, 0.07, 0.14, 0.21, 0.28),
@@ -99,7 +115,7 @@ class NativeQuantizer(Quantizer):
             rows = one_group_a_row(exact, self.format)
             found = search.search(rows, bits, states.dtype, CLIPS[bits], REFITS, LARGEST_STRETCH)
             return from_rows(*found, states.shape, self.format)
-        grid, float_codes = _Search(grouped(exact, self.format), self.format.bits, states.dtype).best()
+        grid, float_codes = _GridSearch(grouped(exact, self.format), self.format.bits, states.dtype).best()
         codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
         return QuantizedGroups(codes, scale, zero)
@@ -118,7 +134,7 @@ class _Sums:
         self.slope = self.covariance / self.variance.clamp(min=0.5 / count)
 
 
-class _Search:
+class _GridSearch:
     """Looks for the grid of each group that leaves the smallest squared error.
 
     Args:

@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from ..errors import OptionError
+from kvlayers.errors import OptionError
 
 
 def required(module: str, package: str, backend: str, extra: str) -> ModuleType:

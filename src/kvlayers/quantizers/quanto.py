@@ -5,10 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DEFAULT_GROUP_SIZE, Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, channel_group
-from .grouping import from_rows, one_group_a_row
-from .packages import required
-from .registry import register_quantizer
+from kvlayers.quantizers.contract import (
+    DEFAULT_GROUP_SIZE,
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    SideOptions,
+    channel_group,
+)
+from kvlayers.quantizers.grouping import from_rows, one_group_a_row
+from kvlayers.quantizers.packages import required
+from kvlayers.quantizers.registry import register_quantizer
 
 
 def _quanto() -> Any:

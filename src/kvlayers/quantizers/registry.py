@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import OptionError, RegistryError
-from ..registries import Registry
-from .base import Backend
+from kvlayers.errors import OptionError, RegistryError
+from kvlayers.quantizers.contract import Backend
+from kvlayers.utils.registry import Registry
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compiled import compiled_library, once
-from .grouping import smallest_positive
+from kvlayers.quantizers.grouping import smallest_positive
+from kvlayers.utils.native_library import compiled_library, once
 
 SOURCE = pathlib.Path(__file__).with_name("search.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class _Search(ctypes.Structure):
+class _SearchLibrary(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("states", "codes", "scale", "zero", "clips")),
         *((name, ctypes.c_int64) for name in ("groups", "size", "bits", "clip_count", "refits")),
@@ -59,7 +59,7 @@ def search(
     scale, zero = torch.empty((2, groups, 1), dtype=torch.float32, device="cpu").unbind()
     given = (ctypes.c_float * len(clips))(*clips)
     numbers = torch.finfo(dtype)
-    call = _Search(
+    call = _SearchLibrary(
         states=rows.data_ptr(),
         codes=codes.data_ptr(),
         scale=scale.data_ptr(),

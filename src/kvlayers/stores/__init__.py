@@ -1,23 +1,25 @@
 """How tokens are held. One file a kind of store."""
 
-from .base import TokenStore
-from .buckets import Buckets
-from .buffer import StateForm
-from .dense import DenseStore
-from .fixed import FixedStore
-from .quantization import Quantization
-from .quantized import QuantizedStore
-from .registry import register_store, store_names, unregister_store
-from .shared import SharedStore
+from kvlayers.stores.buckets import Buckets
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.registry import register_store, store_names, unregister_store
+from kvlayers.stores.shared_prefix import SharedStore
+from kvlayers.stores.static import StaticStore
 
 __all__ = [
     "Buckets",
     "DenseStore",
-    "FixedStore",
+    "DescriptionContext",
     "Quantization",
     "QuantizedStore",
     "SharedStore",
     "StateForm",
+    "StaticStore",
     "TokenStore",
     "register_store",
     "store_names",

@@ -9,8 +9,8 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..descriptions import Fact, Facts
-from ..errors import OptionError
+from kvlayers.errors import OptionError
+from kvlayers.stores.description import Fact, Facts
 
 ALIGNMENT = 8
 """Sizes are multiples of so many tokens, which attention kernels want of a mask's rows."""
@@ -84,11 +84,11 @@ class Buckets:
         return max(math.ceil(size * self.factor / ALIGNMENT), size // ALIGNMENT + 1) * ALIGNMENT
 
 
-class Place:
+class Slot:
     """A count of tokens in a reservation, in a form that compiled code takes a step from without reading a number.
 
     Where a compiled function reads an `int`, that number becomes part of what is compiled, and the function is compiled
-    again when it differs: for a count, at every token. Places are linked instead: code that adds one token goes from a
+    again when it differs: for a count, at every token. Slots are linked instead: code that adds one token goes from a
     place to the `next`, and all that it reads is the bucket.
 
     Attributes:
@@ -99,7 +99,7 @@ class Place:
 
     __slots__ = ("bucket", "length", "next", "sizes")
 
-    def __init__(self, length: int, bucket: int, following: "Place | None", sizes: tuple[int, ...]) -> None:
+    def __init__(self, length: int, bucket: int, following: "Slot | None", sizes: tuple[int, ...]) -> None:
         self.length = length
         self.bucket = bucket
         self.next = following
@@ -108,11 +108,11 @@ class Place:
     def __reduce__(self) -> tuple[Any, ...]:
         return place_of, (self.sizes, self.length)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Place":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Slot":
         return self
 
 
-class Places:
+class Slots:
     """Every place in a reservation. They are attributes, so that compiled code reaches one without seeing the others.
 
     Args:
@@ -120,12 +120,12 @@ class Places:
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        place = Place(sizes[-1], 0, None, sizes)
+        place = Slot(sizes[-1], 0, None, sizes)
         places = {str(place.length): place}
         bounds = (0, *sizes)
         for lower, size in reversed(list(zip(bounds[:-1], sizes, strict=True))):
             for length in range(size - 1, lower - 1, -1):
-                place = Place(length, size, place, sizes)
+                place = Slot(length, size, place, sizes)
                 places[str(length)] = place
         self.__dict__.update(places)
         self.first = place
@@ -133,37 +133,37 @@ class Places:
     def __reduce__(self) -> tuple[Any, ...]:
         return places, (self.first.sizes,)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Places":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Slots":
         return self
 
-    def at(self, length: int) -> Place:
+    def at(self, length: int) -> Slot:
         """The place of so many tokens."""
-        place: Place = getattr(self, str(length))
+        place: Slot = getattr(self, str(length))
         return place
 
 
 _building = threading.Lock()
 
 
-def places(sizes: tuple[int, ...]) -> Places:
+def places(sizes: tuple[int, ...]) -> Slots:
     """The places of a reservation with buckets of these sizes, shared by all layers that have the same."""
-    # Places are told apart by identity, so two threads must not both make them.
+    # Slots are told apart by identity, so two threads must not both make them.
     with _building:
         return _places(sizes)
 
 
 @functools.lru_cache(maxsize=8)
-def _places(sizes: tuple[int, ...]) -> Places:
+def _places(sizes: tuple[int, ...]) -> Slots:
     # So many small objects at once set off collections of everything that the process holds: ten times the work itself.
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return Places(sizes)
+        return Slots(sizes)
     finally:
         if collecting:
             gc.enable()
 
 
-def place_of(sizes: tuple[int, ...], length: int) -> Place:
+def place_of(sizes: tuple[int, ...], length: int) -> Slot:
     """One place of a reservation."""
     return places(sizes).at(length)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from .. import compat
-from ..attention.single_query import attended_by_one_query
-from ..errors import InterruptedPassError, StateMismatchError
-from .admission import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
-from .base import Mover, StatePair, TokenStore
-from .buffer import StateForm, TokenBuffer
-from .sharing import Sharing
+from kvlayers.attention.gqa import attended_by_one_query
+from kvlayers.errors import InterruptedPassError, StateMismatchError
+from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.contract import Mover, StatePair, TokenStore
+from kvlayers.stores.copy_on_write import CopyOnWrite
+from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
+from kvlayers.upstream import compat
 
 _first_fork = threading.Lock()
 
@@ -50,7 +50,7 @@ class ContiguousStore(TokenStore):
         self._capacity = 0
         self._tracks_gradients = False
         self._admitted: tuple[StateForm, StateForm] | None = None
-        self._sharing: Sharing | None = None
+        self._sharing: CopyOnWrite | None = None
         self._handed_out: tuple[tuple[TokenBuffer | None, int, int], StatePair] | None = None
         self._is_lost = False
 
@@ -74,7 +74,7 @@ class ContiguousStore(TokenStore):
         return self._value_form
 
     @override
-    def admit(self, keys: Tensor, values: Tensor) -> int:
+    def validate(self, keys: Tensor, values: Tensor) -> int:
         key_form, value_form = checked_forms(keys, values)
         self._admitted = None
         if key_form != self._key_form or value_form != self._value_form:
@@ -158,7 +158,7 @@ class ContiguousStore(TokenStore):
         return key_buffer.read(start, width + count), value_buffer.read(start, width + count)
 
     @override
-    def pass_through(
+    def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
     ) -> StatePair:
         held = [*([] if front is None else [front]), *([self.newest(past)] if past else [])]
@@ -309,7 +309,7 @@ class ContiguousStore(TokenStore):
         self.__dict__.update(other.__dict__)
 
     @override
-    def relocate(self, move: Mover) -> None:
+    def swap_buffers(self, move: Mover) -> None:
         if self._keys is not None and self._values is not None:
             start, end = self._start, self._end
             keys, values = move(self._keys, start, end), move(self._values, start, end)
@@ -341,7 +341,7 @@ class ContiguousStore(TokenStore):
         if tensors:
             keys, values = tensors["keys"], tensors["values"]
             # What was recorded for a rollback is part of a state, and may be more than a reservation has room for.
-            self.reserve(self.admit(keys, values))
+            self.reserve(self.validate(keys, values))
             self.append(keys, values)
 
     @override
@@ -364,12 +364,12 @@ class ContiguousStore(TokenStore):
         handed_out = self._sharing is not None and self._sharing.is_handed_out
         return plain and not self._tracks_gradients and not handed_out
 
-    def _shared(self) -> Sharing:
+    def _shared(self) -> CopyOnWrite:
         """What the holders of these buffers have in common."""
         # Threads may fork one store at the same time: all of the forks must be told of each other.
         with _first_fork:
             if self._sharing is None:
-                sharing = Sharing()
+                sharing = CopyOnWrite()
                 sharing.join(self)
                 self._sharing = sharing
             return self._sharing

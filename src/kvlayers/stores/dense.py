@@ -3,9 +3,9 @@
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..descriptions import DescriptionContext, Facts
-from .contiguous import ContiguousStore
-from .registry import register_store
+from kvlayers.stores.contiguous import ContiguousStore
+from kvlayers.stores.description import DescriptionContext, Facts
+from kvlayers.stores.registry import register_store
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -93,7 +93,7 @@ class DenseStore(ContiguousStore):
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
         fresh = self.snapshot()
         fresh._release()
-        fresh.admit(keys, values)
+        fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import OptionError
-from ..quantizers.base import Quantizer, Side
-from .quantization import Quantization
+from kvlayers.errors import OptionError
+from kvlayers.quantizers.contract import Quantizer, Side
+from kvlayers.stores.quantization import Quantization
 
 BITS = ("nbits", "key_nbits", "value_nbits")
 """Options that may be one number for all layers, or one for each."""

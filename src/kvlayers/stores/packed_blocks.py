@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ..attention.history import PackedRun
-from ..autocast import without_autocast
-from ..errors import StateMismatchError
-from ..quantizers.base import CodeFormat, Quantizer, Side, check_groups
-from .base import Mover, StatePair
-from .buffer import StateForm
-from .dense import DenseStore
-from .packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.attention.segments import PackedSegment
+from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
+from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover, StatePair
+from kvlayers.stores.dense import DenseStore
+from kvlayers.utils.autocast import without_autocast
 
 GROWTH_DIVISOR = 128
 """Blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""
@@ -91,7 +91,7 @@ class PackedBlocks:
     def append(self, packed: dict[Side, StatePair]) -> None:
         """Hold what `quantized` returned. There must be room for it."""
         for side, (codes, parameters) in packed.items():
-            self._packed[side].admit(codes, parameters)
+            self._packed[side].validate(codes, parameters)
             self._packed[side].append(codes, parameters)
         new = packed["keys"][0].shape[2]
         self._ends += [self.block_tokens] * new
@@ -107,7 +107,7 @@ class PackedBlocks:
         whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
         return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
 
-    def run(self, skipped: int = 0) -> PackedRun | None:
+    def run(self, skipped: int = 0) -> PackedSegment | None:
         """What is held but for the oldest `skipped` tokens, as attention reads it; `None` where that is nothing."""
         first, block = self._first + skipped, 0
         while block < len(self._ends) and first >= self._ends[block]:
@@ -117,7 +117,7 @@ class PackedBlocks:
         if not blocks:
             return None
         ends = tuple(self._ends[block:])
-        return PackedRun(
+        return PackedSegment(
             self._side("keys", blocks),
             self._side("values", blocks),
             first,
@@ -177,10 +177,10 @@ class PackedBlocks:
         twin._ends = list(self._ends)
         return twin
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
         for store in self._packed.values():
-            store.relocate(move)
+            store.swap_buffers(move)
 
     def fork(self) -> Self:
         """An independent copy of the live blocks."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..descriptions import Facts
-from ..errors import OptionError
-from ..quantizers.base import Backend, Quantizer, Side, SideOptions
-from ..quantizers.registry import backend as backend_called
-from ..quantizers.registry import quantizer_names
+from kvlayers.errors import OptionError
+from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
+from kvlayers.quantizers.registry import backend as backend_called
+from kvlayers.quantizers.registry import quantizer_names
+from kvlayers.stores.description import Facts
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128

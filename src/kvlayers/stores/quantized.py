@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ..attention.handle import Attended, Edition, PackedStates, as_dense
-from ..attention.history import DenseRun, History, PackedRun
-from ..attention.on_handles import handles
-from ..attention.ways import Ways
-from ..descriptions import DescriptionContext, Fact, Facts
-from ..errors import StateMismatchError
-from ..quantizers.base import Quantizer, Side
-from .admission import check_dense_state, check_one_batch, checked_forms, mismatch
-from .base import Mover, StatePair, TokenStore
-from .buffer import StateForm, form_of
-from .dense import DenseStore
-from .packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
-from .quantization import Quantization, block_tokens, blocks_beyond
-from .registry import register_store
-from .residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.attention.packed_ops import handles
+from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
+from kvlayers.attention.path_counter import PathCounter
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.contract import Quantizer, Side
+from kvlayers.stores.buffer import StateForm, form_of
+from kvlayers.stores.contract import Mover, StatePair, TokenStore
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
+from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.stores.registry import register_store
+from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
+from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""
@@ -59,10 +59,10 @@ class QuantizedStore(TokenStore):
         self._length = 0
         self._sinks = DenseStore()
         self._recent = unpacked_residual()
-        self._edition = Edition()
-        self._old_runs: tuple[tuple[DenseRun, ...], PackedRun | None] | None = None
-        self._held: Attended | None = None
-        self.ways = Ways()
+        self._edition = Version()
+        self._old_runs: tuple[tuple[DenseSegment, ...], PackedSegment | None] | None = None
+        self._held: Snapshot | None = None
+        self.ways = PathCounter()
         self._recent_may_move = False
         """Whether the residual has room at its front, to which the next tokens may move it."""
 
@@ -109,7 +109,7 @@ class QuantizedStore(TokenStore):
     # Taking in states
 
     @override
-    def admit(self, keys: Tensor, values: Tensor) -> int:
+    def validate(self, keys: Tensor, values: Tensor) -> int:
         forms = _of_one_dtype(*checked_forms(keys, values))
         self._admitted = None
         if forms != self._forms:
@@ -203,13 +203,13 @@ class QuantizedStore(TokenStore):
             self.append(keys, values)
             if front is None:
                 return self.newest(past + new)
-            return self._returned(self._history(past + new).behind(DenseRun(*front)))
+            return self._returned(self._history(past + new).behind(DenseSegment(*front)))
         history = self._history_with(keys, values, past, front)
         self.append(keys, values)
         return self._returned(history)
 
     @override
-    def pass_through(
+    def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
     ) -> StatePair:
         self._take_form()
@@ -290,7 +290,7 @@ class QuantizedStore(TokenStore):
         # Handles cannot be written to, and know when they have become untrue.
         return self.newest(self.length) if self._old_tokens else self._recent.hand_out()
 
-    def _returned(self, history: History) -> StatePair:
+    def _returned(self, history: KVSegments) -> StatePair:
         """What attention gets: plain states where none are packed, else handles."""
         if self._forms is None:
             raise StateMismatchError("expected admitted states before any are read: update the layer first.")
@@ -298,14 +298,14 @@ class QuantizedStore(TokenStore):
         if history.packed is None or torch.compiler.is_compiling():
             return history.dense("keys", dtype), history.dense("values", dtype)
         return self._handles(
-            Attended(history, dtype, device, self._edition, self._edition.number, self.length, self.ways)
+            Snapshot(history, dtype, device, self._edition, self._edition.number, self.length, self.ways)
         )
 
-    def _handles(self, attended: Attended) -> StatePair:
+    def _handles(self, attended: Snapshot) -> StatePair:
         (_, kv_heads, key_head_dim, _, _), (_, _, value_head_dim, _, _) = self._forms  # type: ignore[misc]
         return handles(attended, kv_heads, (key_head_dim, value_head_dim))
 
-    def _history(self, count: int) -> History:
+    def _history(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
         skipped = self.length - count
         if skipped:
@@ -315,21 +315,21 @@ class QuantizedStore(TokenStore):
                 self._old_runs = self._runs_without(0)
             before, packed = self._old_runs
         recent = min(count, self._recent.length)
-        return History(before, packed, (DenseRun(*self._recent.newest(recent)),) if recent else ())
+        return KVSegments(before, packed, (DenseSegment(*self._recent.newest(recent)),) if recent else ())
 
-    def _runs_without(self, skipped: int) -> tuple[tuple[DenseRun, ...], PackedRun | None]:
+    def _runs_without(self, skipped: int) -> tuple[tuple[DenseSegment, ...], PackedSegment | None]:
         """Sinks and packed tokens, but for the oldest `skipped` of them."""
         sinks = max(self._sinks.length - skipped, 0)
-        before = (DenseRun(*self._sinks.newest(sinks)),) if sinks else ()
+        before = (DenseSegment(*self._sinks.newest(sinks)),) if sinks else ()
         packed = None if self._blocks is None else self._blocks.run(max(skipped - self._sinks.length, 0))
         return before, packed
 
-    def _history_with(self, keys: Tensor, values: Tensor, past: int, front: StatePair | None) -> History:
+    def _history_with(self, keys: Tensor, values: Tensor, past: int, front: StatePair | None) -> KVSegments:
         """Those in front, where there are any, the newest `past` tokens that are held, and new ones."""
         history = self._history(past)
-        new = DenseRun(self._as_held(keys), self._as_held(values))
-        history = History(history.before, history.packed, (*history.after, new))
-        return history if front is None else history.behind(DenseRun(*front))
+        new = DenseSegment(self._as_held(keys), self._as_held(values))
+        history = KVSegments(history.before, history.packed, (*history.after, new))
+        return history if front is None else history.behind(DenseSegment(*front))
 
     # Dropping, cropping and the batch
 
@@ -408,17 +408,17 @@ class QuantizedStore(TokenStore):
     def snapshot(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition, twin.ways = Edition(), Ways()
+        twin._edition, twin.ways = Version(), PathCounter()
         twin._sinks, twin._recent = self._sinks.snapshot(), self._recent.snapshot()
         twin._blocks = None if self._blocks is None else self._blocks.snapshot()
         return twin
 
     @override
-    def relocate(self, move: Mover) -> None:
-        self._sinks.relocate(move)
-        self._recent.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        self._sinks.swap_buffers(move)
+        self._recent.swap_buffers(move)
         if self._blocks is not None:
-            self._blocks.relocate(move)
+            self._blocks.swap_buffers(move)
         # What was returned keeps the buffers that it is of.
         self._old_runs = self._held = None
 
@@ -426,7 +426,7 @@ class QuantizedStore(TokenStore):
     def fork(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition, twin.ways = Edition(), Ways()
+        twin._edition, twin.ways = Version(), PathCounter()
         twin._sinks, twin._recent = self._sinks.fork(), self._recent.fork()
         twin._blocks = None if self._blocks is None else self._blocks.fork()
         return twin
@@ -505,7 +505,7 @@ def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm
 
 
 def _put(store: DenseStore, states: StatePair) -> None:
-    store.admit(*states)
+    store.validate(*states)
     store.append(*states)
 
 

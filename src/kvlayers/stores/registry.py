@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from ..descriptions import DescriptionContext, Facts
-from ..errors import RegistryError
-from .base import STORE_CLASSES, TokenStore
+from kvlayers.errors import RegistryError
+from kvlayers.stores.contract import STORE_CLASSES, TokenStore
+from kvlayers.stores.description import DescriptionContext, Facts
 
 Store = TypeVar("Store", bound=type[TokenStore])
 

@@ -1,6 +1,6 @@
 """How the residual of a quantized store grows: with what is packed, to no more bytes than a dense store takes."""
 
-from .dense import DenseStore
+from kvlayers.stores.dense import DenseStore
 
 GROWTH_DIVISOR = 16
 """A full residual behind packed blocks grows by one part in so many."""

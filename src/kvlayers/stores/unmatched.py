@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import StateMismatchError
-from .base import Mover, TokenStore
-from .buffer import StateForm
+from kvlayers.errors import StateMismatchError
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Mover, TokenStore
 
 
 class UnmatchedHalves:
@@ -38,9 +38,9 @@ class UnmatchedHalves:
         """That of the store."""
         return self.store.value_form
 
-    def relocate(self, move: Mover) -> None:
-        """See `TokenStore.relocate`."""
-        self.store.relocate(move)
+    def swap_buffers(self, move: Mover) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self.store.swap_buffers(move)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive."""

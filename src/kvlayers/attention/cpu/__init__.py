@@ -1,0 +1,1 @@
+"""Attention on a CPU: the compiled kernel and what calls it."""

@@ -1,0 +1,1 @@
+"""Attention on a CUDA device: Triton kernels and what launches them."""

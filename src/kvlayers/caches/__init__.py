@@ -1,0 +1,1 @@
+"""A cache is a list of layers: the container, its operations, and the caches by name."""

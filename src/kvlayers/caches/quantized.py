@@ -1,0 +1,285 @@
+"""The caches that hold most tokens in a few bits."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import transformers
+from typing_extensions import Self, override
+
+from kvlayers.caches.base import Cache
+from kvlayers.caches.from_config import quantized_layers
+from kvlayers.caches.registry import register_cache_class
+from kvlayers.errors import OptionError
+from kvlayers.layers import Checkpoints
+from kvlayers.layers.contract import whole_number
+from kvlayers.layers.quantized import quantized_layer
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
+from kvlayers.upstream import model_types
+from kvlayers.utils.options import checks_options
+from kvlayers.utils.units import tokens
+
+Bits = int | Sequence[int | None]
+
+
+class QuantizedCacheConfig(dict[str, Any]):
+    """Options of a `QuantizedCache`, as transformers 4 had a class for them: a dict of those that were given.
+
+    Args:
+        backend: as for `QuantizedCache`, like all that follow.
+        nbits: bits of a code.
+        axis_key: axis of the keys, for quanto and hqq.
+        axis_value: axis of the values, for quanto and hqq.
+        q_group_size: states that share a scale.
+        residual_length: newest tokens in full precision.
+        compute_dtype: accepted for old code, without effect: states keep the dtype that they come in.
+        device: accepted for old code, without effect: states stay on the device that they come on.
+        key_nbits: bits of the keys alone.
+        value_nbits: bits of the values alone.
+        key_group_size: group size of the keys alone.
+        value_group_size: group size of the values alone.
+        sink_tokens: oldest tokens in full precision.
+        quantize_sliding: whether windows are quantized as well.
+
+    Raises:
+        OptionError: an option that does not exist, or a value that the backend does not take.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.QuantizedCacheConfig(nbits=2, residual_length=64)
+        {'nbits': 2, 'residual_length': 64}
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        backend: str | None = None,
+        nbits: Bits | None = None,
+        axis_key: int | None = None,
+        axis_value: int | None = None,
+        q_group_size: int | None = None,
+        residual_length: int | None = None,
+        compute_dtype: object | None = None,
+        device: object | None = None,
+        key_nbits: Bits | None = None,
+        value_nbits: Bits | None = None,
+        key_group_size: int | None = None,
+        value_group_size: int | None = None,
+        sink_tokens: int | None = None,
+        quantize_sliding: bool | None = None,
+    ) -> None:
+        given = {
+            "backend": backend,
+            "nbits": nbits,
+            "axis_key": axis_key,
+            "axis_value": axis_value,
+            "q_group_size": q_group_size,
+            "residual_length": residual_length,
+            "key_nbits": key_nbits,
+            "value_nbits": value_nbits,
+            "key_group_size": key_group_size,
+            "value_group_size": value_group_size,
+            "sink_tokens": sink_tokens,
+            "quantize_sliding": quantize_sliding,
+        }
+        super().__init__({name: value for name, value in given.items() if value is not None})
+        quantization_of_layers({name: value for name, value in self.items() if name != "quantize_sliding"})
+
+
+@register_cache_class
+class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
+    """Grows with the sequence and holds most of it in packed codes; attention reads the codes themselves.
+
+    The oldest `sink_tokens` and the newest `residual_length` tokens stay in full precision. Sliding and chunked
+    attention stay in full precision as well, unless `quantize_sliding` is set, as their windows are small already.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> kvlayers.QuantizedCache(config=config, nbits=2)
+        QuantizedCache(2 x QuantizedLayer of 2 bits, 0 tokens, 0 B)
+        >>> kvlayers.QuantizedCache(config=config, nbits=5)
+        Traceback (most recent call last):
+        kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
+
+    Args:
+        backend: what quantizes: `"native"` needs no other package; `"quanto"` and `"hqq"` are those of transformers;
+            `"fp8"` holds float8 numbers; or a name that was registered with `register_quantizer`.
+        config: config of the model, or the model. Without it, every layer is taken for full attention.
+        nbits: bits of a code: 2, 3, 4 (the default) or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq; 8 for
+            fp8. One number for all layers, or a sequence of one for each layer of the cache, in which `None` is the
+            default; what is not quantized has one too, without effect.
+        axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
+        axis_value: the same for the values.
+        q_group_size: states that share a scale; 64 where head_dim allows it. If groups go along the channels and it
+            does not divide head_dim, the largest smaller size that does is used, with a warning.
+        residual_length: newest tokens that stay in full precision, at least so many.
+        key_nbits: bits of the keys alone.
+        value_nbits: bits of the values alone.
+        key_group_size: group size of the keys alone.
+        value_group_size: group size of the values alone.
+        sink_tokens: oldest tokens that stay in full precision.
+        quantize_sliding: whether windows of sliding and chunked attention are quantized too.
+        length_hint: the most tokens that are expected, where known, such as 4096 or "4k": memory then grows no further
+            than that.
+        offloading: hold codes and states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: where the files are made, for "disk".
+        checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
+            arguments.
+
+    Raises:
+        OptionError: an option that does not exist, a value that the backend does not take, bits for another number of
+            layers, or a backend whose package is missing.
+        ConfigError: the config does not describe the model's layers.
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        backend: str = "native",
+        config: object | None = None,
+        nbits: Bits | None = None,
+        axis_key: int | None = None,
+        axis_value: int | None = None,
+        q_group_size: int | None = None,
+        residual_length: int | None = None,
+        key_nbits: Bits | None = None,
+        value_nbits: Bits | None = None,
+        key_group_size: int | None = None,
+        value_group_size: int | None = None,
+        sink_tokens: int | None = None,
+        quantize_sliding: bool = False,
+        length_hint: int | str | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+    ) -> None:
+        if not isinstance(backend, str):
+            raise OptionError(
+                f"expected the name of a backend as the first argument, but saw a {type(backend).__name__}: pass the "
+                "model's config as config=...."
+            )
+        if not isinstance(quantize_sliding, bool):
+            raise OptionError(f"expected quantize_sliding to be True or False, but saw {quantize_sliding!r}.")
+        if config is not None:
+            config = model_types.config_of(config)
+        if length_hint is not None:
+            length_hint = whole_number(tokens(length_hint, "length_hint"), "length_hint")
+        given = {
+            "nbits": nbits,
+            "axis_key": axis_key,
+            "axis_value": axis_value,
+            "q_group_size": q_group_size,
+            "residual_length": residual_length,
+            "key_nbits": key_nbits,
+            "value_nbits": value_nbits,
+            "key_group_size": key_group_size,
+            "value_group_size": value_group_size,
+            "sink_tokens": sink_tokens,
+        }
+        self.quantization = quantization_of_layers(
+            {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
+        )
+        placement = offloading, offload_only_non_sliding, offload_device, offload_directory
+        if config is None:
+            bare, make_layer = bare_layers(self.quantization, length_hint)
+            super().__init__(bare, make_layer, *placement)
+            return
+        head_dims = model_types.head_dims(config)
+        if head_dims is not None:
+            self.quantization.quantizers(*head_dims)
+        layers = quantized_layers(config, self.quantization, quantize_sliding, length_hint, checkpoints)
+        super().__init__(layers, None, *placement)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "quantization": self.quantization.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache.quantization = quantization_of_layers(options["quantization"])
+        if options["grows"] and cache.quantization.count is None:
+            cache.make_more_with(functools.partial(quantized_layer, cache.quantization.of_layer(0)))
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return quantized_layers(config, quantization_of_layers(options["quantization"]), quantize_sliding=False)
+
+    @override
+    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
+        cross = QuantizedCache.__new__(QuantizedCache)
+        cross.quantization = self.quantization
+        Cache.__init__(cross, *bare_layers(self.quantization), **self.offloading_options())
+        return cross
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
+        return False
+
+
+def bare_layers(
+    quantization: QuantizationOfLayers, length_hint: int | None = None
+) -> tuple[list[Any] | None, Callable[[], Any] | None]:
+    """Layers of full attention without a config: all, where each has bits of its own, else what makes one more."""
+    if quantization.count is None:
+        return None, functools.partial(quantized_layer, quantization.of_layer(0), length_hint)
+    return [quantized_layer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
+
+
+class _CacheOfOneBackend(QuantizedCache):
+    """A `QuantizedCache` whose backend is known by its class, with the signatures of transformers 4 and 5."""
+
+    _backend: str
+
+    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
+        if isinstance(config, Mapping):
+            config, cache_config = None, config
+        given = {} if cache_config is None else cache_config
+        if not isinstance(given, Mapping):
+            raise OptionError(
+                f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
+            )
+        asked = str(given.get("backend", self._backend)).lower()
+        if asked != self._backend:
+            raise OptionError(
+                f"expected a cache_config for {self._backend}, but saw one for {asked}: use "
+                f"QuantizedCache('{asked}', ...)."
+            )
+        super().__init__(**{**given, **options, "backend": self._backend, "config": config})
+
+
+@register_cache_class
+class QuantoQuantizedCache(_CacheOfOneBackend):
+    """A `QuantizedCache` of the quanto backend, as transformers 4 called it.
+
+    Args:
+        config: config of the model, or the `cache_config` of transformers 4 in its place.
+        cache_config: options, a `QuantizedCacheConfig` or another mapping.
+        options: as for `QuantizedCache`.
+    """
+
+    _backend = "quanto"
+
+
+@register_cache_class
+class HQQQuantizedCache(_CacheOfOneBackend):
+    """A `QuantizedCache` of the hqq backend, as transformers 4 called it.
+
+    Args:
+        config: config of the model, or the `cache_config` of transformers 4 in its place.
+        cache_config: options, a `QuantizedCacheConfig` or another mapping.
+        options: as for `QuantizedCache`.
+    """
+
+    _backend = "hqq"

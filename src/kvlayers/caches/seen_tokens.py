@@ -1,0 +1,60 @@
+"""How many tokens a cache has seen, beside how many `generate()` was given."""
+
+from typing import Protocol
+
+from typing_extensions import Self
+
+from kvlayers.errors import InterruptedPassError, StateMismatchError
+
+
+class Counted(Protocol):
+    """A cache, as far as a count of its tokens must know it."""
+
+    def interruption(self) -> InterruptedPassError | None:
+        """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
+
+
+def check_is_new(cache: Counted, held: int, given: int) -> None:
+    """Check that a sequence goes on from the tokens of a cache.
+
+    transformers takes the new tokens by counting from the end of what it is given, and would take other tokens.
+
+    Args:
+        cache: the cache.
+        held: tokens that it has seen.
+        given: tokens of the sequence.
+
+    Raises:
+        InterruptedPassError: no token is new, and an earlier forward pass was interrupted.
+        StateMismatchError: no token is new.
+    """
+    if given <= held and held:
+        interruption = cache.interruption()
+        if interruption is not None:
+            raise interruption
+        raise StateMismatchError(
+            f"expected more than the {held} tokens that the cache has seen already, but saw {given}: pass the whole "
+            "sequence as input_ids, or new tokens alone with an attention_mask for all (a cache with a window needs no "
+            "cropped input); or crop() or reset() the cache to begin another sequence."
+        )
+
+
+class SeenTokens(int):
+    """The length of a cache, as the prefill of `generate()` is told it.
+
+    The prefill subtracts it from the number of tokens that it was given, and takes so many from their end. If no token
+    is new, it would take all of them, or some that the cache has seen.
+    """
+
+    cache: Counted
+
+    @classmethod
+    def of(cls, cache: Counted, seen: int) -> Self:
+        """The length `seen` of a cache."""
+        tokens = cls(seen)
+        tokens.cache = cache
+        return tokens
+
+    def __rsub__(self, given: int) -> int:
+        check_is_new(self.cache, int(self), given)
+        return given - int(self)

@@ -1,0 +1,197 @@
+"""Nested tuples in the place of a cache, into and out of the forward pass of a model, as transformers 4 had them."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.utils import ModelOutput
+from typing_extensions import Self
+
+from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches.base import Cache
+from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.legacy_api import LegacyStates
+from kvlayers.errors import LegacyFormatError, StateMismatchError
+from kvlayers.layers import DynamicLayer, SlidingLayer
+from kvlayers.upstream import model_types
+from kvlayers.upstream.deprecation import warn_of_old_use
+
+ARGUMENT = "past_key_values"
+
+TuplesCache = DynamicCache | EncoderDecoderCache
+"""What is made of tuples."""
+
+
+def call(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a forward pass returns that is given tuples, or something else that is a tuple.
+
+    Args:
+        original: `PreTrainedModel.__call__`.
+        model: the model.
+        args: its arguments.
+        kwargs: its arguments by name.
+
+    Raises:
+        LegacyFormatError: as `cache_for_forward`.
+    """
+    position = None if ARGUMENT in kwargs else _position(model)
+    past = kwargs.get(ARGUMENT) if position is None else args[position : position + 1]
+    if position is not None:
+        past = past[0] if past else None
+    if not isinstance(past, tuple | list) or _reads_tuples_itself(model):
+        return original(model, *args, **kwargs)
+    warn_of_tuples(ARGUMENT)
+    cache = cache_for_forward(model.config, past)
+    if position is None:
+        kwargs = {**kwargs, ARGUMENT: cache}
+    else:
+        args = (*args[:position], cache, *args[position + 1 :])
+    try:
+        output = original(model, *args, **kwargs)
+    except StateMismatchError as mismatch:
+        raise LegacyFormatError(
+            f"expected tuples of states as {type(model).__name__} computes them for these inputs; {mismatch}"
+        ) from mismatch
+    return _with_tuples(output, model.config)
+
+
+def warn_of_tuples(argument: str) -> None:
+    """Say at the line that passes tuples what to pass instead."""
+    warn_of_old_use(
+        f"{argument} as tuples",
+        "pass kvlayers.DynamicCache(config=model.config), or what from_legacy_cache() makes of the tuples",
+    )
+
+
+def _position(model: Any) -> int | None:
+    """Where the cache is among the positional arguments of a model's forward pass."""
+    names = list(inspect.signature(model.forward).parameters)
+    return names.index(ARGUMENT) if ARGUMENT in names else None
+
+
+def _reads_tuples_itself(model: Any) -> bool:
+    """Whether a model is a repository's own code from before there were caches, which reads tuples of its own form."""
+    of_repository = inspect.unwrap(type(model).forward).__module__.startswith("transformers_modules.")
+    # The name under which code of that time says that it takes caches.
+    return of_repository and not getattr(model, "_supports_cache_class", False)
+
+
+def _with_tuples(output: Any, config: object) -> Any:
+    if isinstance(output, ModelOutput):
+        cache = output.get(ARGUMENT)
+        if isinstance(cache, transformers.Cache):
+            output[ARGUMENT] = PastTuples.of(cache, config)
+        return output
+    if type(output) is tuple:
+        return tuple(PastTuples.of(item, config) if isinstance(item, transformers.Cache) else item for item in output)
+    return output
+
+
+class PastTuples(tuple[tuple[Tensor, ...], ...]):
+    """The tuples that a forward pass returns: plain ones to everybody, but they know the cache that they are views of.
+
+    The next forward pass goes on in that cache, and so copies nothing. From then on it holds more than the tuples say,
+    which stay as they are: who passes them once more gets a copy.
+    """
+
+    @classmethod
+    def of(cls, cache: Any, config: object) -> Self:
+        """The states of `cache`, which nobody else may change from now on.
+
+        Args:
+            cache: what a model returned.
+            config: config of the model, whose forward passes may go on in the cache.
+        """
+        states = cls(view_of(cache).as_tuples(legacy_api.handed_out_states))
+        if isinstance(cache, DynamicCache | EncoderDecoderCache):
+            vars(states)["source"] = cache, config
+        return states
+
+    def source_for(self, config: object) -> TuplesCache | None:
+        """The cache that these are views of, where `config` is that of its model: to one caller, once."""
+        cache, made_for = vars(self).pop("source", (None, None))
+        return cache if made_for is config else None
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return tuple, (tuple(self),)
+
+
+def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
+    """A cache that a forward pass can go on in, and leave `states` as they are.
+
+    It keeps all tokens, also where a model attends within a window: tuples say by their shape how many there were.
+
+    Raises:
+        LegacyFormatError: the tuples are nested in another way, or do not fit each other or the model's layers.
+    """
+    if isinstance(states, PastTuples):
+        source = states.source_for(config)
+        if source is not None:
+            return source
+    checked = _checked(config, states)
+    if _has_cross_attention(config, checked):
+        return EncoderDecoderCache.from_legacy_cache(checked)
+    layers = DynamicCache(config=config).layers
+    if all(isinstance(layer, DynamicLayer | SlidingLayer) for layer in layers):
+        if checked:
+            _check_count(checked, len(layers))
+        return DynamicCache.from_legacy_cache(checked)
+    return DynamicCache.from_legacy_cache(checked, config=config)
+
+
+def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
+    """A cache of copies of `states`, which keeps what the model attends to.
+
+    Raises:
+        LegacyFormatError: as `cache_for_forward`.
+    """
+    checked = _checked(config, states)
+    if _has_cross_attention(config, checked):
+        return EncoderDecoderCache.from_legacy_cache(checked)
+    return DynamicCache.from_legacy_cache(checked, config=config)
+
+
+def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
+    checked = legacy_api.check_tuples(states, width=(2, 4))
+    for index, layer in enumerate(checked):
+        windowed_states.check_is_whole(layer, index)
+    if checked and config.is_encoder_decoder:
+        _check_count(checked, model_types.decoder_config(config).num_hidden_layers)
+    elif not _has_cross_attention(config, checked):
+        legacy_api.check_tuples(checked, width=(2,))
+    return checked
+
+
+def _check_count(states: LegacyStates, layers: int) -> None:
+    if len(states) != layers:
+        raise LegacyFormatError(
+            f"expected states for the {layers} layers of the model that attend, but saw {len(states)}: pass those of "
+            "every layer."
+        )
+
+
+def _has_cross_attention(config: Any, states: LegacyStates) -> bool:
+    # Not every config has a field for it.
+    return bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
+
+
+def tuples_of(cache: Any) -> LegacyStates:
+    """Copies of the states of a cache, of kvlayers or of transformers, as nested tuples.
+
+    Raises:
+        LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
+    """
+    return view_of(cache).to_legacy_cache()
+
+
+def view_of(cache: Any) -> Cache:
+    """A cache of kvlayers over the very layers of `cache`, which may be one of transformers."""
+    if isinstance(cache, Cache):
+        return cache
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        parts = cache.self_attention_cache, cache.cross_attention_cache
+        return EncoderDecoderCache(*(Cache(layers=part.layers) for part in parts))
+    return Cache(layers=cache.layers)

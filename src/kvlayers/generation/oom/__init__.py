@@ -1,0 +1,1 @@
+"""Generation that steps down to a smaller cache when memory runs out."""

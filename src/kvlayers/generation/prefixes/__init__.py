@@ -1,0 +1,1 @@
+"""Generation that goes by a store of prefixes: which calls can, and what they look up and insert."""

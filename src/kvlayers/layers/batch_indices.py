@@ -1,0 +1,62 @@
+"""Which sequences of a batch to keep, checked once before any layer is touched."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import BatchIndexError
+
+BatchIndices = Tensor | Sequence[int]
+
+
+def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
+    """Batch rows as an int64 tensor `[new_batch]`.
+
+    Args:
+        indices: whole numbers from `-batch_size` to `batch_size - 1`, or a boolean mask `[batch_size]`.
+        batch_size: rows that there are.
+
+    Raises:
+        BatchIndexError: nothing is selected, or a row that does not exist. Indices that live on an accelerator are
+            not read back to be checked, as that would stall it at every step of a beam search: there, the device
+            itself fails on a row that does not exist.
+    """
+    try:
+        rows = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BatchIndexError(f"expected batch indices, but saw {indices!r}: pass a list or a tensor.") from error
+    if rows.dtype == torch.bool:
+        if tuple(rows.shape) != (batch_size,):
+            raise BatchIndexError(
+                f"expected a mask of shape ({batch_size},), one entry a sequence, but saw {tuple(rows.shape)}."
+            )
+        rows = rows.nonzero().squeeze(1)
+    if rows.dim() != 1 or rows.shape[0] == 0 or rows.is_floating_point() or rows.is_complex():
+        raise BatchIndexError(
+            f"expected at least one batch index, in one dimension of whole numbers, but saw shape {tuple(rows.shape)} "
+            f"of {rows.dtype}."
+        )
+    rows = rows.to(torch.int64)
+    if rows.device.type == "cpu":
+        lowest, highest = int(rows.min()), int(rows.max())
+        if lowest < -batch_size or highest >= batch_size:
+            raise BatchIndexError(
+                f"expected batch indices below the batch size {batch_size}, but saw {lowest} to {highest}: select "
+                "among the sequences that the cache holds."
+            )
+        if lowest < 0:
+            rows = rows % batch_size
+    return rows
+
+
+def is_identity(rows: Tensor, batch_size: int) -> bool:
+    """Whether selecting `rows` changes nothing, where that can be known without waiting for an accelerator."""
+    return rows.device.type == "cpu" and rows.shape[0] == batch_size and rows.tolist() == list(range(batch_size))
+
+
+def repeated_rows(repeats: int, batch_size: int) -> Tensor:
+    """Indices that repeat each of `batch_size` rows `repeats` times in a row, int64 `[batch_size * repeats]`."""
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise BatchIndexError(f"expected to repeat each sequence at least once, but saw repeats={repeats!r}.")
+    return torch.arange(batch_size).repeat_interleave(repeats)

@@ -1,0 +1,195 @@
+"""Earlier states of a recurrent layer, to which it can be put back."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.errors import OptionError
+
+States = dict[int, Tensor]
+"""Convolution states, or recurrent states, by their index within the layer."""
+
+LEAST_WHILE_RECORDING = 2
+"""What is needed beside the end of a draft is where the draft began."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When a recurrent layer takes checkpoints, and how many it keeps.
+
+    One is taken at the end of each update of several tokens (so at the end of the prompt), every `every` tokens, and at
+    the beginning of what may be taken back (`activate_past_recording`, and each rollback while recording). Compiled
+    code takes none. A checkpoint costs as much memory as the states of the layer, whatever the number of tokens.
+
+    Args:
+        every: take one every so many tokens as well; `None` for not at all.
+        most: the most that are kept, after which the oldest is let go; 0 for none. While a past is recorded, two are
+            kept at least.
+
+    Raises:
+        OptionError: numbers that are none, or too small.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.Checkpoints(every=256, most=8)
+        Checkpoints(every=256, most=8)
+    """
+
+    every: int | None = None
+    most: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            _check_count(self.every, "every", 1)
+        _check_count(self.most, "most", 0)
+
+    @classmethod
+    def of(cls, given: "Checkpoints | Mapping[str, int | None] | None") -> "Checkpoints":
+        """What the option `checkpoints` of a cache means: `Checkpoints`, or a mapping of its arguments.
+
+        Raises:
+            OptionError: something else, or an argument that does not exist.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping) or not set(given) <= {"every", "most"}:
+            raise OptionError(
+                f"expected checkpoints to be kvlayers.Checkpoints(every, most), or a mapping of these two, but saw "
+                f"{given!r}."
+            )
+        return cls(**given)  # type: ignore[arg-type]
+
+    def due_at(self, length: int) -> bool:
+        """Whether one is to be taken because of the number of tokens alone."""
+        return self.most > 0 and self.every is not None and length > 0 and length % self.every == 0
+
+
+def _check_count(number: object, name: str, least: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise OptionError(
+            f"expected {name} of the checkpoints to be a whole number, at least {least}, but saw {number!r}."
+        )
+
+
+@dataclass
+class Checkpoint:
+    """Copies of the states of a layer after one and the same token. Their tensors are never written to.
+
+    Attributes:
+        seen: tokens that each convolution state has seen.
+        conv: convolution states.
+        recurrent: recurrent states.
+        chosen: sequences of these that are meant, int64 `[batch]`, where they have been selected since: a beam search
+            selects at every step, and goes back at none.
+    """
+
+    seen: dict[int, int]
+    conv: States = field(default_factory=dict)
+    recurrent: States = field(default_factory=dict)
+    chosen: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that the layer had seen."""
+        return self.seen[min(self.seen)]
+
+    def select(self, indices: Tensor) -> "Checkpoint":
+        """The checkpoint of the sequences at `indices`, int64 `[new_batch]`."""
+        chosen = indices.clone() if self.chosen is None else rows(self.chosen, indices)
+        selected = replace(self, chosen=chosen)
+        held = max((states.shape[0] for states in self.states()), default=0)
+        # What is held follows what is live.
+        return selected.resolved() if chosen.shape[0] < held else selected
+
+    def resolved(self) -> "Checkpoint":
+        """The same checkpoint, its tensors of the sequences that are meant."""
+        chosen = self.chosen
+        if chosen is None:
+            return self
+        conv, recurrent = (
+            {index: rows(states, chosen) for index, states in held.items()} for held in (self.conv, self.recurrent)
+        )
+        return Checkpoint(self.seen, conv, recurrent)
+
+    def copy(self) -> "Checkpoint":
+        """Another one over the same tensors, to which states may be added."""
+        return Checkpoint(dict(self.seen), dict(self.conv), dict(self.recurrent), self.chosen)
+
+    def states(self) -> list[Tensor]:
+        """All copies."""
+        return [*self.conv.values(), *self.recurrent.values()]
+
+    def tensors(self) -> list[Tensor]:
+        """All memory that is held."""
+        return [*self.states(), *(() if self.chosen is None else (self.chosen,))]
+
+
+def rows(states: Tensor, indices: Tensor) -> Tensor:
+    """The sequences at `indices` of states whose first axis is the batch."""
+    return states.index_select(0, indices.to(states.device))
+
+
+class StateHistory:
+    """The checkpoints that a layer holds, from the oldest to the newest.
+
+    An update gives its states one after the other, so the newest checkpoint may lack some of them until it ends.
+    """
+
+    def __init__(self, checkpoints: Iterable[Checkpoint] = ()) -> None:
+        self._held = list(checkpoints)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The newest one."""
+        return self._held[-1] if self._held else None
+
+    def add(self, checkpoint: Checkpoint, most: int) -> None:
+        """Hold one more, in the place of the oldest ones beyond `most`."""
+        self._held.append(checkpoint)
+        del self._held[: max(len(self._held) - most, 0)]
+
+    def latest(self, length: int, conv: Iterable[int], recurrent: Iterable[int]) -> Checkpoint | None:
+        """The latest one at `length` tokens or before that has all of the states at these indices."""
+        whole = set(conv), set(recurrent)
+        return next(
+            (
+                checkpoint
+                for checkpoint in reversed(self._held)
+                if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole
+            ),
+            None,
+        )
+
+    def drop_from(self, length: int) -> None:
+        """Let go of those of `length` tokens or more."""
+        self._held = [checkpoint for checkpoint in self._held if checkpoint.length < length]
+
+    def drop_beyond(self, length: int) -> None:
+        """Let go of those of more than `length` tokens."""
+        self.drop_from(length + 1)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._held = []
+
+    def select(self, indices: Tensor) -> None:
+        """Make sequence `i` of each what sequence `indices[i]` was."""
+        self._held = [checkpoint.select(indices) for checkpoint in self._held]
+
+    def fork(self) -> Self:
+        """An independent history. It shares tensors, which nobody writes to."""
+        return type(self)(checkpoint.copy() for checkpoint in self._held)
+
+    def tensors(self) -> list[Tensor]:
+        """All copies that are held."""
+        return [tensor for checkpoint in self._held for tensor in checkpoint.tensors()]
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._held)

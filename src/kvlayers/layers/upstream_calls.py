@@ -1,0 +1,120 @@
+"""How layers of transformers' own are asked, in the words of the installed version."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.stores.validation import no_room_for_tokens
+from kvlayers.upstream import compat
+
+
+def update(
+    layer: Any, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any] | None
+) -> tuple[Tensor, Tensor]:
+    """`update` of a layer of transformers' own. Static ones once wrote at slot 0 where nobody told them another."""
+    if is_checked_on_host(layer, key_states):
+        check_room(layer, key_states.shape[-2])
+    if compat.UPDATES_BY_CACHE_POSITION:
+        told = dict(cache_kwargs or {})
+        if told.get("cache_position") is None:
+            seen = int(layer.get_seq_length())
+            told["cache_position"] = torch.arange(seen, seen + key_states.shape[2], device=key_states.device)
+        attended: tuple[Tensor, Tensor] = layer.update(key_states, value_states, told)
+    else:
+        attended = layer.update(key_states, value_states)
+    return attended
+
+
+def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:
+    """`update_indexer` of a layer of transformers' own, `[batch, new, index_head_dim]`."""
+    if is_checked_on_host(layer, indexer_key_states):
+        # An indexer counts for itself, as attention may have taken in the tokens already.
+        seen = int(layer.indexer_cumulative_length) if layer.is_indexer_initialized else 0
+        check_reservation(layer, seen, indexer_key_states.shape[-2])
+    updated: Tensor = layer.update_indexer(indexer_key_states)
+    return updated
+
+
+def is_checked_on_host(layer: Any, states: Tensor) -> bool:
+    """Whether an update checks that its states fit, as a mask may be made elsewhere. A device would be waited for."""
+    return states.device.type == "cpu" and is_reserved(layer) and not torch.compiler.is_compiling()
+
+
+def mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
+    """`get_mask_sizes` of a layer of transformers' own."""
+    asked = torch.empty(query_length) if compat.MASKS_BY_CACHE_POSITION else query_length
+    kv_length, kv_offset = layer.get_mask_sizes(asked)
+    return kv_length, kv_offset
+
+
+def max_length(layer: Any) -> int:
+    """The most tokens that a layer of transformers' own can hold, -1 for any number."""
+    return int(layer.get_max_length() if compat.RENAMED_MAXIMA else layer.get_max_cache_shape())
+
+
+def is_reserved(layer: Any) -> bool:
+    """Whether a layer of transformers' own holds every token in a reservation: an indexer's, or that of a model."""
+    return isinstance(layer, compat.STATIC_LAYER) and type(layer) is not compat.STATIC_LAYER and not layer.is_sliding
+
+
+def check_room(layer: Any, tokens: int) -> None:
+    """Raise `CapacityError` if the reservation of a layer of transformers' own has no room for `tokens` more."""
+    check_reservation(layer, int(layer.get_seq_length()), tokens)
+
+
+def check_reservation(layer: Any, seen: int, tokens: int) -> None:
+    """Raise `CapacityError` if `tokens` more than were `seen` are more than a layer of transformers' own reserved."""
+    if seen + tokens > layer.max_cache_len:
+        raise no_room_for_tokens(layer.max_cache_len, seen, tokens)
+
+
+def grow(layer: Any, tokens: int) -> None:
+    """Take a larger reservation in a layer of transformers' own, if it has no room for `tokens` more."""
+    reserved, needed = layer.max_cache_len, int(layer.get_seq_length()) + tokens
+    if needed <= reserved:
+        return
+    layer.max_cache_len = max(needed, 2 * reserved)
+    for name, states in vars(layer).items():
+        # States have a row for each reserved token, counts have none.
+        if isinstance(states, Tensor) and states.dim() > 2 and states.shape[-2] == reserved:
+            with torch.inference_mode(False):
+                larger = states.new_zeros(*states.shape[:-2], layer.max_cache_len, states.shape[-1])
+            larger[..., :reserved, :] = states
+            torch._dynamo.mark_static_address(larger)
+            setattr(layer, name, larger)
+
+
+def is_croppable(layer: Any) -> bool:
+    """Whether `crop` puts a layer of transformers' own back as it was. Before 5.17 no recurrent one could."""
+    if compat.LAYERS_SAY_WHAT_THEY_CAN_CROP:
+        return bool(layer.is_croppable)
+    return isinstance(layer, compat.ATTENTION_LAYER) and not isinstance(layer, compat.LINEAR_LAYER)
+
+
+def reserves(layer: Any) -> bool:
+    """Whether a layer of transformers' own can reserve memory before its states: once, any that attends could."""
+    return bool(layer.supports_early_init) if compat.SAYS_WHAT_RESERVES else isinstance(layer, compat.ATTENTION_LAYER)
+
+
+def reserve(layer: Any, no_tokens: Tensor) -> None:
+    """Let a layer of transformers' own reserve memory for states like these, `[batch, kv_heads, 0, head_dim]`."""
+    layer.lazy_initialization(*([no_tokens] * (2 if compat.RESERVES_FOR_KEYS_AND_VALUES else 1)))
+
+
+def by_index(held: Any) -> dict[int, Any]:
+    """What a recurrent layer holds, by the index of the state. Layers of transformers' own once had one of each."""
+    found: dict[int, Any] = held if isinstance(held, dict) else {0: held}
+    return found
+
+
+def which_state(state_idx: int) -> tuple[int, ...]:
+    """How a recurrent layer of transformers' own is told which of its states is meant."""
+    return (state_idx,) if compat.STATES_BY_INDEX else ()
+
+
+def recurrent_states(layer: Any) -> list[Tensor]:
+    """Every state, `[batch, ...]`, that a recurrent layer of transformers' own holds."""
+    held = [*by_index(layer.conv_states).values(), *by_index(layer.recurrent_states).values()]
+    return [states for states in held if states is not None]

@@ -1,0 +1,136 @@
+"""The memory that offloaded states are held in between updates."""
+
+import functools
+import logging
+import math
+import os
+import sys
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvlayers.errors import CapacityError, OptionError
+from kvlayers.utils.units import exact_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class HomeMemory(ABC):
+    """Allocates the tensors that states are at home in. All of them are CPU tensors."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of its own, unfilled.
+
+        Raises:
+            CapacityError: there is not so much of this memory.
+        """
+
+    @property
+    @abstractmethod
+    def holds_host_states(self) -> bool:
+        """Whether states that are computed on the host are held here too, or where they are."""
+
+
+class HostMemory(HomeMemory):
+    """Pinned memory of the host, which devices copy from and to by themselves; pageable where none can be had."""
+
+    @override
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            if torch.accelerator.is_available():
+                try:
+                    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+                except (RuntimeError, NotImplementedError) as error:
+                    _say_unpinned(str(error))
+            try:
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            except RuntimeError as error:
+                raise _no_memory(shape, dtype, "of the host", str(error)) from error
+
+    @property
+    @override
+    def holds_host_states(self) -> bool:
+        return False
+
+
+class DiskMemory(HomeMemory):
+    """Memory-mapped files, for states beyond the host's memory.
+
+    On POSIX a file has no name any more as soon as it is mapped, so that nothing is left of it when its tensor goes,
+    however the process ends. Elsewhere it is removed with its tensor. Its space is taken when it is made, so that a
+    full disk is an error then, and not a crash later.
+
+    Args:
+        directory: where the files are made; it must exist.
+
+    Raises:
+        OptionError: no files can be made there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory).expanduser()
+        try:
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise OptionError(
+                f"expected a directory that files can be made in, but {self.directory} is none ({error}): make it, or "
+                "pass another offload_directory."
+            ) from error
+
+    @override
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        elements = math.prod(shape)
+        if not elements:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        try:
+            handle, name = tempfile.mkstemp(prefix="kvlayers-", suffix=".states", dir=self.directory)
+        except OSError as error:
+            raise _no_memory(shape, dtype, f"on disk in {self.directory}", str(error)) from error
+        try:
+            with os.fdopen(handle, "r+b") as file:
+                _take_space(file.fileno(), elements * dtype.itemsize)
+            with torch.inference_mode(False):
+                mapped = torch.from_file(name, shared=True, size=elements, dtype=dtype)
+        except (OSError, RuntimeError) as error:
+            Path(name).unlink()
+            raise _no_memory(shape, dtype, f"on disk in {self.directory}", str(error)) from error
+        if sys.platform == "win32":
+            weakref.finalize(mapped.untyped_storage(), Path(name).unlink, missing_ok=True)
+        else:
+            Path(name).unlink()
+        return mapped.view(shape)
+
+    @property
+    @override
+    def holds_host_states(self) -> bool:
+        return True
+
+
+def _take_space(file: int, nbytes: int) -> None:
+    if sys.platform == "linux":
+        # A file that is only made longer takes its blocks when they are written to, which is too late for an error.
+        os.posix_fallocate(file, 0, nbytes)
+        return
+    zeros = bytes(1 << 20)
+    for begin in range(0, nbytes, len(zeros)):
+        os.write(file, zeros[: nbytes - begin])
+
+
+def _no_memory(shape: tuple[int, ...], dtype: torch.dtype, where: str, reason: str) -> CapacityError:
+    nbytes = math.prod(shape) * dtype.itemsize
+    return CapacityError(
+        f"expected {exact_bytes(nbytes)} {where} for offloaded states, but could not have them ({reason}): see that "
+        "there is room, or hold fewer tokens."
+    )
+
+
+@functools.cache
+def _say_unpinned(reason: str) -> None:
+    logger.warning("no pinned memory for offloaded states (%s): copies wait for one another instead.", reason)

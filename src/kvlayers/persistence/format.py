@@ -1,0 +1,280 @@
+"""What a file says of the cache in it, beside the tensors: plain facts, as JSON."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
+from kvlayers.stores import Buckets
+from kvlayers.stores.description import Fact
+
+FORMAT = "kvlayers.cache"
+FORMAT_VERSION = 2
+"""The version that is written."""
+
+READ_VERSIONS = ("1", "2")
+"""The versions that are read."""
+
+MAX_TOKENS = 2**40
+"""Far more than anybody will ever decode; what counts tokens beyond that is no count."""
+
+TOKEN_IDS = "token_ids"
+DIGESTS = "digests"
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer: its kind, the facts of its state, what its tensors are called, and whether it records a past."""
+
+    kind: str
+    facts: dict[str, Fact] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
+    recording: bool = False
+
+
+@dataclass(frozen=True)
+class CacheRecord:
+    """One cache: its kind, what it was made with, and its layers; or its parts, for a pair.
+
+    Attributes:
+        kind: name of the cache's class.
+        length: tokens seen.
+        batch_size: sequences side by side, -1 before the first states.
+        options: what the cache was made with, as far as its layers do not say it.
+        layers: a record for each layer.
+        parts: records of self-attention and cross-attention, for a pair.
+    """
+
+    kind: str
+    length: int
+    batch_size: int
+    options: Options = field(default_factory=dict)
+    layers: tuple[LayerRecord, ...] = ()
+    parts: tuple["CacheRecord", ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """The model that made the states.
+
+    Attributes:
+        fields: what its config says that states depend on.
+        name: where it was loaded from, for people; `None` for a directory, whose name is nobody else's business.
+        commit: revision of that, for people.
+        weights_id: what the caller calls its weights.
+    """
+
+    fields: dict[str, Any] | None = None
+    name: str | None = None
+    commit: str | None = None
+    weights_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that a file says beside its tensors.
+
+    Attributes:
+        versions: of kvlayers, torch and transformers, for people.
+        cache: the cache.
+        model: the model that its states are of.
+        rotaries: how keys are rotated, by the fingerprint of the rotation: layout and first dimension.
+        dtypes: dtypes of the states, sorted.
+    """
+
+    versions: dict[str, str]
+    cache: CacheRecord
+    model: ModelRecord
+    rotaries: dict[str, tuple[str, int]]
+    dtypes: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """What two files have in common whose states one model may go on from, and no others."""
+        kinds = [[layer.kind for layer in cache.layers] for cache in self.caches()]
+        model = [self.model.fields, self.model.weights_id]
+        return hashlib.sha256(canonical([model, self.cache.kind, kinds, self.dtypes]).encode()).hexdigest()
+
+    def caches(self) -> tuple[CacheRecord, ...]:
+        """The caches with layers: the parts of a pair, else the one that there is."""
+        return self.cache.parts or (self.cache,)
+
+    def layers(self) -> Iterator[tuple[str, LayerRecord]]:
+        """Each layer, with what the names of its tensors begin with."""
+        for number, cache in enumerate(self.caches()):
+            for index, layer in enumerate(cache.layers):
+                yield layer_prefix(number if self.cache.parts else None, index), layer
+
+    def to_json(self) -> str:
+        """The description as text, always the same for the same one."""
+        return canonical({**dataclasses.asdict(self), "fingerprint": self.fingerprint})
+
+
+def canonical(content: object) -> str:
+    """`content` as JSON in the one way that it can be written here."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def layer_prefix(part: int | None, index: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"layers.{index}." if part is None else f"parts.{part}.layers.{index}."
+
+
+def rotary_name(fingerprint: str) -> str:
+    """What the frequencies of a rotation are called."""
+    return f"rotary.{fingerprint}"
+
+
+def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -> Description:
+    """The description in a file.
+
+    Raises:
+        CacheFileError: the text is none.
+    """
+    reader = _RecordReader(path, version)
+    content = reader.record(parse_json(path, text.encode("utf-8", "surrogatepass"), "the description"), _DESCRIPTION)
+    model = reader.record(content["model"], _MODEL)
+    rotaries = {}
+    for fingerprint, rotary in content["rotaries"].items():
+        if not (isinstance(rotary, list) and len(rotary) == 2 and isinstance(rotary[0], str) and _is_count(rotary[1])):
+            refuse(path, "the layout and the first dimension of a rotation", shown(rotary))
+        rotaries[fingerprint] = rotary[0], rotary[1]
+    description = Description(
+        content["versions"], reader.cache(content["cache"]), ModelRecord(**model), rotaries, tuple(content["dtypes"])
+    )
+    if description.fingerprint != content["fingerprint"]:
+        refuse(path, f"the fingerprint {description.fingerprint}", shown(content["fingerprint"]))
+    return description
+
+
+def _as_described(facts: dict[str, Fact], options: Options) -> dict[str, Fact]:
+    """The facts of a layer in a file of version 1, as the layer would describe itself.
+
+    In that version a layer did not name its store, and what all layers of a static cache reserve stood once, in the
+    options of the cache. Recurrent layers said too little: they can only be made from the config of the model.
+    """
+    if "backend" in facts:
+        return {**facts, "store": "QuantizedStore"}
+    if "max_cache_len" not in facts:
+        return facts
+    buckets = options.get("buckets")
+    sizes = buckets if isinstance(buckets, dict) else Buckets().facts()
+    reserved = {
+        "max_batch_size": options.get("max_batch_size"),
+        "smallest_bucket": sizes.get("minimum", sizes.get("smallest_bucket")),
+        "bucket_factor": sizes.get("factor", sizes.get("bucket_factor")),
+        "grow": options.get("grow", False),
+    }
+    own = facts["max_cache_len"]
+    return {**facts, **reserved, "max_cache_len": options.get("max_cache_len") if own is None else own}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKENS
+
+
+def _is_fact(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bool) or (type(value) is int and abs(value) < 2**63)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_facts(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_fact(fact) for fact in value.values())
+
+
+_Checks = dict[str, Callable[[object], bool]]
+
+_DESCRIPTION: _Checks = {
+    "versions": lambda value: isinstance(value, dict) and _is_texts(list(value.values())),
+    "cache": _is_mapping,
+    "model": _is_mapping,
+    "rotaries": _is_mapping,
+    "dtypes": _is_texts,
+    "fingerprint": _is_text,
+}
+_MODEL: _Checks = {
+    "fields": lambda value: value is None or isinstance(value, dict),
+    "name": _is_text_or_none,
+    "commit": _is_text_or_none,
+    "weights_id": _is_text_or_none,
+}
+_CACHE: _Checks = {
+    "kind": _is_text,
+    "length": _is_count,
+    "batch_size": lambda value: value == -1 or _is_count(value),
+    "options": _is_mapping,
+    "layers": _is_list,
+    "parts": _is_list,
+}
+_LAYER: _Checks = {
+    "kind": _is_text,
+    "facts": _is_facts,
+    "tensors": _is_texts,
+    "recording": lambda value: isinstance(value, bool),
+}
+
+
+class _RecordReader:
+    """Takes records apart, and refuses those that are none."""
+
+    def __init__(self, path: str, version: str) -> None:
+        self.path = path
+        self.version = version
+
+    def record(self, content: object, checks: _Checks) -> dict[str, Any]:
+        """`content`, where it has each of the names, and no others, with what each may have."""
+        if not isinstance(content, dict) or set(content) != set(checks):
+            refuse(self.path, f"a record of {', '.join(checks)}", shown(content))
+        for name, is_right in checks.items():
+            if not is_right(content[name]):
+                refuse(self.path, f"a {name} that a cache has", shown(content[name]))
+        return content
+
+    def cache(self, content: object, may_have_parts: bool = True) -> CacheRecord:
+        """The record of a cache."""
+        found = self.record(content, _CACHE)
+        parts = tuple(self.cache(part, may_have_parts=False) for part in found["parts"])
+        if parts and (not may_have_parts or len(parts) != 2 or found["layers"]):
+            refuse(self.path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
+        layers = tuple(self.layer(layer) for layer in found["layers"])
+        if self.version == "1":
+            layers = tuple(replace(layer, facts=_as_described(layer.facts, found["options"])) for layer in layers)
+        return CacheRecord(**{**found, "layers": layers, "parts": parts})
+
+    def layer(self, content: object) -> LayerRecord:
+        """The record of a layer."""
+        found = self.record(content, _LAYER)
+        for name in ("length", "checkpoints", "linear.checkpoints"):
+            if name in found["facts"] and not (found["facts"][name] is None or _is_count(found["facts"][name])):
+                refuse(self.path, f"a {name} of 0 to {MAX_TOKENS}", shown(found["facts"][name]))
+            # A layer without tensors holds nothing, and there is nothing to count through.
+            if name != "length" and (found["facts"].get(name) or 0) > len(found["tensors"]):
+                refuse(self.path, f"at most as many {name} as tensors", shown(found["facts"][name]))
+        return LayerRecord(**{**found, "tensors": tuple(found["tensors"])})

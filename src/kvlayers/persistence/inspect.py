@@ -1,0 +1,166 @@
+"""What can be known of a file without loading it."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import CacheFileError
+from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
+from kvlayers.persistence.rebuild import loads_prefixes
+from kvlayers.persistence.safetensors_header import ReadRange, checked_path
+from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """What a file of a cache says of itself.
+
+    Attributes:
+        path: where it is.
+        kind: name of the cache's class.
+        layers: name of each layer's class; of self-attention's and then cross-attention's layers for a pair.
+        length: tokens that the cache has seen.
+        batch_size: sequences side by side, -1 before the first states.
+        dtype: dtype of the states; `None` where there are none, or several dtypes.
+        nbytes: bytes of the file.
+        fingerprint: the same for files whose states one model may go on from: made of the model's config, its
+            `weights_id`, the kinds of the layers and the dtypes of the states.
+        model: what the model's config says that states depend on, `None` where none was given.
+        model_name: what the model was loaded from, where that is known and no directory.
+        model_commit: revision of that.
+        weights_id: what the model's weights are called, `None` where that was not said.
+        versions: of kvlayers, torch and transformers that made it.
+        has_token_ids: whether the ids of the tokens are in it.
+        bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
+        backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
+        checksum: SHA-256 of all that is in it. Who keeps it elsewhere knows whether the file was changed on purpose.
+        has_prefixes: whether its first tokens can be loaded without the others.
+    """
+
+    path: str
+    kind: str
+    layers: tuple[str, ...]
+    length: int
+    batch_size: int
+    dtype: torch.dtype | None
+    nbytes: int
+    fingerprint: str
+    model: dict[str, Any] | None
+    model_name: str | None
+    model_commit: str | None
+    weights_id: str | None
+    versions: dict[str, str]
+    has_token_ids: bool
+    bits: tuple[tuple[int, int] | None, ...]
+    backends: tuple[str | None, ...]
+    checksum: str
+    has_prefixes: bool
+    _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether its layers can be made only with the config of the model, or in a cache of the caller's."""
+        return not all(kind in LAYER_CLASSES for kind in self.layers)
+
+    def token_ids(self) -> Tensor | None:
+        """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` where they are not in the file.
+
+        Raises:
+            CacheFileError: the file is another one by now, or damaged.
+            CachePathError: the file is gone.
+        """
+        if not self.has_token_ids:
+            return None
+        with self._open(self.path) as saved:
+            if saved.header.metadata["checksum"] != self.checksum:
+                raise CacheFileError(
+                    f"expected the file that was inspected, but {self.path} is another one by now: inspect it again."
+                )
+            with torch.inference_mode(False):
+                return saved.tensor(TOKEN_IDS).clone()
+
+
+def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
+    """What a file of a cache says of itself, without reading its states.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CacheFileError: what it says is damaged, or it is no file of a cache.
+        CachePathError: there is no such file, it cannot be read, or is no regular file.
+    """
+    with opened(checked_path(path)) as saved:
+        return _seen(saved, opened)
+
+
+def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
+    """As `inspect_cache`, of a file that is elsewhere: it is enough to read its header, its digests and its ids.
+
+    Args:
+        path: what it is called.
+        file_bytes: its size.
+        read: reads a range of its bytes, as long as the result is used.
+
+    Raises:
+        CacheFileError: what it says is damaged, or it is no file of a cache.
+    """
+
+    def open_it(path: str) -> AbstractContextManager[SavedFile]:
+        return opened_by_ranges(path, file_bytes, read)
+
+    with open_it(path) as saved:
+        return _seen(saved, open_it)
+
+
+def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]]) -> CacheFile:
+    description, header = saved.description, saved.header
+    cache, model = description.cache, description.model
+    return CacheFile(
+        path=saved.path,
+        kind=cache.kind,
+        layers=tuple(layer.kind for part in description.caches() for layer in part.layers),
+        length=cache.length,
+        batch_size=cache.batch_size,
+        dtype=_dtype(description, saved),
+        nbytes=header.file_bytes,
+        fingerprint=description.fingerprint,
+        model=model.fields,
+        model_name=model.name,
+        model_commit=model.commit,
+        weights_id=model.weights_id,
+        versions=description.versions,
+        has_token_ids=saved.has_token_ids,
+        bits=tuple(_bits(layer) for _, layer in description.layers()),
+        backends=tuple(_backend(layer) for _, layer in description.layers()),
+        checksum=header.metadata["checksum"],
+        has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
+        _open=open_it,
+    )
+
+
+def _bits(layer: LayerRecord) -> tuple[int, int] | None:
+    keys, values = layer.facts.get("key_nbits"), layer.facts.get("value_nbits")
+    # A file may say anything: what is no number is none.
+    return (keys, values) if type(keys) is int and type(values) is int else None
+
+
+def _backend(layer: LayerRecord) -> str | None:
+    backend = layer.facts.get("backend")
+    return backend if isinstance(backend, str) else None
+
+
+def _dtype(description: Description, saved: SavedFile) -> torch.dtype | None:
+    found = {
+        entry.dtype
+        for prefix, layer in description.layers()
+        for name in layer.tensors
+        if (entry := saved.header.tensors[prefix + name]).dtype.is_floating_point
+    }
+    return found.pop() if len(found) == 1 else None

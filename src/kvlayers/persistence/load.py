@@ -1,0 +1,246 @@
+"""From a file to a cache that goes on decoding."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.caches.base import Cache
+from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.from_config import attention_part
+from kvlayers.caches.operations import CacheState, Operable
+from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
+from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers.registry import description_context
+from kvlayers.persistence.fingerprint import check_model
+from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
+from kvlayers.persistence.rebuild import (
+    cache_class_of,
+    file_at_fault,
+    loads_prefixes,
+    read_rotaries,
+    rebuilt,
+)
+from kvlayers.persistence.safetensors_header import checked_path
+from kvlayers.persistence.saved_file import SavedFile, opened
+from kvlayers.upstream.model_types import config_of
+from kvlayers.utils.options import checked_device
+
+
+def load_cache(
+    path: str | os.PathLike[str],
+    device: torch.device | str | None = None,
+    config: object | None = None,
+    length: int | None = None,
+    *,
+    into: Cache | None = None,
+    weights_id: str | None = None,
+    verify: bool = True,
+) -> Cache:
+    """A cache as it was when `save_cache` wrote it, in memory of its own.
+
+    The file is mapped, not read: what is copied from it are the states themselves, once. With `length`, only the states
+    of the first tokens are, where they lie apart: layers that keep every token in full precision.
+
+    Args:
+        path: the file.
+        device: where the states are to be; on the host where not given.
+        config: config of the model that is to go on from them. Needed for layers with recurrent states, and for those
+            that kvlayers has no kind for.
+        length: how many of the first tokens to load, all where not given.
+        into: a cache of the caller's to load into, rather than a new one: of a class of one's own, or with a larger
+            reservation. It holds what it held until nothing can be wrong any more.
+        weights_id: what the model's weights are called, to be compared with what the file says; see `weights_id()`.
+        verify: whether to compare every state with its checksum. What the file says of them is always compared.
+
+    Raises:
+        CacheFileError: the file is damaged, is none of a cache, is of a later version of the format, or does not say
+            enough to make a cache without `config` or `into`.
+        CachePathError: there is no such file, it cannot be read, or is no regular file.
+        ModelMismatchError: the file was made by another model than that of `config`, or by other weights.
+        StateMismatchError: `into` has other layers than the cache in the file.
+        RollbackError: the first `length` tokens are not held any more, or not so many are.
+        OptionError: an argument that is nothing of the kind.
+
+    Example:
+        >>> import tempfile, torch, kvlayers
+        >>> cache = kvlayers.DynamicCache()
+        >>> _ = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), layer_idx=0)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     kvlayers.save_cache(cache, f"{directory}/chat.safetensors")
+        ...     kvlayers.load_cache(f"{directory}/chat.safetensors", length=3)
+        DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 16.4 KiB)
+    """
+    path = checked_path(path)
+    if config is not None:
+        config = config_of(config)
+    if into is not None and not isinstance(into, Cache):
+        raise OptionError(f"expected into to be a cache of kvlayers, but saw a {type(into).__name__}.")
+    if device is None:
+        place = _device_of(into) if into is not None else torch.device("cpu")
+    else:
+        place = checked_device(device)
+    with opened(path) as saved:
+        check_model(path, saved.description, config, weights_id)
+        _check_length(path, saved.description.cache, length)
+        reader = _StateReader(saved, place, length, verify)
+        return reader.new(config) if into is None else reader.fill(into)
+
+
+def _device_of(cache: Cache) -> torch.device:
+    """Where a cache computes; the host, where it does not know yet."""
+    parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    for layer in (layer for part in parts for layer in part.layers):
+        if isinstance(layer, LayerOperations) and layer.batch_size is not None:
+            found = attention_part(layer).device
+            if found is not None:
+                return torch.device(found)
+    return torch.device("cpu")
+
+
+def _check_length(path: str, record: CacheRecord, length: object) -> None:
+    if length is None:
+        return
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise OptionError(f"expected length to be a whole number of tokens, but saw {length!r}.")
+    if not 0 <= length <= record.length:
+        raise RollbackError(
+            f"expected a length of 0 to {record.length}, the tokens of the cache in {path}, but saw {length}."
+        )
+
+
+class _StateReader:
+    """Takes a file's states to caches."""
+
+    def __init__(self, saved: SavedFile, device: torch.device, length: int | None, verify: bool) -> None:
+        self.saved = saved
+        self.device = device
+        self.length = length
+        self.verify = verify
+
+    def new(self, config: object | None) -> Cache:
+        """A cache like the one in the file, with its states."""
+        record = self.saved.description.cache
+        with file_at_fault(self.saved.path):
+            context = description_context(read_rotaries(self.saved, self.verify))
+        parts: list[Cache] = []
+        for number, part_record in enumerate(self.saved.description.caches()):
+            part = number if record.parts else None
+            cache = rebuilt(self.saved, part, context, config)
+            with file_at_fault(self.saved.path):
+                self._load(cache, part_record, part)
+            parts.append(cache)
+        if not record.parts:
+            return self._finished(parts[0])
+        with file_at_fault(self.saved.path):
+            pair = cache_class_of(self.saved.path, record).from_description(record.options, parts, context)
+        return self._finished(pair)
+
+    def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
+        # A layer at a time, so that no more than one is in two places at once on the device.
+        if len(cache.layers) != len(record.layers):
+            raise StateMismatchError(f"expected states of {len(cache.layers)} layers, but saw {len(record.layers)}.")
+        for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
+            layer.load_state(self._state(layer, layer_record, part, index))
+        batch_sizes = {layer.batch_size for layer in cache.adapted_layers() if layer.length}
+        if len(batch_sizes) > 1:
+            raise StateMismatchError(f"expected states of one batch size, but saw {sorted(map(str, batch_sizes))}.")
+
+    def fill(self, cache: Cache) -> Cache:
+        """The caller's cache, with the states of the file."""
+        description = self.saved.description
+        states = []
+        for number, record in enumerate(description.caches()):
+            part = number if description.cache.parts else None
+            held = _parts(cache)[number if isinstance(cache, EncoderDecoderCache) else 0]
+            layers = held.layers_for(len(record.layers))
+            if len(layers) != len(record.layers):
+                raise StateMismatchError(
+                    f"expected states of {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it "
+                    "into a cache that was made for the same model config."
+                )
+            pairs = enumerate(zip(map(_operable, layers), record.layers, strict=True))
+            found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
+            states.append(CacheState(record.kind, found))
+        state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
+        if self.length is not None:
+            # On a copy first: what has left a window is only known when all is there.
+            twin = cache.fork()
+            twin.load_state(state)
+            state = self._finished(twin).state()
+        cache.load_state(state)
+        return self._recording(cache)
+
+    def _rehearsed(self, layer: Operable, record: LayerRecord, part: int | None, index: int) -> LayerState:
+        state = self._state(layer, record, part, index)
+        if layer.is_recurrent or isinstance(layer, TransformersLayer):
+            # These believe more of a state than layers of tokens do, and what they hold besides is small.
+            with file_at_fault(self.saved.path, mismatch_too=False):
+                _operable(layer.fork()).load_state(state)
+        return state
+
+    def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
+        facts = dict(record.facts)
+        cut = None
+        # Not for a length of 0, which is a rollback to before the encoder's output as well.
+        if self.length and part != 1 and loads_prefixes(record):
+            held: Any = facts["length"]
+            cut = facts["length"] = min(self.length, held)
+        tensors = {name: self._tensor(layer_prefix(part, index) + name, cut) for name in record.tensors}
+        _check_states(self.saved.path, tensors)
+        if "device" in facts:
+            facts["device"] = str(self.device)
+        if isinstance(layer, TransformersLayer):
+            _check_upstream(layer, facts)
+        return LayerState(record.kind, tensors, facts)
+
+    def _tensor(self, name: str, cut: int | None) -> Tensor:
+        states = self.saved.tensor(name, cut, self.verify)
+        return states.to(self.device)
+
+    def _finished(self, cache: Cache) -> Cache:
+        """A new cache, cut to the length that was asked for."""
+        if self.length is not None and self.length < self.saved.description.cache.length:
+            if self.length:
+                cache.crop(self.length)
+            else:
+                cache.truncate(0)
+        return self._recording(cache)
+
+    def _recording(self, cache: Cache) -> Cache:
+        for part, record in zip(_parts(cache), self.saved.description.caches(), strict=True):
+            for layer, own in zip(part.adapted_layers(), record.layers, strict=True):
+                if own.recording:
+                    layer.activate_past_recording()
+        return cache
+
+
+def _operable(layer: Any) -> Operable:
+    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
+
+
+def _parts(cache: Cache) -> list[Cache]:
+    return (
+        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    )
+
+
+def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
+    """Raise `CacheFileError` where states are no states of any model: of no sequences, or of whole numbers."""
+    for name in ("keys", "values", "first_keys", "first_values"):
+        states = tensors.get(name)
+        if states is not None and (not states.is_floating_point() or states.dim() != 4 or not states.shape[0]):
+            raise CacheFileError(
+                f"expected {name} [batch, kv_heads, tokens, head_dim] of floating point, but {path} has "
+                f"{list(states.shape)} of {states.dtype}: it is damaged, or not made by save_cache()."
+            )
+
+
+def _check_upstream(layer: TransformersLayer, facts: dict[str, Any]) -> None:
+    """Raise `StateMismatchError` where facts are of other types than a layer of transformers has them."""
+    own = layer.state().facts
+    for name, value in facts.items():
+        known = own.get(name)
+        if known is not None and (type(known) is not type(value) or (name.startswith("max_") and known != value)):
+            raise StateMismatchError(f"expected {name} {known!r}, but saw {value!r}: load it for the same model.")

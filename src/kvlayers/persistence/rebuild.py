@@ -1,0 +1,202 @@
+"""From what a file says of a cache to an empty cache like it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from kvlayers.caches import mamba, offloaded, quantized, sink, static  # noqa: F401 - they register their caches
+from kvlayers.caches.base import CACHE_CLASSES, Cache
+from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError
+from kvlayers.layers import LayerOperations, layer_names
+from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
+from kvlayers.persistence.safetensors_header import refuse, shown
+from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.contract import STORE_CLASSES
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.upstream.compat import layer_specs
+
+MAX_SETTING = 2**31
+"""Of a number that a layer is made with: no window, reservation or group is larger."""
+
+FREE_RESERVATION = 2**30
+RESERVATION_FACTOR = 64
+"""Bytes that a file of any size may have reserved for its tokens, and how many times its own size otherwise."""
+
+
+@contextlib.contextmanager
+def file_at_fault(path: str, mismatch_too: bool = True) -> Iterator[None]:
+    """Name the file in errors about what it says.
+
+    Args:
+        path: the file.
+        mismatch_too: whether states that do not fit a cache are the file's fault, and not the caller's.
+    """
+    try:
+        yield
+    except CacheFileError:
+        raise
+    except KVLayersError as error:
+        if not mismatch_too:
+            raise
+        raise CacheFileError(f"expected what a cache can be made from, but {path} says otherwise: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CacheFileError(
+            f"expected what a cache can be made from, but {path} has {shown(str(error))}: it is damaged, or not made "
+            "by save_cache()."
+        ) from error
+
+
+def read_rotaries(saved: SavedFile, verify: bool) -> dict[str, Rotary]:
+    """The rotations in a file, by fingerprint."""
+    rotaries = {}
+    for fingerprint, (layout, first) in saved.description.rotaries.items():
+        rotary = Rotary(saved.tensor(rotary_name(fingerprint), verify=verify), layout, first)  # type: ignore[arg-type]
+        if rotary.fingerprint != fingerprint:
+            refuse(saved.path, f"frequencies of the rotation {shown(fingerprint)}", f"those of {rotary.fingerprint}")
+        rotaries[fingerprint] = rotary
+    return rotaries
+
+
+def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, config: object | None) -> Cache:
+    """An empty cache like the one in a file, or like one part of the pair in it.
+
+    Raises:
+        CacheFileError: the file says what no cache can be made from, or does not say enough without a config.
+        ModelMismatchError: the model has other layers.
+    """
+    record = saved.description.caches()[part or 0]
+    cache_class = cache_class_of(saved.path, record)
+    with file_at_fault(saved.path):
+        _check_settings(saved.path, record)
+    if config is not None and not part:
+        _check_layers(saved.path, record, config, may_have_fewer=bool(record.options["grows"]))
+    layers = _layers(saved, record, part, context)
+    missing = [index for index, layer in enumerate(layers) if layer is None]
+    if missing and config is None:
+        refuse(
+            saved.path,
+            f"layers that can be made from a file ({', '.join(layer_names())})",
+            shown(", ".join(sorted({record.layers[index].kind for index in missing}))),
+            "import the package that registers them, pass config=model.config, or a cache of your own as into=",
+        )
+    with file_at_fault(saved.path):
+        if missing:
+            of_model = cache_class.layers_from_config(record.options, config, context)
+            layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
+        return cache_class.from_description(record.options, layers, context)
+
+
+def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
+    """The class of the cache that a file says it has."""
+    cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
+    if cache_class is None:
+        refuse(
+            path,
+            f"a cache that can be made from a file ({', '.join(CACHE_CLASSES.names())})",
+            f"a {shown(record.kind)}",
+            "import the package that registers it, or make one yourself, and pass it as into=",
+        )
+    return cache_class
+
+
+def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: DescriptionContext) -> list[Any]:
+    """The layers that a file describes: `None` for one that it does not, or that is of no kind that is registered."""
+    layers: list[Any] = []
+    with file_at_fault(saved.path):
+        reserved = [_reserved_bytes(saved, record, layer_prefix(part, i), own) for i, own in enumerate(record.layers)]
+        _check_reservation(saved, sum(reserved))
+        for layer in record.layers:
+            try:
+                known = layer.kind in LAYER_CLASSES
+                layers.append(context.layer(layer.kind, layer.facts) if known else None)
+            except KeyError:
+                layers.append(None)
+    return layers
+
+
+def check_remakeable(cache: Cache) -> None:
+    """Raise `CacheFileError` if `load_cache` could not make such a cache, but only fill one that it is given."""
+    if cache.kind not in CACHE_CLASSES:
+        raise CacheFileError(
+            f"expected a cache that can be made from a file ({', '.join(CACHE_CLASSES.names())}), but saw a "
+            f"{type(cache).__name__}: register_cache_class() it, or save it yourself, and load it with into=."
+        )
+    for state in (layer.kind for layer in cache.adapted_layers() if isinstance(layer, LayerOperations)):
+        if state not in LAYER_CLASSES:
+            raise CacheFileError(
+                f"expected layers that can be made from a file ({', '.join(layer_names())}), but saw a {state}: "
+                "register_layer() it, or save the cache yourself, and load it with into=."
+            )
+
+
+def loads_prefixes(record: LayerRecord) -> bool:
+    """Whether the first tokens of a layer can be read from a file without those that follow."""
+    layer_class, store_class = (
+        LAYER_CLASSES.get(record.kind),
+        STORE_CLASSES.get(record.facts.get("store", "DenseStore")),
+    )
+    if layer_class is None or store_class is None:
+        return False
+    return layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
+
+
+def _check_settings(path: str, record: CacheRecord) -> None:
+    options = [record.options[name] for name in ("offloading", "only_non_sliding", "grows")]
+    if not all(isinstance(option, bool) for option in options):
+        refuse(path, "True or False for offloading, only_non_sliding and grows", shown(options))
+    numbers = [record.options, *(layer.facts for layer in record.layers)]
+    for names in numbers:
+        for name, value in names.items():
+            if type(value) is int and name != "length" and "tokens." not in name and abs(value) > MAX_SETTING:
+                refuse(path, f"{shown(name)} of at most {MAX_SETTING}", shown(value))
+
+
+def _reserved_bytes(saved: SavedFile, record: CacheRecord, prefix: str, layer: LayerRecord) -> int:
+    """Bytes that a layer would reserve for states like those that it has in a file."""
+    layer_class = LAYER_CLASSES.get(layer.kind)
+    if layer_class is None:
+        return 0
+    try:
+        tokens, sequences = layer_class.reserved_by(layer.facts)
+    except KeyError:
+        # It cannot be made from these facts.
+        return 0
+    total = 0
+    for name in ("keys", "values"):
+        entry = saved.header.tensors.get(prefix + name)
+        if entry is not None and len(entry.shape) == 4:
+            batch, kv_heads, _, head_dim = entry.shape
+            rows = max(batch, sequences, record.options.get("max_batch_size") or 0)
+            total += rows * kv_heads * head_dim * entry.dtype.itemsize * tokens
+    return total
+
+
+def _check_reservation(saved: SavedFile, total: int) -> None:
+    """Raise `CacheFileError` if far more memory would be reserved than the file has states for."""
+    most = max(FREE_RESERVATION, RESERVATION_FACTOR * saved.header.file_bytes)
+    if total > most:
+        refuse(
+            saved.path,
+            f"a reservation of at most {most} bytes for its states",
+            f"one of {total}",
+            "if it is meant, make the cache yourself, and pass it as into=",
+        )
+
+
+def _check_layers(path: str, record: CacheRecord, config: object, may_have_fewer: bool) -> None:
+    """Raise `ModelMismatchError` where the layers are those of another model, as far as its config says."""
+    specs = layer_specs(config)
+    if len(record.layers) != len(specs) and not (may_have_fewer and len(record.layers) < len(specs)):
+        raise ModelMismatchError(
+            f"expected states of {len(specs)} layers, as the config has, but {path} has {len(record.layers)}: load it "
+            "for the model that made it."
+        )
+    for index, (layer, spec) in enumerate(zip(record.layers, specs, strict=False)):
+        window, own = layer.facts.get("sliding_window"), spec.options.get("sliding_window")
+        if window is not None and window != own:
+            raise ModelMismatchError(
+                f"expected a sliding_window of {own} at layer {index}, as the config says, but {path} has {window}: "
+                "load it for the model that made it."
+            )

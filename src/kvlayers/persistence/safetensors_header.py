@@ -1,0 +1,263 @@
+"""The header of a safetensors file, read and checked before any of it is believed."""
+
+import itertools
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from kvlayers.errors import CacheFileError, CachePathError, OptionError
+
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, little-endian."""
+
+MAX_HEADER_BYTES = 4 * 2**20
+"""Far more than any cache needs, and little to parse."""
+
+MAX_BRACKETS = 200_000
+"""Lists and objects in a JSON text: three for each tensor, and few others. Each takes far more memory than text."""
+
+MAX_DIGITS = 19
+"""Of a whole number in the header: those of an int64."""
+
+MAX_DIMS = 8
+MAX_EMPTY_ELEMENTS = 2**32
+"""What the other dimensions of a tensor without elements may come to: nothing of the file's size bounds them."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What safetensors calls the dtypes that states have."""
+
+
+ReadRange = Callable[[int, int], bytes]
+"""The bytes of a file from the first number on, up to the second one: fewer where the file ends before."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header says of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says that it holds.
+
+    Attributes:
+        metadata: texts by their names.
+        tensors: entries by the names of the tensors.
+        ranges: where in the file each tensor begins and ends, in bytes.
+        file_bytes: size of the whole file.
+    """
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]
+    ranges: dict[str, tuple[int, int]]
+    file_bytes: int
+
+
+def refuse(path: str, expected: str, seen: str, way_out: str = "it is damaged, or no file of save_cache()") -> NoReturn:
+    """Raise the error for a file that cannot be loaded."""
+    raise CacheFileError(f"expected {expected}, but {path} has {seen}: {way_out}.")
+
+
+def shown(text: object) -> str:
+    """What a file says, fit to be printed: short, and without characters that a terminal would obey."""
+    # Not ascii() of it: what a file says may be millions of things in one another.
+    whole = ascii(text[:80]) if isinstance(text, str) else ascii(reprlib.repr(text))[1:-1]
+    return whole if len(whole) <= 80 else f"{whole[:77]}..."
+
+
+def checked_path(path: object) -> str:
+    """`path` as text.
+
+    Raises:
+        OptionError: it is no path.
+    """
+    try:
+        text = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise OptionError(
+            f"expected the path of a file, but saw a {type(path).__name__}: pass a str or a Path."
+        ) from None
+    if "\0" in text or not text:
+        raise OptionError(f"expected the path of a file, but saw {text!r}.")
+    return text
+
+
+def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | None:
+    """What the file system says of the file at `path`, `None` where there may be none and is none.
+
+    Raises:
+        CachePathError: nothing is there, or no regular file.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        if missing_is_fine:
+            return None
+        raise CachePathError(f"expected a file at {path}, but there is none: save a cache to it first.") from None
+    except OSError as error:
+        raise CachePathError(f"expected a path that can be reached, but saw {path}: {error.strerror}.") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise CachePathError(
+            f"expected a file, but {path} is a symbolic link, which may lead anywhere: pass os.path.realpath() of it, "
+            "if that is what is meant."
+        )
+    if not stat.S_ISREG(found.st_mode):
+        what = "a directory" if stat.S_ISDIR(found.st_mode) else "a device, a pipe or a socket"
+        raise CachePathError(f"expected a file, but {path} is {what}: pass the path of a file.")
+    return found
+
+
+def read_header(path: str) -> Header:
+    """Read the header of a file, and nothing else.
+
+    Raises:
+        CacheFileError: it is no header, or claims what the file cannot hold.
+        CachePathError: there is no such file, or it cannot be read.
+    """
+    check_regular(path)
+    try:
+        with open(path, "rb") as file:
+
+            def read(start: int, end: int) -> bytes:
+                file.seek(start)
+                return file.read(end - start)
+
+            return parse_header(path, os.fstat(file.fileno()).st_size, read)
+    except OSError as error:
+        raise CachePathError(f"expected a file that can be read, but saw {path}: {error.strerror}.") from error
+
+
+def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
+    """The header of a file of which ranges can be read.
+
+    Args:
+        path: what errors call the file.
+        file_bytes: its size.
+        read: reads ranges of it: the header's alone, and no more than it may have.
+
+    Raises:
+        CacheFileError: it is no header, or claims what the file cannot hold.
+    """
+    start = read(0, LENGTH_BYTES)
+    room = file_bytes - LENGTH_BYTES
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES:
+        refuse(path, f"at least {LENGTH_BYTES} bytes", str(file_bytes))
+    if length > min(room, MAX_HEADER_BYTES):
+        refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
+    content = parse_json(path, read(LENGTH_BYTES, LENGTH_BYTES + length), "the header")
+    if not isinstance(content, dict):
+        refuse(path, "a header that names tensors", f"{shown(content)} in its place")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        refuse(path, "metadata of texts", shown(metadata))
+    entries, ranges = _entries(path, content, LENGTH_BYTES + length, file_bytes)
+    return Header(metadata, entries, ranges, file_bytes)
+
+
+def _entries(
+    path: str, content: dict[str, Any], data_start: int, file_bytes: int
+) -> tuple[dict[str, TensorEntry], dict[str, tuple[int, int]]]:
+    """The tensors of a header, whose bytes must follow one another from the first to the last of the file."""
+    entries: dict[str, TensorEntry] = {}
+    ranges: dict[str, tuple[int, int]] = {}
+    for name, claim in content.items():
+        if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
+            refuse(path, f"dtype, shape and data_offsets of {shown(name)}", shown(claim))
+        if not isinstance(claim["dtype"], str) or claim["dtype"] not in DTYPES:
+            refuse(path, f"{shown(name)} of one of {', '.join(DTYPES)}", shown(claim["dtype"]))
+        dtype, shape, offsets = DTYPES[claim["dtype"]], claim["shape"], claim["data_offsets"]
+        if not _are_sizes(shape) or len(shape) > MAX_DIMS:
+            refuse(path, f"a shape of at most {MAX_DIMS} sizes for {shown(name)}", shown(shape))
+        if not _are_sizes(offsets) or len(offsets) != 2:
+            refuse(path, f"where {shown(name)} begins and ends", shown(offsets))
+        begin, end = offsets
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            refuse(path, f"{math.prod(shape) * dtype.itemsize} bytes of {shown(name)} {shape}", f"{end - begin}")
+        if math.prod(size for size in shape if size) > MAX_EMPTY_ELEMENTS and begin == end:
+            refuse(path, f"a shape that states have for {shown(name)}", shown(shape))
+        ranges[name] = data_start + begin, data_start + end
+        entries[name] = TensorEntry(dtype, tuple(shape))
+    following = sorted(ranges.values())
+    if [begin for begin, _ in following] != [data_start, *(end for _, end in following)][: len(following)]:
+        refuse(path, "tensors that follow one another", "some that overlap, or gaps between them")
+    last = following[-1][1] if following else data_start
+    if last != file_bytes:
+        refuse(path, f"{last - data_start} bytes of tensors", str(file_bytes - data_start))
+    return entries, ranges
+
+
+def _are_sizes(numbers: object) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+
+
+def parse_json(path: str, text: bytes, what: str) -> Any:
+    """The content of a JSON text from a file, without anything that two readers would understand in two ways.
+
+    Raises:
+        CacheFileError: it is none, names a thing twice, or has numbers that are not finite or far too long.
+    """
+    if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
+        refuse(path, f"at most {MAX_BRACKETS} lists and objects in {what}", "more")
+    try:
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_without_repetition,
+            parse_constant=_no_number,
+            parse_int=_whole,
+            parse_float=_finite,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CacheFileError(
+            f"expected {what} of {path} to be plain JSON, but saw {shown(str(error))}: it is damaged, or no file of "
+            "save_cache()."
+        ) from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = sorted(name for name, _ in pairs)
+        twice = next(name for name, following in itertools.pairwise(names) if name == following)
+        raise ValueError(f"{twice} comes twice")
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS + 1:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number

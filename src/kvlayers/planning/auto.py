@@ -1,0 +1,80 @@
+"""`cache_implementation="auto"`: the cache that a plan recommends for the memory that there is."""
+
+import dataclasses
+import logging
+
+import torch
+import transformers
+
+from kvlayers.errors import ConfigError, OptionError
+from kvlayers.generation.registry import AUTO, CacheRequest, cache_for
+from kvlayers.planning.free_memory import free_memory
+from kvlayers.planning.planned_cache import Plan
+from kvlayers.planning.planner import plan_for
+from kvlayers.utils.units import amount_of_bytes, readable_bytes
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("dynamic", "int8", "int4", "offloaded")
+"""What there is to choose from: exact and at hand, then in fewer bits, then on the host."""
+
+ELSEWHERE = ("offloaded",)
+"""Those for which a model on the CPU has no other place."""
+
+SHARE_FOR_CACHE = 0.9
+"""Of the free memory: the rest is for what the forward pass computes."""
+
+WITHOUT_PLAN = "dynamic"
+"""The kind for models that no plan can be made for."""
+
+
+def chosen_cache(request: CacheRequest) -> transformers.Cache:
+    """The cache that a plan recommends, which is said in the log: as a warning where it is not exact and at hand.
+
+    Args:
+        request: for a number of tokens (`length_hint`). Of options it has `memory` alone: bytes, or a text such
+            as "1GiB".
+
+    Raises:
+        OptionError: another option, or no length hint.
+        CapacityError: no kind is within the memory.
+    """
+    memory = _budget(request)
+    device = request.device or torch.device("cpu")
+    names = [name for name in KINDS if device.type != "cpu" or name not in ELSEWHERE]
+    plain = dataclasses.replace(request, options={})
+    try:
+        plan = plan_for(plain, memory, names)
+    except ConfigError as error:
+        logger.warning("'%s' takes '%s', as nothing can be planned: %s", AUTO, WITHOUT_PLAN, error)
+        return cache_for(WITHOUT_PLAN, plain)
+    _say(plan, memory, device)
+    return cache_for(plan.recommended.name, plain)
+
+
+def _budget(request: CacheRequest) -> int:
+    others = sorted(request.options.keys() - {"memory"})
+    if others:
+        raise OptionError(f"'{AUTO}' takes the option memory, but was given {others}: name the cache that has them.")
+    memory = request.options.get("memory")
+    if memory is None:
+        return int(SHARE_FOR_CACHE * free_memory(request.device or torch.device("cpu")))
+    budget = amount_of_bytes(memory, "memory")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise OptionError(f"expected memory to be a whole number of bytes, at least 1, but saw {memory!r}.")
+    return budget
+
+
+def _say(plan: Plan, memory: int, device: torch.device) -> None:
+    best = plan.recommended
+    logger.log(
+        logging.INFO if best.is_exact and not best.host_bytes else logging.WARNING,
+        "'%s' takes '%s' for %d tokens, batch %d, of %s for caches on %s: %s",
+        AUTO,
+        best.name,
+        plan.context_length,
+        plan.batch_size,
+        readable_bytes(memory),
+        device,
+        best.reason,
+    )

@@ -1,0 +1,286 @@
+"""Files in a Redis or Valkey server, in parts: a value there has at most 512 MB."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from kvlayers.errors import OptionError
+from kvlayers.prefix.backends.address import Address
+from kvlayers.prefix.backends.contract import SUFFIX, StoredFile, UnreachableError
+from kvlayers.prefix.backends.objects import Range
+
+Result = TypeVar("Result")
+
+SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
+"""What the client calls each scheme."""
+
+DEFAULT_PREFIX = "kvlayers:prefix"
+
+PART_BYTES = 16 * 2**20
+LEAST_PART_BYTES = 2**16
+MOST_PART_BYTES = 2**29
+"""Of a part, that is written here, and that is believed of a manifest: a server takes no more, and fewer are many."""
+
+MOST_PARTS = 2**16
+"""Of a file that is believed in: a terabyte, and their keys take little memory."""
+
+MOST_MANIFEST_BYTES = 512
+
+ABANDONED_SECONDS = 3600
+"""How long parts live that no manifest names yet: those of a writer that was killed go by themselves."""
+
+CONNECT_SECONDS = 5
+ANSWER_SECONDS = 30
+"""How long is waited for a server, unless the options or the URL say otherwise."""
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What is kept under the key of a file, once all of its parts are there."""
+
+    nonce: str
+    nbytes: int
+    part_bytes: int
+
+    @classmethod
+    def of(cls, text: bytes | None) -> "_Manifest | None":
+        """From what a server returns; `None` where that is nothing, or nothing of ours."""
+        if text is None or len(text) > MOST_MANIFEST_BYTES:
+            return None
+        try:
+            manifest = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        sizes = (manifest.nbytes, manifest.part_bytes)
+        if not isinstance(manifest.nonce, str) or not re.fullmatch("[0-9a-f]{32}", manifest.nonce):
+            return None
+        if not all(type(size) is int for size in sizes):
+            return None
+        if not LEAST_PART_BYTES <= manifest.part_bytes <= MOST_PART_BYTES:
+            return None
+        return manifest if 0 <= manifest.nbytes <= MOST_PARTS * manifest.part_bytes else None
+
+    def stored(self, name: str, used: int = 0) -> StoredFile:
+        return StoredFile(name, self.nbytes, f"{self.nonce} {self.part_bytes}", used)
+
+
+class RedisObjects:
+    """Files under keys that begin with a prefix: an index, manifests, and the parts that these name.
+
+    A manifest is written last, together with the index, and what it replaces is deleted in the same transaction: so
+    each file is there as a whole or not at all, whoever writes or is killed meanwhile.
+
+    Args:
+        address: `redis://`, `rediss://`, `valkey://` or `valkeys://`, with `?prefix=` for other keys, and the options
+            of `redis.Redis.from_url`.
+
+    Raises:
+        OptionError: the package `redis` is not installed, or the URL or the options are none of its.
+        CachePathError: the server cannot be reached, or not be written to.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._redis = _package(address)
+        url, self._prefix = _split(address)
+        retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1)
+        failures = [self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError]
+        # Once more at once, as a server that was restarted has closed all connections; waiting is not for a look-up.
+        options = {
+            "socket_connect_timeout": CONNECT_SECONDS,
+            "socket_timeout": ANSWER_SECONDS,
+            "retry": retry,
+            "retry_on_error": failures,
+            **address.options,
+        }
+        try:
+            self._client: Any = self._redis.Redis.from_url(url, **options)
+            settings = self._client.get_connection_kwargs()
+            self._asked(self._probe)
+        except (TypeError, ValueError) as error:
+            # Not from it, nor with what it says of the URL: a port that is none may be a piece of a password.
+            seen = address.detail(error) if isinstance(error, TypeError) else "others"
+            raise OptionError(
+                f"expected a URL and options that redis.Redis.from_url() takes, but saw {seen}: see its documentation, "
+                "and escape what is special in a password with urllib.parse.quote()."
+            ) from None
+        if settings.get("decode_responses"):
+            raise OptionError("expected a server that returns bytes, but saw decode_responses: leave it out.")
+
+    def _probe(self) -> None:
+        key = f"{self._prefix}:probe:{secrets.token_hex(16)}"
+        self._client.set(key, b"", ex=60)
+        self._client.unlink(key)
+
+    def _asked(self, call: Callable[[], Result]) -> Result:
+        try:
+            return call()
+        except (self._redis.exceptions.RedisError, OSError) as error:
+            raise self._address.unreachable(error) from None
+
+    @property
+    def _index(self) -> str:
+        """The key of a sorted set: names by their last use, in microseconds, which a double holds exactly."""
+        return f"{self._prefix}:index"
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:file:{name}"
+
+    def _parts(self, manifest: _Manifest) -> list[str]:
+        count = -(-manifest.nbytes // manifest.part_bytes)
+        return [self._part(manifest.nonce, number) for number in range(count)]
+
+    def _part(self, nonce: str, number: int) -> str:
+        return f"{self._prefix}:part:{nonce}:{number}"
+
+    def files(self) -> list[StoredFile]:
+        """As `Objects.files`."""
+        uses = self.uses()
+        names = [name for name in uses if name.endswith(SUFFIX)]
+        texts = self._asked(lambda: self._many([("GET", self._key(name)) for name in names]))
+        files = []
+        for name, text in zip(names, texts, strict=True):
+            manifest = _Manifest.of(text)
+            if manifest is not None:
+                files.append(manifest.stored(name, uses[name]))
+            elif text is None:
+                # The server has evicted it, as it may be set up to.
+                self._asked(partial(self._unlist, name))
+        return files
+
+    def _many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What a server answers to several commands that are sent at once."""
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers: list[Any] = pipeline.execute()
+        return answers
+
+    def _unlist(self, name: str) -> None:
+        def unlist(transaction: Any) -> None:
+            exists = transaction.exists(self._key(name))
+            transaction.multi()
+            if not exists:
+                transaction.zrem(self._index, name)
+
+        self._client.transaction(unlist, self._key(name))
+
+    def find(self, name: str) -> StoredFile | None:
+        """As `Objects.find`."""
+        manifest = _Manifest.of(self._asked(lambda: self._client.get(self._key(name))))
+        return None if manifest is None else manifest.stored(name)
+
+    def ranges(self, wanted: Sequence[Range]) -> list[bytes | UnreachableError]:
+        """As `Objects.ranges`: a part that is missing has no bytes."""
+        commands: list[tuple[Any, ...]] = []
+        owners: list[int] = []
+        for number, (file, start, end) in enumerate(wanted):
+            nonce, _, size = file.version.partition(" ")
+            part_bytes = int(size)
+            for part in range(start // part_bytes, -(-end // part_bytes)):
+                first, last = max(start - part * part_bytes, 0), min(end - part * part_bytes, part_bytes) - 1
+                commands.append(("GETRANGE", self._part(nonce, part), first, last))
+                owners.append(number)
+        pieces: list[list[bytes]] = [[] for _ in wanted]
+        for owner, piece in zip(owners, self._asked(lambda: self._many(commands)), strict=True):
+            pieces[owner].append(piece)
+        return [b"".join(each) for each in pieces]
+
+    def upload(self, path: str, name: str) -> None:
+        """As `Objects.upload`."""
+        manifest = _Manifest(secrets.token_hex(16), os.path.getsize(path), PART_BYTES)
+        parts = self._parts(manifest)
+        try:
+            with open(path, "rb") as file:
+                for part in parts:
+                    self._asked(partial(self._client.set, part, file.read(PART_BYTES), ex=ABANDONED_SECONDS))
+        except UnreachableError:
+            # They would go by themselves, but a server that is full needs the room now.
+            with contextlib.suppress(UnreachableError):
+                self._asked(lambda: self._client.unlink(*parts))
+            raise
+        self._asked(lambda: self._commit(name, manifest))
+
+    def _commit(self, name: str, manifest: _Manifest) -> None:
+        parts = self._parts(manifest)
+        text = json.dumps(asdict(manifest))
+
+        def commit(transaction: Any) -> None:
+            old = _Manifest.of(transaction.get(self._key(name)))
+            there = transaction.exists(*parts) if parts else 0
+            if there != len(parts):
+                raise TimeoutError(f"parts of a file did not live until it was written, {ABANDONED_SECONDS} s at most")
+            transaction.multi()
+            for part in parts:
+                transaction.persist(part)
+            transaction.set(self._key(name), text)
+            transaction.zadd(self._index, {name: _now()})
+            self._unlink_parts(transaction, old)
+
+        self._client.transaction(commit, self._key(name))
+
+    def delete(self, name: str) -> None:
+        """As `Objects.delete`."""
+
+        def delete(transaction: Any) -> None:
+            old = _Manifest.of(transaction.get(self._key(name)))
+            transaction.multi()
+            transaction.unlink(self._key(name))
+            transaction.zrem(self._index, name)
+            self._unlink_parts(transaction, old)
+
+        self._asked(lambda: self._client.transaction(delete, self._key(name)))
+
+    def _unlink_parts(self, transaction: Any, manifest: _Manifest | None) -> None:
+        if manifest is not None and manifest.nbytes:
+            transaction.unlink(*self._parts(manifest))
+
+    def uses(self) -> Mapping[str, int]:
+        """As `Place.uses`: those of all stores."""
+        found = self._asked(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
+        return {name.decode("utf-8", "replace"): int(score) * 1000 for name, score in found}
+
+    def touch(self, name: str) -> None:
+        """As `Objects.touch`."""
+        # Nothing that was deleted meanwhile is to be listed again.
+        self._asked(lambda: self._client.zadd(self._index, {name: _now()}, xx=True))
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def _package(address: Address) -> Any:
+    try:
+        return importlib.import_module("redis")
+    except ImportError as error:
+        raise OptionError(
+            f"expected the package redis, which reaches {address.scheme}://, but importing it failed ({error}): run "
+            '`pip install "kvlayers[redis]"`.'
+        ) from error
+
+
+def _split(address: Address) -> tuple[str, str]:
+    """The URL as the client takes it, and the prefix of the keys."""
+    try:
+        parts = urlsplit(address.url)
+        query = parse_qsl(parts.query, keep_blank_values=True)
+    except ValueError:
+        raise OptionError(
+            "expected a URL such as redis://user:password@host:6379/0, but saw one that cannot be read: escape what is "
+            "special in a password with urllib.parse.quote()."
+        ) from None
+    prefixes = [value for name, value in query if name == "prefix"] or [DEFAULT_PREFIX]
+    if len(prefixes) > 1 or not prefixes[0]:
+        raise OptionError("expected one prefix of keys in the URL, but saw several, or an empty one: leave it out.")
+    others = urlencode([(name, value) for name, value in query if name != "prefix"])
+    return urlunsplit(parts._replace(scheme=SCHEMES[address.scheme], query=others)), prefixes[0]

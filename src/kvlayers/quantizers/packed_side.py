@@ -1,0 +1,113 @@
+"""Keys, or values, as a run of blocks of packed codes: the layout that stores write and attention kernels read.
+
+A block holds `block_tokens` tokens as rows of codes, packed by `packing`: one row for each channel of keys, along the
+tokens, and one row for each token of values, along the channels. So attention sums over the rows in both products,
+and what it unpacks at once are neighbouring columns of its result.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.packing import pack, row_bytes, unpack
+
+
+def _oriented(side: Side, of_tokens: int, of_channels: int) -> tuple[int, int]:
+    """What belongs to the rows of a block, and to its columns."""
+    return (of_channels, of_tokens) if side == "keys" else (of_tokens, of_channels)
+
+
+@dataclass(frozen=True)
+class PackedSide:
+    """Packed keys or values of a run of blocks.
+
+    Attributes:
+        codes: uint8 `[batch, kv_heads, blocks, rows * row_bytes]`; its last dimension is contiguous.
+        parameters: `[batch, kv_heads, blocks, p]` in the dtype of the states; its last dimension is contiguous and
+            flattens `[format.parameters, rows / row_group, columns / column_group]`: scales, then zeros.
+        format: what the codes mean.
+        side: which of the two.
+        head_dim: channels of a token.
+        block_tokens: tokens of a block.
+    """
+
+    codes: Tensor
+    parameters: Tensor
+    format: CodeFormat
+    side: Side
+    head_dim: int
+    block_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: channels of keys, tokens of values."""
+        return _oriented(self.side, self.block_tokens, self.head_dim)[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block: tokens of keys, channels of values."""
+        return _oriented(self.side, self.block_tokens, self.head_dim)[1]
+
+    @property
+    def row_group(self) -> int:
+        """Neighbouring rows that share a scale."""
+        return _oriented(self.side, self.format.group_tokens, self.format.group_channels)[0]
+
+    @property
+    def column_group(self) -> int:
+        """Neighbouring columns that share a scale."""
+        return _oriented(self.side, self.format.group_tokens, self.format.group_channels)[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of codes."""
+        return row_bytes(self.columns, self.format.bits)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the run."""
+        return self.codes.shape[2]
+
+    def dequantized(self) -> Tensor:
+        """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`; still rotated, where they are."""
+        packed = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes))
+        codes = unpack(packed, self.format.bits, self.columns)
+        if self.format.floating:
+            codes = codes.view(torch.float8_e4m3fn)
+        grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
+        parameters = torch.unflatten(self.parameters.float(), -1, grid)
+        # Groups as dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
+        groups = torch.unflatten(codes.float(), -1, (-1, self.column_group))
+        groups = torch.unflatten(groups, -3, (-1, self.row_group))
+        states = groups * parameters[:, :, :, 0, :, None, :, None]
+        if not self.format.floating:
+            states = states + parameters[:, :, :, 1, :, None, :, None]
+        states = states.flatten(-2).flatten(-3, -2)
+        return (states.transpose(-1, -2) if self.side == "keys" else states).flatten(2, 3)
+
+
+def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, block_tokens: int) -> tuple[Tensor, Tensor]:
+    """Codes and parameters of a `PackedSide`, from what a quantizer returned.
+
+    Args:
+        groups: quantized states of `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of `block_tokens`.
+        code_format: what the codes mean.
+        side: which of the two they are.
+        block_tokens: tokens of a block, a multiple of those in a group.
+    """
+    codes = torch.unflatten(groups.codes, 2, (-1, block_tokens))
+    numbers = [groups.scale] if groups.zero is None else [groups.scale, groups.zero]
+    token_groups = block_tokens // code_format.group_tokens
+    parameters = torch.stack([torch.unflatten(part, 2, (-1, token_groups)) for part in numbers], 3)
+    if side == "keys":
+        codes, parameters = codes.transpose(-1, -2), parameters.transpose(-1, -2)
+    return pack(codes, code_format.bits).flatten(3), parameters.flatten(3)
+
+
+def side_bytes(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, itemsize: int) -> int:
+    """Bytes that a block takes for each head: codes, and parameters of `itemsize` bytes."""
+    rows, columns = _oriented(side, block_tokens, head_dim)
+    groups = block_tokens // code_format.group_tokens * (head_dim // code_format.group_channels)
+    return rows * row_bytes(columns, code_format.bits) + code_format.parameters * groups * itemsize

@@ -1,0 +1,1 @@
+"""Tools that people run: commands, the demo, measuring, calibration and reports."""

@@ -1,0 +1,136 @@
+"""Bits for each layer's keys and values, what they cost, and what they are expected to do."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.packed_blocks import SIDES, packed_forms
+from kvlayers.stores.quantization import Quantization, block_tokens
+from kvlayers.tools.calibration.allocation import PartChoice, least_losses
+from kvlayers.tools.calibration.bits import with_bits
+from kvlayers.tools.calibration.sensitivities import Sensitivity
+
+Part = tuple[int, Side]
+"""Index of a layer, and one side of it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Bits of every part of a cache.
+
+    Attributes:
+        nbits: bits by layer and side.
+        layers: layers of the cache, those included that are not quantized.
+        quantization: how they are quantized, but for the bits.
+        bytes_per_token: of a packed token, over all parts.
+        expected: the sum of what the parts do to the predictions when each is quantized alone.
+    """
+
+    nbits: Mapping[Part, int]
+    layers: int
+    quantization: Quantization
+    bytes_per_token: Fraction
+    expected: float
+
+    def of(self, side: Side) -> list[int | None]:
+        """Bits of one side of each layer, `None` where a layer is not quantized."""
+        return [self.nbits.get((layer, side)) for layer in range(self.layers)]
+
+    @property
+    def cache_config(self) -> dict[str, Any]:
+        """Options of a `QuantizedCache` that has these bits."""
+        facts = {name: fact for name, fact in self.quantization.facts().items() if fact is not None}
+        return {**facts, "key_nbits": self.of("keys"), "value_nbits": self.of("values")}
+
+    def cache(self, config: object) -> QuantizedCache:
+        """An empty cache of this setting for a model."""
+        return QuantizedCache(config=config, **self.cache_config)
+
+
+class Settings:
+    """The settings that there are for a model.
+
+    Args:
+        sensitivities: of each part.
+        costs: bytes of a token of each part, by its bits.
+        layers: layers of the cache.
+        quantization: how they are quantized, but for the bits.
+    """
+
+    def __init__(
+        self,
+        sensitivities: Sequence[Sensitivity],
+        costs: Mapping[Part, Mapping[int, Fraction]],
+        layers: int,
+        quantization: Quantization,
+    ) -> None:
+        self._layers, self._quantization = layers, quantization
+        self._parts: list[Part] = [(part.layer, part.side) for part in sensitivities]
+        self._widths = [sorted(part.divergence) for part in sensitivities]
+        self._choices = [
+            [PartChoice(costs[part.layer, part.side][nbits], loss) for nbits, loss in sorted(part.divergence.items())]
+            for part in sensitivities
+        ]
+
+    def best_within(self, bytes_per_token: Fraction) -> list[Setting]:
+        """For each number of bytes up to a budget at which less is lost, the setting that is expected to lose least.
+
+        At least one, as what is asked for is no less than the cheapest setting.
+        """
+        found = least_losses(self._choices, bytes_per_token)
+        fewest_bits = (0,) * len(self._choices)
+        return [self._setting(chosen) for chosen in found or [fewest_bits]]
+
+    def uniform_within(self, bytes_per_token: float) -> list[Setting]:
+        """Settings within a budget that have the same bits in every layer, for keys and for values."""
+        widths = range(len(self._widths[0]))
+        pairs = [{"keys": key, "values": value} for key in widths for value in widths]
+        found = [self._setting([pair[side] for _, side in self._parts]) for pair in pairs]
+        return [setting for setting in found if float(setting.bytes_per_token) <= bytes_per_token]
+
+    @property
+    def most_bits(self) -> Setting:
+        """That of the most bits everywhere."""
+        return self._setting([len(widths) - 1 for widths in self._widths])
+
+    def _setting(self, chosen: Sequence[int]) -> Setting:
+        taken = [choices[index] for choices, index in zip(self._choices, chosen, strict=True)]
+        widths = zip(self._parts, self._widths, chosen, strict=True)
+        return Setting(
+            nbits={part: nbits[index] for part, nbits, index in widths},
+            layers=self._layers,
+            quantization=self._quantization,
+            bytes_per_token=sum((choice.cost for choice in taken), Fraction(0)),
+            expected=sum(choice.loss for choice in taken),
+        )
+
+
+def part_costs(
+    forms: Mapping[int, tuple[StateForm, StateForm]], quantization: Quantization, widths: Sequence[int]
+) -> dict[Part, dict[int, Fraction]]:
+    """Bytes of a packed token of one sequence, for each part by its bits: scales and zeros included.
+
+    Args:
+        forms: forms of the keys and values of each layer that is quantized.
+        quantization: how they are quantized, but for the bits.
+        widths: bits.
+
+    Raises:
+        OptionError: the quantization does not take the bits, or does not suit the head_dim.
+    """
+    return {
+        (layer, side): {nbits: _bytes_per_token(form, side, with_bits(quantization, nbits)) for nbits in widths}
+        for layer, form in forms.items()
+        for side in SIDES
+    }
+
+
+def _bytes_per_token(forms: tuple[StateForm, StateForm], side: Side, quantization: Quantization) -> Fraction:
+    quantizers = quantization.quantizers(forms[0][2], forms[1][2])
+    size, form = block_tokens(quantizers), forms[SIDES.index(side)]
+    packed = packed_forms(quantizers[side].format, side, form, size)
+    return Fraction(sum(kv_heads * width * dtype.itemsize for _, kv_heads, width, dtype, _ in packed), size)

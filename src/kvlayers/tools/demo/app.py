@@ -1,0 +1,148 @@
+"""What the command `kvlayers demo` does."""
+
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.errors import KVLayersError
+from kvlayers.planning.planned_kind import EXACT
+from kvlayers.tools.cli.dtypes import Dtype
+from kvlayers.tools.cli.failing import NOT_WELL, one_line_errors
+from kvlayers.tools.cli.output import print_json
+from kvlayers.tools.cli.progress import bar_between_runs
+from kvlayers.tools.cli.quietly import few_words
+from kvlayers.tools.demo import report, text
+from kvlayers.tools.demo.caches import compare, contenders
+from kvlayers.tools.demo.generations import Samples, Turn, continue_text, differs, sample, second_turn
+from kvlayers.tools.demo.loading import find, load
+from kvlayers.tools.demo.model import LoadedModel, find_device
+from kvlayers.tools.measuring.contenders import KVLAYERS, TRANSFORMERS, states_in
+from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.measuring.scoring import ReadingError
+
+LIBRARIES = (TRANSFORMERS, KVLAYERS)
+SAMPLES = 8
+TOKENS_OF_SAMPLES = 16
+QUESTION = "\n\nWhat is this text about? It is about"
+NEXT = (
+    "Next: `kvlayers bench` and `kvlayers fidelity` measure your own model, `kvlayers plan` says how many bytes each "
+    "cache will hold, and docs/choosing.md helps to choose one."
+)
+
+
+def run_demo(
+    prompt: str,
+    model: str | None,
+    context: int,
+    tokens: int,
+    trials: int,
+    threads: int | None,
+    dtype: Dtype,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Run the demo; the arguments are those of the command."""
+    # With JSON on stdout, what is for people goes elsewhere.
+    console = Console(stderr=as_json)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with one_line_errors("demo"), few_words():
+        target = find_device(device)
+        loaded = load(console, find(console, model), dtype.on(target), target)
+        ids = text.input_ids(loaded.tokenizer, prompt, context)
+        question = loaded.tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+        text.check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])
+        _stream(console, loaded, ids, prompt, context, tokens)
+        rows = _compare(console, loaded, ids, tokens, trials)
+        samples = _sample(console, loaded.model, ids, min(tokens, TOKENS_OF_SAMPLES))
+        turns, is_other = _second_turn(console, loaded.model, ids, question, min(tokens, TOKENS_OF_SAMPLES))
+        console.print(report.sentence(rows, samples, turns), style="bold", highlight=False)
+        console.print(NEXT, highlight=False)
+    if as_json:
+        print_json(
+            {
+                "model": loaded.name,
+                "prompt_tokens": ids.shape[1],
+                "tokens": tokens,
+                "caches": [report.plain_row(row) for row in rows],
+                "samples": None
+                if samples is None
+                else dict(zip(LIBRARIES, map(report.plain_samples, samples), strict=True)),
+                "second_turn": None if turns is None else dict(zip(LIBRARIES, turns, strict=True)),
+            }
+        )
+    exact = [row for row in rows if row.contender.library == KVLAYERS and states_in(row.contender) == EXACT]
+    if is_other or not all(row.failure is None and row.same_tokens for row in exact):
+        raise typer.Exit(NOT_WELL)
+
+
+def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, context: int, tokens: int) -> None:
+    model = loaded.model
+    threads = f", torch threads: {torch.get_num_threads()}" if model.device.type == "cpu" else ""
+    console.print(
+        f"{loaded.name} in {str(model.dtype).removeprefix('torch.')} on {model.device}{threads}. "
+        f"Prompt: {ids.shape[1]} tokens{f', {context} of them of the Python documentation' if context else ''}.\n",
+        highlight=False,
+    )
+    shown = prompt or "..." + loaded.tokenizer.decode(ids[0, -40:])
+    console.print(shown, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+    streamer = report.ConsoleStreamer(loaded.tokenizer, console)
+    continue_text(model, ids, tokens, DynamicCache(config=model.config), streamer)
+    console.print()
+
+
+def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, trials: int) -> list[Row]:
+    # The last token is never fed back, as generate() knows when it sizes a cache.
+    rivals = contenders(loaded.model, ids.shape[1] + tokens - 1)
+    with report.runs_bar(console, trials * len(rivals)) as on_run:
+        rows = compare(loaded.model, ids, tokens, trials, rivals, on_run)
+    if rows[0].failure is not None:
+        raise ReadingError(rows[0].failure)
+    console.print(report.table_of_caches(rows))
+    console.print(
+        f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: one token more, median of {tokens - 1}"
+        f"{f', of {trials} trials' if trials > 1 else ''}. Held: bytes that the cache keeps alive. KL: mean divergence "
+        "of the predictions from DynamicCache's, in nats.",
+        highlight=False,
+    )
+    if any(row.ties for row in rows if row.same_tokens):
+        console.print(
+            "Tied: two tokens are equally likely as far as the dtype can say, and attention that adds in another "
+            "order takes the other one. --dtype float32 tells them apart.",
+            highlight=False,
+        )
+    return rows
+
+
+def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Samples, Samples] | None:
+    with bar_between_runs(console, len(LIBRARIES), f"{SAMPLES} samples of the prompt") as begin:
+        found = []
+        for library in LIBRARIES:
+            begin(f"{SAMPLES} samples of the prompt, {library}")
+            found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == KVLAYERS))
+    alone, shared = found
+    console.print(report.table_of_samples(alone, shared))
+    if not torch.equal(alone.sequences, shared.sequences):
+        why = "Both draw with one seed. Sums in another order may tip a draw between two close tokens."
+        console.print(why, highlight=False)
+    return alone, shared
+
+
+def _second_turn(
+    console: Console, model: Any, ids: Tensor, question: Tensor, tokens: int
+) -> tuple[tuple[Turn, Turn] | None, bool]:
+    """The turns of both libraries, and whether the answers differ by more than a tie."""
+    try:
+        with bar_between_runs(console, 1, "A second turn") as begin:
+            begin("A second turn")
+            chat, alone, stored = second_turn(model, ids, question, tokens)
+    except KVLayersError as error:
+        console.print(f"No second turn: {error}", markup=False, highlight=False)
+        return None, False
+    is_other = differs(model, chat, alone.tokens, stored.tokens)
+    console.print(report.table_of_turns(alone, stored, is_other))
+    return (alone, stored), is_other

@@ -1,0 +1,1 @@
+"""Everything that depends on the installed versions of transformers and torch."""

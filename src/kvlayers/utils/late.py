@@ -1,0 +1,28 @@
+"""Functions of upper rooms that lower rooms call.
+
+A room imports from the rooms below it alone. Where a lower room offers what an upper one does (`Cache.save`, the name
+`"auto"`), it asks for the function by name. The package's `__init__` says where each one is.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+_targets: dict[str, str] = {}
+
+
+def provide(name: str, target: str) -> None:
+    """Say where a function is.
+
+    Args:
+        name: what lower rooms call it.
+        target: its module and its name there, as `"package.module:function"`; imported when it is first asked for.
+    """
+    _targets[name] = target
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The function that was provided as `name`."""
+    module, _, attribute = _targets[name].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found

@@ -1,0 +1,80 @@
+"""Options that are misspelt, or are none, are errors of ours that say what is right."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec
+
+import torch
+
+from kvlayers.errors import OptionError
+
+P = ParamSpec("P")
+
+
+def checks_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorator for an initialiser: an option that it does not have is an `OptionError` which names those it has."""
+    accepted = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        for name in options:
+            if name not in accepted:
+                near = difflib.get_close_matches(name, accepted, n=1)
+                raise OptionError(
+                    f"{type(args[0]).__name__} takes the options {', '.join(accepted) or '(none)'}, but was given "
+                    f"'{name}': {f'did you mean {near[0]!r}?' if near else 'remove it.'}"
+                )
+        try:
+            init(*args, **options)
+        except TypeError as error:
+            try:
+                inspect.signature(init).bind(*args, **options)
+            except TypeError as mismatch:
+                raise OptionError(
+                    f"{type(args[0]).__name__} takes the options {', '.join(accepted)}, but {mismatch}."
+                ) from error
+            raise
+
+    return checked
+
+
+def checked_device(device: object) -> torch.device:
+    """The device that an option names, where states can be on it.
+
+    Raises:
+        OptionError: there is none of that name, or it holds nothing.
+    """
+    try:
+        place = torch.empty(0, device=device).device  # type: ignore[call-overload]
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise OptionError(f"expected a device that there is, but saw {device!r}: {error}") from error
+    if place.type == "meta":
+        raise OptionError("expected a device that holds states, but saw 'meta': pass 'cpu', or leave it out.")
+    return torch.device(place)
+
+
+def checked_dtype(given: object) -> torch.dtype:
+    """The floating-point dtype that is given as itself or by its name: `torch.bfloat16`, or "bfloat16".
+
+    Raises:
+        OptionError: it is none.
+    """
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(
+            f"expected dtype to be a floating-point torch.dtype or its name, but saw {given!r}: pass, for example, "
+            "torch.bfloat16 or 'bfloat16'."
+        )
+    return found
+
+
+def check_accepted(dtype: object, device: object) -> None:
+    """Raise `OptionError` where what old code says of its states, and nothing follows from, is no such thing."""
+    if isinstance(dtype, str):
+        checked_dtype(dtype)
+    elif dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"expected dtype to be a torch.dtype, but saw {dtype!r}.")
+    if device is not None and not isinstance(device, str | int | torch.device):
+        raise OptionError(f"expected device to be a device of torch, but saw {device!r}.")

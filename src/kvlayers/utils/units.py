@@ -1,0 +1,127 @@
+"""Bytes and tokens as people write and read them."""
+
+import html
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from kvlayers.errors import OptionError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+MOST = 2**62
+"""More tokens or bytes than any machine has. Torch counts in 64 bits."""
+
+_TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+_BYTES = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in the largest unit of which there is one, in three digits or four.
+
+    Example:
+        >>> readable_bytes(3 * 2**29), readable_bytes(1000 * 2**20), readable_bytes(10)
+        ('1.50 GiB', '1000 MiB', '10 B')
+    """
+    unit = 0
+    while count >= 1024 and unit + 1 < len(_UNITS):
+        count, unit = count / 1024, unit + 1
+    decimals = 0 if unit == 0 or count >= 100 else 1 if count >= 10 else 2
+    return f"{count:.{decimals}f} {_UNITS[unit]}"
+
+
+def tokens(given: int | str, name: str) -> int:
+    """A number of tokens: 32768, or a text such as "32768", "32k" or "1M", by powers of 1024.
+
+    Anything but a text is returned as it is: callers check numbers.
+
+    Args:
+        given: the number or the text.
+        name: what a user calls the argument.
+
+    Raises:
+        OptionError: a text that is no number of tokens.
+
+    Example:
+        >>> tokens("32k", "max_cache_len"), tokens(100, "max_cache_len")
+        (32768, 100)
+    """
+    if not isinstance(given, str):
+        return given
+    return _quantity(given, _TOKENS, f"{name} to be a number of tokens, such as 4096, 32k or 1M")
+
+
+def amount_of_bytes(given: int | str, name: str) -> int:
+    """A number of bytes: 1024, or a text such as "24GiB", "24G" (the same), or "24GB" by powers of 1000.
+
+    Anything but a text is returned as it is: callers check numbers.
+
+    Args:
+        given: the number or the text.
+        name: what a user calls the argument.
+
+    Raises:
+        OptionError: a text that is no number of bytes.
+
+    Example:
+        >>> amount_of_bytes("1.5 GiB", "memory"), amount_of_bytes("2kB", "memory")
+        (1610612736, 2000)
+    """
+    if not isinstance(given, str):
+        return given
+    return _quantity(given, _BYTES, f"{name} to be a number of bytes, such as 24GiB, 512MiB or 80GB")
+
+
+def _quantity(text: str, units: dict[str, int], expected: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].lower() not in units:
+        raise OptionError(f"expected {expected}, but saw {text!r}.")
+    amount = int(Fraction(found[1]) * units[found[2].lower()])
+    if amount > MOST:
+        raise OptionError(f"expected {expected}, but saw more than any machine has: {text[:20]}.")
+    return amount
+
+
+def exact_bytes(count: float) -> str:
+    """Bytes as people read them, with the exact number if that says more, for errors that ask for so many.
+
+    Example:
+        >>> exact_bytes(3 * 2**29), exact_bytes(10), exact_bytes(4320.5)
+        ('1.50 GiB (1610612736 bytes)', '10 bytes', '4.22 KiB (4320.5 bytes)')
+    """
+    number = f"{int(count) if count == int(count) else count} bytes"
+    return f"{readable_bytes(count)} ({number})" if count >= 1024 else number
+
+
+def html_table(caption: str, rows: Sequence[tuple[str, ...]], bold: Sequence[int] = ()) -> str:
+    """Rows below a head as a table of HTML. Whatever a cell says is text.
+
+    Args:
+        caption: what stands above it.
+        rows: the head, and the rows.
+        bold: indices of rows, counted without the head, that stand out.
+    """
+
+    def row(cells: Sequence[str], tag: str, style: str = "") -> str:
+        return f"<tr{style}>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    head, *others = rows
+    body = "".join(
+        row(cells, "td", ' style="font-weight: bold"' if index in bold else "") for index, cells in enumerate(others)
+    )
+    return (
+        f"<table><caption>{html.escape(caption)}</caption><thead>{row(head, 'th')}</thead><tbody>{body}</tbody></table>"
+    )
+
+
+def plain_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows below a head, in columns as wide as they need: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def aligned(row: tuple[str, ...]) -> str:
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        return "  ".join([first.strip().ljust(widths[0]), *others])
+
+    return "\n".join(map(aligned, rows))

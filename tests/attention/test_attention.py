@@ -1,0 +1,152 @@
+"""Marked keys give the attention of unmarked ones, and are a plain tensor to everything else."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+from kvlayers.attention import gqa
+from kvlayers.attention.gqa import FLOAT32_TOKENS_ON_CPU, SharedKeys, attended_by_one_query
+from models import prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+
+BATCH = 8
+"""Sequences of a batch in which two threads have heads enough for float32."""
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether float32 is grouped depends on the number of threads, and tests run on one or more."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+def states(
+    heads: int, kv_heads: int, dtype: torch.dtype, tokens: int = 300, value_dim: int = 16, batch: int = BATCH
+) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(batch, heads, 1, 16, dtype=dtype)
+    # Views of a larger buffer, as a cache returns them.
+    keys = torch.randn(batch, kv_heads, tokens + 50, 16, dtype=dtype)[:, :, :tokens]
+    values = torch.randn(batch, kv_heads, tokens + 50, value_dim, dtype=dtype)[:, :, :tokens]
+    return query, keys, values
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 2000])
+@pytest.mark.parametrize("value_dim", [16, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 4), (6, 1), (6, 3)])
+def test_attention_is_no_further_from_exact_than_with_unmarked_keys(
+    heads: int, kv_heads: int, dtype: torch.dtype, value_dim: int, tokens: int
+) -> None:
+    query, keys, values = states(heads, kv_heads, dtype, tokens, value_dim)
+    if dtype == torch.float32 and tokens < FLOAT32_TOKENS_ON_CPU:
+        assert attended_by_one_query(keys) is keys
+        return
+    marked = attended_by_one_query(keys)
+    assert type(marked) is SharedKeys
+    exact = scaled_dot_product_attention(query.double(), keys.double(), values.double(), scale=0.3, enable_gqa=True)
+    plain = scaled_dot_product_attention(query, keys, values, scale=0.3, enable_gqa=True)
+    seen = scaled_dot_product_attention(query, marked, values, scale=0.3, enable_gqa=True)
+    assert type(seen) is Tensor
+    assert seen.shape == plain.shape
+    # Sums in another order: as close to the exact result as the usual one, give or take a rounding of its own size.
+    limit = 1.5 * (plain.double() - exact).norm() + torch.finfo(dtype).eps * exact.norm()
+    assert (seen.double() - exact).norm() <= limit
+
+
+def test_a_mask_or_several_queries_take_the_usual_way() -> None:
+    query, keys, values = states(4, 2, torch.float32)
+    marked = attended_by_one_query(keys)
+    mask = torch.rand(BATCH, 1, 1, keys.shape[2]) > 0.5
+    expected = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+    assert torch.equal(scaled_dot_product_attention(query, marked, values, attn_mask=mask, enable_gqa=True), expected)
+    queries = torch.randn(BATCH, 4, 3, 16)
+    expected = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    assert torch.equal(scaled_dot_product_attention(queries, marked, values, is_causal=True, enable_gqa=True), expected)
+
+
+def marks(layer: kvlayers.DynamicLayer, batch: int, dtype: torch.dtype) -> bool:
+    """Whether the keys that one more token attends to are marked."""
+    one = torch.randn(batch, 2, 1, 8, dtype=dtype)
+    return type(layer.update(one, one)[0]) is SharedKeys
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_grouped_at_every_batch_and_length(dtype: torch.dtype) -> None:
+    for batch in (1, 8):
+        layer = kvlayers.DynamicLayer()
+        assert marks(layer, batch, dtype)
+        assert marks(layer, batch, dtype)
+        assert type(layer.keys) is Tensor
+
+
+@pytest.mark.parametrize(("batch", "length", "marked"), [(1, 300, False), (2, 100, False), (2, 300, True)])
+def test_float32_is_grouped_if_threads_have_heads_and_tokens_enough(batch: int, length: int, marked: bool) -> None:
+    layer = kvlayers.DynamicLayer()
+    prefix = torch.randn(batch, 2, length, 8)
+    assert type(layer.update(prefix, prefix)[0]) is Tensor
+    assert marks(layer, batch, torch.float32) == marked
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(2, 1), (6, 1), (8, 4)])
+def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys, values = states(heads, 2, torch.float32)
+    seen: list[int] = []
+
+    def attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(query.shape[2])
+        return scaled_dot_product_attention(query, *args, **kwargs)
+
+    expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    monkeypatch.setattr(gqa, "scaled_dot_product_attention", attend)
+    attended = SharedKeys.__torch_function__(
+        attend, (), (query, attended_by_one_query(keys), values), {"enable_gqa": True}
+    )
+    assert seen == [rows]
+    torch.testing.assert_close(attended, expected)
+
+
+def test_marked_keys_are_a_plain_tensor_to_everything_else() -> None:
+    _, keys, _ = states(4, 2, torch.float32)
+    marked = attended_by_one_query(keys)
+    assert type(marked) is SharedKeys
+    assert type(marked.shape) is torch.Size
+    assert marked.shape == keys.shape
+    for result in (marked * 2, marked[:, :, 1:], marked.transpose(2, 3), marked.clone(), torch.cat([marked, keys], 2)):
+        assert type(result) is Tensor
+    assert torch.equal(copy.deepcopy(marked), keys)
+    assert torch.equal(pickle.loads(pickle.dumps(marked)), keys)
+    assert marked.data_ptr() == keys.data_ptr()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_cache_decodes_the_tokens_of_transformers(family: str, attention: str) -> None:
+    import transformers
+
+    config = copy.deepcopy(tiny_model(family).config)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = prompt(BATCH, FLOAT32_TOKENS_ON_CPU)
+    how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **how)
+    for cache in (kvlayers.DynamicCache(config=config), kvlayers.StaticCache(config, max_cache_len=150)):
+        assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)
+
+
+def test_shapes_that_plain_keys_refuse_or_broadcast_do_the_same() -> None:
+    keys = torch.randn(1, 2, 300, 8, dtype=torch.bfloat16)
+    marked = attended_by_one_query(keys)
+    assert type(marked) is SharedKeys
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(torch.randn(1, 4, 1, 8, dtype=torch.bfloat16), marked, keys)
+    one_head = torch.randn(1, 1, 1, 8, dtype=torch.bfloat16)
+    expected = scaled_dot_product_attention(one_head, keys, keys)
+    assert torch.equal(scaled_dot_product_attention(one_head, marked, keys), expected)

@@ -1,0 +1,1097 @@
+"""Attention reads packed keys and values as exact attention reads the states that they stand for."""
+
+import copy
+import ctypes
+import functools
+import io
+import logging
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
+
+import kvlayers
+from kvlayers.attention import dispatch, reference
+from kvlayers.attention.cpu import kernel
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.path_counter import PathCounter
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.packed_side import PackedSide, pack_side
+from kvlayers.utils import native_library
+from models import prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
+KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(reference.attend, id="blocks")]
+WIDTHS: list[int | str] = [1, 2, 3, 4, 8, "fp8"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+Rule = tuple[int, int]
+"""Tokens and channels of a group."""
+
+ALONG_TOKENS, HALF_BLOCKS, ALONG_CHANNELS = (64, 1), (32, 1), (1, 16)
+LAYOUTS: dict[str, tuple[int, int, int, Rule, Rule]] = {
+    # key_head_dim, value_head_dim, block_tokens, groups of the keys, groups of the values
+    "native": (64, 64, 64, ALONG_TOKENS, (1, 64)),
+    "two groups in a block": (80, 48, 64, HALF_BLOCKS, ALONG_CHANNELS),
+    "keys by token, values by channel": (96, 32, 64, (1, 32), ALONG_TOKENS),
+    "all by channel": (32, 96, 64, HALF_BLOCKS, ALONG_TOKENS),
+    "small groups across vectors": (16, 24, 64, (1, 2), (1, 4)),
+    "smallest": (4, 4, 8, (8, 1), (1, 4)),
+    "no multiple of anything": (6, 4, 8, (2, 1), (2, 1)),
+    "largest": (256, 256, 64, ALONG_TOKENS, (1, 64)),
+}
+
+
+# States in packed codes, and what they stand for, in float64 and by the specification alone
+
+
+def hadamard(head_dim: int) -> Tensor:
+    """Matrix that mixes runs of the largest power of two that divides head_dim; it undoes itself."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while head_dim % (2 * len(matrix)) == 0:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return torch.kron(torch.eye(head_dim // len(matrix), dtype=torch.float64), matrix / len(matrix) ** 0.5)
+
+
+def code_format(width: int | str, group: Rule, rotated: bool) -> CodeFormat:
+    return CodeFormat(8 if width == "fp8" else int(width), *group, floating=width == "fp8", rotated=rotated)
+
+
+def packed_states(
+    form: CodeFormat, side: Side, shape: tuple[int, int, int, int], block_tokens: int, dtype: torch.dtype
+) -> tuple[PackedSide, Tensor]:
+    """Random codes with random scales, whose states are about as large as 1, and those states in float64."""
+    batch, kv_heads, tokens, head_dim = shape
+    codes = torch.randint(0, 2**form.bits, shape, dtype=torch.uint8)
+    if form.floating:
+        # Numbers up to 8 of both signs, as larger ones would leave nothing of the others.
+        codes = (codes & 0x80) | (codes & 0x7F).clamp(max=0x50)
+    groups = (batch, kv_heads, tokens // form.group_tokens, head_dim // form.group_channels)
+    scale = ((0.5 + torch.rand(groups)) * (0.25 if form.floating else 2 / 2**form.bits)).to(dtype)
+    zero = None if form.floating else (torch.randn(groups) * 0.3 - 1).to(dtype)
+    packed = PackedSide(
+        *pack_side(QuantizedGroups(codes, scale, zero), form, side, block_tokens), form, side, head_dim, block_tokens
+    )
+    exact = codes.view(torch.float8_e4m3fn).double() if form.floating else codes.double()
+    exact = exact * of_each_state(scale, form)
+    exact = exact if zero is None else exact + of_each_state(zero, form)
+    return packed, exact @ hadamard(head_dim) if form.rotated else exact
+
+
+def of_each_state(parameters: Tensor, form: CodeFormat) -> Tensor:
+    return parameters.double().repeat_interleave(form.group_tokens, 2).repeat_interleave(form.group_channels, 3)
+
+
+class Case:
+    """A history of dense and packed runs, with its states in float64.
+
+    The first packed block lacks its first tokens and others their last, as after windows and crops.
+    """
+
+    def __init__(
+        self,
+        width: int | str = 4,
+        layout: str = "two groups in a block",
+        dtype: torch.dtype = torch.float32,
+        rotated: tuple[bool, bool] = (True, True),
+        batch: int = 2,
+        kv_heads: int = 2,
+        block_count: int = 4,
+        dense: tuple[int, ...] = (7, 70, 3),
+        cut: bool = True,
+    ) -> None:
+        self.dtype, self.batch, self.kv_heads = dtype, batch, kv_heads
+        self.key_dim, self.value_dim, size, key_group, value_group = LAYOUTS[layout]
+        shape = (batch, kv_heads, block_count * size)
+        key_form, value_form = (
+            code_format(width, group, mixed) for group, mixed in zip((key_group, value_group), rotated, strict=True)
+        )
+        packed_keys, keys = packed_states(key_form, "keys", (*shape, self.key_dim), size, dtype)
+        packed_values, values = packed_states(value_form, "values", (*shape, self.value_dim), size, dtype)
+        first, ends = (3, [size, size - 2, 1, *[size] * (block_count - 3)]) if cut else (0, [size] * block_count)
+        held = [block * size + i for block, end in enumerate(ends) for i in range(0 if block else first, end)]
+        packed = PackedSegment(packed_keys, packed_values, first, tuple(ends) if cut else None)
+        runs = [self._dense_run(tokens) for tokens in dense]
+        self.history = KVSegments(tuple(runs[:1]), packed, tuple(runs[1:]))
+        self.keys, self.values = (
+            torch.cat([part.double() for part in parts], 2)
+            for parts in (
+                [*(run.keys for run in runs[:1]), keys[:, :, held], *(run.keys for run in runs[1:])],
+                [*(run.values for run in runs[:1]), values[:, :, held], *(run.values for run in runs[1:])],
+            )
+        )
+        self.tokens = self.keys.shape[2]
+        assert self.history.tokens == self.tokens
+
+    def _dense_run(self, tokens: int) -> DenseSegment:
+        # Views of larger buffers, as a store has them.
+        keys = torch.randn(self.batch, self.kv_heads, tokens + 9, self.key_dim).to(self.dtype)
+        values = torch.randn(self.batch, self.kv_heads, tokens + 5, self.value_dim).to(self.dtype)
+        return DenseSegment(keys[:, :, 4 : tokens + 4], values[:, :, 2 : tokens + 2])
+
+    def query(self, groups: int = 2, queries: int = 1) -> Tensor:
+        return torch.randn(self.batch, self.kv_heads * groups, queries, self.key_dim).to(self.dtype)
+
+    def attended(self, query: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Exact attention, and how large the numbers are that were added up for it."""
+        keys, values = self.of_query_heads(query)
+        scores = query.double() @ keys.transpose(2, 3) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+        weights = torch.nan_to_num(scores.softmax(-1))
+        return weights @ values, weights @ values.norm(dim=-1, keepdim=True)
+
+    def of_query_heads(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        copies = query.shape[1] // self.kv_heads
+        return self.keys.repeat_interleave(copies, 1), self.values.repeat_interleave(copies, 1)
+
+
+SUMS = 2e-6
+"""Error of sums in float32, as a part of the sum of magnitudes: some 16 roundings, that of a score included, which goes
+into its exponential. The largest that was seen in any case of these is 0.5e-6."""
+
+
+def check(seen: Tensor, exact: Tensor, magnitude: Tensor) -> None:
+    """No state is further off than sums in float32 are, and the one rounding to the dtype of the result."""
+    assert seen.shape == exact.shape
+    rounding = 0 if seen.dtype == torch.float32 else torch.finfo(seen.dtype).eps / 2
+    # The rounding is that of the number with its error, hence a little more.
+    excess = (seen.double() - exact).abs() - rounding * 1.01 * exact.abs() - SUMS * magnitude
+    assert excess.max() <= 0, f"{(seen.double() - exact).abs().max()} off, of {magnitude.max()}"
+
+
+def full(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
+    return None if mask is None else mask.expand(*query.shape[:3], tokens)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("attend", KERNELS)
+def test_attention_is_that_of_the_states_that_the_codes_stand_for(
+    attend: Callable[..., Tensor], width: int | str, dtype: torch.dtype, layout: str
+) -> None:
+    for rotated, groups, queries in (((True, True), 1, 1), ((False, False), 3, 2), ((True, False), 2, 3)):
+        case = Case(width, layout, dtype, rotated, kv_heads=1)
+        query = case.query(groups, queries)
+        check(attend(query, case.history, None, 0.1), *case.attended(query, None, 0.1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_products_of_eager_attention_are_those_of_the_states(
+    width: int | str, dtype: torch.dtype, layout: str
+) -> None:
+    for rotated, groups, queries in (((True, True), 3, 2), ((False, True), 1, 1)):
+        case = Case(width, layout, dtype, rotated)
+        query = case.query(groups, queries)
+        keys, values = case.of_query_heads(query)
+        sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
+        check(kernel.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
+        weights = torch.rand(*query.shape[:3], case.tokens).to(dtype)
+        sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
+        check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
+
+
+@pytest.mark.parametrize("queries", range(1, 10))
+@pytest.mark.parametrize("attend", KERNELS)
+def test_any_number_of_queries_and_of_heads_that_share_keys(attend: Callable[..., Tensor], queries: int) -> None:
+    for groups in range(1, 6):
+        case = Case(3, "no multiple of anything", batch=1 + groups % 2)
+        query = case.query(groups, queries)
+        mask = torch.rand(query.shape[0], 1, queries, case.tokens) > 0.3
+        exact = case.attended(query, mask, 0.4)
+        check(attend(query, case.history, full(mask, query, case.tokens), 0.4), *exact)
+
+
+MASK_SHAPES = {
+    "for all": (1, 1, 1),
+    "by sequence": (2, 1, 1),
+    "by head": (1, 6, 1),
+    "by query": (1, 1, 3),
+    "by sequence and query": (2, 1, 3),
+    "by sequence, head and query": (2, 6, 3),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "float with -inf", "bfloat16"])
+@pytest.mark.parametrize("shape", MASK_SHAPES)
+@pytest.mark.parametrize("attend", KERNELS)
+def test_masks_of_every_shape_and_kind(attend: Callable[..., Tensor], shape: str, kind: str) -> None:
+    case = Case()
+    query = case.query(3, 3)
+    mask = torch.randn(*MASK_SHAPES[shape], case.tokens)
+    if kind == "bool":
+        mask = mask > 0
+    elif kind == "float with -inf":
+        mask = mask.masked_fill(mask > 0.5, -torch.inf)
+    elif kind == "bfloat16":
+        mask = mask.bfloat16()
+    exact = case.attended(query, mask, 0.2)
+    check(attend(query, case.history, full(mask, query, case.tokens), 0.2), *exact)
+
+
+@pytest.mark.parametrize("as_bool", [True, False])
+@pytest.mark.parametrize("attend", KERNELS)
+def test_left_padding_and_queries_that_may_attend_to_nothing(attend: Callable[..., Tensor], as_bool: bool) -> None:
+    case = Case()
+    query = case.query(2, 3)
+    mask = torch.ones(2, 1, 3, case.tokens, dtype=torch.bool)
+    # Padding into the third block, so that whole runs are masked before the first token counts.
+    mask[0, :, :, :150] = False
+    mask[1, :, 1] = False
+    mask[1, :, 2, :-2] = False
+    if not as_bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    seen = attend(query, case.history, full(mask, query, case.tokens), 0.2)
+    check(seen, *case.attended(query, mask, 0.2))
+    assert torch.equal(seen[1, :, 1], torch.zeros_like(seen[1, :, 1]))
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(attend: Callable[..., Tensor]) -> None:
+    case = Case()
+    query = case.query()
+    mask = torch.full((1, 1, 1, case.tokens), torch.finfo(torch.float32).min)
+    check(
+        attend(query, case.history, full(mask, query, case.tokens), 0.2),
+        case.values.mean(2, keepdim=True).repeat_interleave(2, 1),
+        case.values.norm(dim=-1).mean(2)[:, :, None, None].repeat_interleave(2, 1),
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [3, 4, "fp8"])
+def test_threads_that_share_one_head_split_its_history(two_threads: None, width: int | str) -> None:
+    case = Case(width, batch=1, kv_heads=1, block_count=40, dense=(16, 130))
+    query = case.query(3, 2)
+    # Whole splits are masked in the first row.
+    mask = torch.ones(1, 1, 2, case.tokens, dtype=torch.bool)
+    mask[..., 0, :1500] = False
+    for given in (None, mask):
+        exact = case.attended(query, given, 0.2)
+        check(kernel.attend(query, case.history, full(given, query, case.tokens), 0.2), *exact)
+    keys, values = case.of_query_heads(query)
+    sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
+    check(kernel.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
+    weights = torch.rand(*query.shape[:3], case.tokens)
+    sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
+    check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
+
+
+@needs_compiler
+def test_threads_take_a_head_each(two_threads: None) -> None:
+    case = Case(kv_heads=3)
+    query = case.query(2, 2)
+    check(kernel.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_queries_that_are_not_contiguous(attend: Callable[..., Tensor]) -> None:
+    case = Case(dtype=torch.bfloat16)
+    query = case.query(2, 3)
+    exact = case.attended(query, None, 0.2)
+    as_models_have_it = query.transpose(1, 2).contiguous().transpose(1, 2)
+    with_channels_apart = query.transpose(2, 3).contiguous().transpose(2, 3)
+    part_of_more = torch.cat([query, query], 3)[..., : case.key_dim]
+    for layout in (as_models_have_it, with_channels_apart, part_of_more):
+        assert not layout.is_contiguous()
+        check(attend(layout, case.history, None, 0.2), *exact)
+
+
+@needs_compiler
+def test_weights_that_are_not_contiguous() -> None:
+    case = Case()
+    weights = torch.rand(2, 4, case.tokens, 2).transpose(2, 3)
+    values = case.values.repeat_interleave(2, 1)
+    sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
+    check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_histories_of_one_kind_of_run_alone(attend: Callable[..., Tensor]) -> None:
+    case = Case(dense=(), cut=False)
+    query = case.query()
+    check(attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+    without_codes = KVSegments(case.history.before, None, (case._dense_run(70), case._dense_run(5)))
+    keys, values = without_codes.dense("keys", torch.float64), without_codes.dense("values", torch.float64)
+    case.keys, case.values = keys.double(), values.double()
+    check(attend(query, without_codes, None, 0.2), *case.attended(query, None, 0.2))
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_scores_far_apart_leave_one_token(attend: Callable[..., Tensor]) -> None:
+    # Products of some hundreds: the exponentials of all but a few are zero, and none may overflow.
+    case = Case()
+    query = case.query() * 100
+    exact, magnitude = case.attended(query, None, 1.0)
+    # The error of a score grows with it: |q| |k| is up to 8,000 here, and the score goes into the exponent.
+    error = (attend(query, case.history, None, 1.0).double() - exact).abs() / magnitude
+    assert error.max() < 8000 * SUMS
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
+    attend: Callable[..., Tensor], bad: float, where: str
+) -> None:
+    case = Case(kv_heads=1)
+    query = case.query().abs()
+    run = case.history.before[0] if where == "before" else case.history.after[0]
+    run.keys[0, 0, 2, 1] = bad
+    seen = attend(query, case.history, None, 0.2)
+    assert seen[0].isnan().all()
+    assert seen[1].isfinite().all()
+    # A mask that hides the token may hide this too, or not, as torch's own attention does not: it is never another
+    # number.
+    mask = torch.ones(1, 1, 1, case.tokens, dtype=torch.bool)
+    mask[..., 2 if where == "before" else case.tokens - 73 + 2] = False
+    alone = attend(query, case.history, full(~mask, query, case.tokens), 0.2)
+    assert alone[0].isnan().all()
+    assert alone[1].isfinite().all()
+    hidden = attend(query, case.history, full(mask, query, case.tokens), 0.2)
+    run.keys[0, 0, 2, 1] = 0
+    case.keys.nan_to_num_(0, 0, 0)
+    exact, magnitude = case.attended(query, mask, 0.2)
+    check(torch.where(hidden.isnan(), exact.float(), hidden), exact, magnitude)
+    assert torch.equal(hidden[0].isnan().any(-1), hidden[0].isnan().all(-1))
+
+
+# Handles
+
+BATCH, KV_HEADS, KEY_DIM, VALUE_DIM, PAST = 2, 2, 16, 8, 300
+QUANTIZATION = kvlayers.Quantization(nbits=4, residual_length=8, sink_tokens=4)
+
+
+def some_states(tokens: int, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    keys = torch.randn(batch, KV_HEADS, tokens, KEY_DIM, dtype=dtype)
+    return keys, torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, dtype=dtype)
+
+
+def filled_layer(past: int = PAST, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> kvlayers.QuantizedLayer:
+    layer = kvlayers.QuantizedLayer(QUANTIZATION)
+    layer.update(*some_states(past, batch, dtype))
+    return layer
+
+
+def some_handles(new: int = 1, dtype: torch.dtype = torch.float32) -> tuple[PackedStates, PackedStates]:
+    keys, values = filled_layer(dtype=dtype).update(*some_states(new, dtype=dtype))
+    assert type(keys) is type(values) is PackedStates
+    return keys, values
+
+
+def some_query(groups: int = 2, queries: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(BATCH, KV_HEADS * groups, queries, KEY_DIM, dtype=dtype)
+
+
+@pytest.fixture
+def no_copy(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and from then on no history is brought to full precision as a whole."""
+
+    def refuse(*args: Any) -> Tensor:
+        raise AssertionError("a dense copy of the history was made")
+
+    return lambda: monkeypatch.setattr(KVSegments, "dense", refuse)
+
+
+def close(seen: Tensor, expected: Tensor) -> None:
+    assert type(seen) is Tensor
+    assert seen.dtype == expected.dtype
+    # Both are right to within sums in float32 of numbers no larger than about 10, and a rounding to bfloat16.
+    coarse = torch.finfo(seen.dtype).eps if seen.dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(seen, expected, rtol=coarse, atol=2 * coarse)
+
+
+def test_what_is_known_of_a_handle_is_answered_without_reading_it(no_copy: Callable[[], None]) -> None:
+    keys, values = some_handles(dtype=torch.bfloat16)
+    no_copy()
+    for states, head_dim in ((keys, KEY_DIM), (values, VALUE_DIM)):
+        assert states.shape == states.size() == (BATCH, KV_HEADS, PAST + 1, head_dim)
+        assert states.size(-2) == states.shape[2] == PAST + 1
+        assert states.dim() == states.ndim == 4
+        assert len(states) == BATCH
+        assert states.numel() == torch.numel(states) == BATCH * KV_HEADS * (PAST + 1) * head_dim
+        assert states.dtype == torch.bfloat16
+        assert states.device == torch.device("cpu")
+        assert states.is_floating_point()
+        assert states.element_size() == 2
+        assert not states.requires_grad
+        assert not states.is_cuda
+        assert states.to(torch.bfloat16) is states
+        assert states.detach() is states.contiguous() is states
+        assert str(PAST + 1) in repr(states)
+
+
+def with_gqa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+
+def with_a_mask_and_a_scale(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    mask = torch.arange(keys.shape[2]) % 3 > 0
+    mask = mask.expand(query.shape[0], 1, query.shape[2], -1)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=0.7, enable_gqa=True)
+
+
+def with_a_mask_of_two_dimensions(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    mask = torch.linspace(-2, 2, keys.shape[2]).repeat(query.shape[2], 1).to(query.dtype)
+    return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+
+def causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+
+def repeated(repeat: Callable[[Tensor, int], Tensor], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    copies = query.shape[1] // keys.shape[1]
+    return scaled_dot_product_attention(query, repeat(keys, copies), repeat(values, copies))
+
+
+def eager(repeat: Callable[[Tensor, int], Tensor], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    copies = query.shape[1] // keys.shape[1]
+    scores = torch.matmul(query, repeat(keys, copies).transpose(2, 3)) * 0.3
+    weights = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, repeat(values, copies))
+
+
+def eager_by_operators(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    copies = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(copies, dim=1), torch.repeat_interleave(values, copies, 1)
+    return (query @ keys.mT).softmax(-1) @ values
+
+
+def interleaved(states: Tensor, copies: int) -> Tensor:
+    return torch.repeat_interleave(states, dim=1, repeats=copies)
+
+
+ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "enable_gqa": with_gqa,
+    "mask and scale": with_a_mask_and_a_scale,
+    "mask of two dimensions": with_a_mask_of_two_dimensions,
+    "is_causal": causal,
+    "repeat_kv of sdpa": functools.partial(repeated, repeat_kv),
+    "repeat_kv of eager": functools.partial(repeated, eager_repeat_kv),
+    "repeat_interleave": functools.partial(repeated, interleaved),
+    "eager": functools.partial(eager, eager_repeat_kv),
+    "eager by repeat_interleave": functools.partial(eager, interleaved),
+    "eager by operators": eager_by_operators,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attention_over_a_handle_makes_no_dense_copy(
+    attention: str, groups: int, queries: int, dtype: torch.dtype, no_copy: Callable[[], None]
+) -> None:
+    if "eager" in attention and attention != "repeat_kv of eager" and kernel.library() is None:
+        pytest.skip("eager attention without the kernel reads dense states")
+    keys, values = some_handles(queries, dtype)
+    query = some_query(groups, queries, dtype)
+    expected = ATTENTIONS[attention](query, keys.dense(), values.dense())
+    no_copy()
+    seen = ATTENTIONS[attention](query, keys, values)
+    if "eager" in attention and dtype == torch.bfloat16:
+        # Scores and weights are rounded to bfloat16 in between, on both sides and each in its own way: the error of a
+        # score of up to 4 goes into an exponential.
+        torch.testing.assert_close(seen, expected, rtol=0.05, atol=0.05)
+    else:
+        close(seen, expected)
+
+
+READERS: dict[str, Callable[[Tensor], Any]] = {
+    "cat": lambda x: torch.cat([x, x], 2),
+    "cat with a tensor": lambda x: torch.cat([torch.zeros_like(x), x], dim=-2),
+    "stack": lambda x: torch.stack([x, x]),
+    "sum with a number": lambda x: x + 1,
+    "sum from the left": lambda x: 1 + x,
+    "product of two": lambda x: x * x,
+    "slice": lambda x: x[:, :, 3:-5],
+    "number": lambda x: x[1],
+    "ellipsis": lambda x: x[..., -1:, :],
+    "new axis elsewhere": lambda x: x[:, None],
+    "list": lambda x: x[:, [1, 0]],
+    "tensor": lambda x: x[:, torch.tensor([1, 0])],
+    "array": lambda x: x[:, np.array([1, 0])],
+    "mask": lambda x: x[x > 1],
+    "einsum": lambda x: torch.einsum("bhtd,bhsd->bhts", x[:, :, :4], x),
+    "product from the left": lambda x: x @ x.transpose(2, 3)[..., :5],
+    "clone": lambda x: x.clone(),
+    "float64": lambda x: x.to(torch.float64),
+    "half": lambda x: x.half(),
+    "float": lambda x: x.bfloat16().float(),
+    "copy of the same dtype": lambda x: x.to(torch.float32, copy=True),
+    "to a device by name": lambda x: x.to("cpu"),
+    "as another": lambda x: x.to(torch.zeros(1, dtype=torch.float16)),
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "asarray": lambda x: torch.from_numpy(np.asarray(x)),
+    "list of numbers": lambda x: torch.tensor(x.tolist()),
+    "permute": lambda x: x.permute(0, 2, 1, 3),
+    "transpose of others": lambda x: x.transpose(1, 2),
+    "transpose by name": lambda x: x.transpose(dim0=-1, dim1=-2).clone(),
+    "transposed twice": lambda x: x.mT.mT.clone(),
+    "reshape": lambda x: x.reshape(BATCH, -1),
+    "reshape by name": lambda x: x.reshape(shape=(BATCH, -1)),
+    "view as bytes": lambda x: x.view(torch.uint8),
+    "view of the same shape": lambda x: x.view(x.shape).clone(),
+    "expand": lambda x: x[None].expand(3, -1, -1, -1, -1),
+    "expand by name": lambda x: x[:, :, None].expand(size=(BATCH, KV_HEADS, 3, *x.shape[2:])).clone(),
+    "expand by -1": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).clone(),
+    "copies with an axis": lambda x: x[:, :, None].expand(BATCH, KV_HEADS, 3, *x.shape[2:]).clone(),
+    "copies": lambda x: repeat_kv(x, 3).clone(),
+    "copies of copies": lambda x: repeat_kv(repeat_kv(x, 3), 2).clone(),
+    "copies, transposed": lambda x: repeat_kv(x, 3).transpose(2, 3).clone(),
+    "no copies": lambda x: torch.repeat_interleave(x, 0, dim=1).clone(),
+    "copies along tokens": lambda x: x.repeat_interleave(2, dim=2),
+    "copies of all numbers": lambda x: x.repeat_interleave(2),
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "mean": lambda x: x.mean(),
+    "largest": lambda x: x.max(2),
+    "comparison": lambda x: x == x.clone(),
+    "split": lambda x: x.split(100, dim=2)[2],
+    "iteration": lambda x: list(x)[1],
+    "strides": lambda x: torch.tensor([*x.stride(), x.is_contiguous()]),
+    "linear": lambda x: torch.nn.functional.linear(x, torch.ones(3, x.shape[3])),
+    "vmap": lambda x: torch.vmap(lambda y: y * 2)(x),
+    "shallow copy": copy.copy,
+    "deep copy": copy.deepcopy,
+    "deep copy of a list": lambda x: copy.deepcopy([x])[0],
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "saved": lambda x: saved_and_loaded(x),
+}
+
+
+def saved_and_loaded(states: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save({"states": states}, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file)["states"]
+    return loaded
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_everything_else_reads_states_in_full_precision(reader: str) -> None:
+    for states in some_handles():
+        seen, expected = READERS[reader](states), READERS[reader](states.dense())
+        for one, other in zip(tree_iter(seen), tree_iter(expected), strict=True):
+            assert type(one) is Tensor
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+WRITERS: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda x: x.add_(1),
+    "+=": lambda x: x.__iadd__(1),
+    "zero_": lambda x: x.zero_(),
+    "copy_": lambda x: x.copy_(x.clone()),
+    "masked_fill_": lambda x: x.masked_fill_(x.clone() > 0, 0.0),
+    "index_put_": lambda x: x.index_put_((torch.tensor([0]),), torch.tensor(0.0)),
+    "fill_ of torch": lambda x: torch.fill_(x, 0),
+    "assignment": lambda x: x.__setitem__((slice(None), 0), 0.0),
+    "out=": lambda x: torch.add(x.clone(), 1, out=x),
+    "out= of several": lambda x: torch.sort(x.clone(), out=(x, torch.empty(0, dtype=torch.int64))),
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+    "inplace=True": lambda x: torch.nn.functional.relu(x, inplace=True),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_writing_to_a_handle_is_refused(writer: str) -> None:
+    keys, values = some_handles()
+    for states in (keys, values, repeat_kv(keys, 2), keys.transpose(2, 3)):
+        before = states.dense()
+        with pytest.raises(kvlayers.ReadOnlyStatesError, match="clone"):
+            WRITERS[writer](states)
+        assert torch.equal(states.dense(), before)
+
+
+CHANGES: dict[str, Callable[[kvlayers.QuantizedLayer], Any]] = {
+    "crop of the residual": lambda layer: layer.crop(-1),
+    "crop into codes": lambda layer: layer.crop(100),
+    "crop to nothing": lambda layer: layer.crop(-layer.length),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda layer: layer.batch_select_indices(torch.tensor([0])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+    "reset": lambda layer: layer.reset(),
+    "a state": lambda layer: layer.load_state(filled_layer(200).state()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_handle_is_not_read_after_the_cache_has_changed(change: str) -> None:
+    layer = filled_layer()
+    keys, values = layer.update(*some_states(1))
+    seen_twice = repeat_kv(keys, 2)
+    twin_keys, _ = layer.fork().update(*some_states(1))
+    of_the_twin = twin_keys.clone()
+    CHANGES[change](layer)
+    readers: list[Callable[[], Any]] = [
+        lambda: keys + 0,
+        seen_twice.clone,
+        lambda: with_gqa(some_query(), keys, values),
+        lambda: some_query(1) @ keys.transpose(2, 3),
+        lambda: copy.deepcopy(values),
+        lambda: pickle.dumps(values),
+    ]
+    for read in readers:
+        with pytest.raises(kvlayers.StaleStatesError, match="read them at once"):
+            read()
+    assert keys.shape == (BATCH, KV_HEADS, PAST + 1, KEY_DIM)
+    assert torch.equal(twin_keys.clone(), of_the_twin)
+
+
+def test_a_handle_stays_true_while_tokens_are_appended() -> None:
+    layer = filled_layer()
+    keys, values = layer.update(*some_states(1))
+    before = keys.clone(), values.clone()
+    query = some_query()
+    attended = with_gqa(query, keys, values)
+    # Beyond two packings: 300 tokens are 4 sinks, 4 blocks and 40 in full precision, of which there may be 72.
+    for tokens in (*[1] * 100, 200, 1):
+        layer.update(*some_states(tokens))
+        assert torch.equal(keys.clone(), before[0])
+        assert torch.equal(values.clone(), before[1])
+        assert torch.equal(with_gqa(query, keys, values), attended)
+
+
+def test_a_handle_of_a_window_is_true_or_refused_as_the_window_moves_on() -> None:
+    window = kvlayers.SlidingLayer(
+        60, kvlayers.QuantizedStore(kvlayers.Quantization(residual_length=5, sink_tokens=0, q_group_size=2))
+    )
+    read = 0
+    held: list[tuple[Tensor, Tensor]] = []
+    for tokens in (70, *[1] * 100, 75, *[1] * 100):
+        keys, _ = window.update(*some_states(tokens))
+        for handle, before in held[-40:]:
+            try:
+                assert torch.equal(handle.clone(), before)
+                read += 1
+            except kvlayers.StaleStatesError:
+                pass
+        if isinstance(keys, PackedStates):
+            held.append((keys, keys.clone()))
+    assert held
+    assert read
+
+
+def test_handles_of_two_updates_and_of_two_caches_do_not_mix() -> None:
+    layer = filled_layer()
+    first = layer.update(*some_states(1))
+    second = layer.update(*some_states(1))
+    query = some_query()
+    with pytest.raises(RuntimeError):
+        with_gqa(query, first[0], second[1])
+    other = filled_layer().update(*some_states(1))
+    close(with_gqa(query, first[0], other[1]), with_gqa(query, first[0].dense(), other[1].dense()))
+    close(with_gqa(query, first[0], first[0]), with_gqa(query, first[0].dense(), first[0].dense()))
+    swapped = torch.randn(BATCH, 4, 1, VALUE_DIM)
+    close(with_gqa(swapped, first[1], first[0]), with_gqa(swapped, first[1].dense(), first[0].dense()))
+    dense = first[1].dense()
+    close(with_gqa(query, first[0], dense), with_gqa(query, first[0].dense(), dense))
+    copies = repeat_kv(first[0], 2)
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(query, copies, first[1])
+    both = with_gqa(query, copies, first[1])
+    close(both, with_gqa(query, copies.dense(), first[1].dense()))
+
+
+def test_what_the_kernels_are_not_for_is_computed_on_dense_states() -> None:
+    keys, values = some_handles(3)
+    dense_keys, dense_values = keys.dense(), values.dense()
+    query = some_query(2, 3)
+    for options in ({"dropout_p": 0.5}, {"dropout_p": 1.0}):
+        torch.manual_seed(1)
+        expected = scaled_dot_product_attention(query, dense_keys, dense_values, enable_gqa=True, **options)
+        torch.manual_seed(1)
+        assert torch.equal(scaled_dot_product_attention(query, keys, values, enable_gqa=True, **options), expected)
+    three_dimensions = query[0]
+    for attend in (lambda k, v: with_gqa(three_dimensions, k[0], v[0]), lambda k, v: torch.bmm(query[0, :2], k[0].mT)):
+        close(attend(keys, values), attend(dense_keys, dense_values))
+    # One sequence and one head of queries, which torch broadcasts.
+    for shape in ((1, 4, 3, KEY_DIM), (BATCH, 1, 3, KEY_DIM)):
+        one = torch.randn(shape)
+        expected = scaled_dot_product_attention(one, repeat_kv(dense_keys, 2), repeat_kv(dense_values, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            # A kernel that took these would write beyond its result.
+            patch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
+            close(scaled_dot_product_attention(one, repeat_kv(keys, 2), repeat_kv(values, 2)), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
+        one = torch.randn(1, KV_HEADS, 3, KEY_DIM)
+        close(one @ keys.transpose(2, 3), one @ dense_keys.transpose(2, 3))
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "another dtype of queries": lambda k, v: with_gqa(some_query(dtype=torch.float64), k, v),
+    "another dtype in a product": lambda k, v: some_query(1, dtype=torch.bfloat16) @ k.transpose(2, 3),
+    "more sequences": lambda k, v: with_gqa(torch.randn(4, 4, 1, KEY_DIM), k, v),
+    "more sequences in a product": lambda k, v: torch.randn(4, KV_HEADS, 1, KEY_DIM) @ k.transpose(2, 3),
+    "more weighted sequences": lambda k, v: torch.randn(4, KV_HEADS, 1, PAST + 1) @ v,
+    "fewer channels": lambda k, v: with_gqa(torch.randn(BATCH, 4, 1, KEY_DIM - 8), k, v),
+    "more channels": lambda k, v: with_gqa(torch.randn(BATCH, 4, 1, KEY_DIM + 8), k, v),
+    "heads that share no keys": lambda k, v: scaled_dot_product_attention(some_query(2), k, v),
+    "heads that are no multiple": lambda k, v: with_gqa(torch.randn(BATCH, 3, 1, KEY_DIM), k, v),
+    "a short mask": lambda k, v: scaled_dot_product_attention(
+        some_query(1), k, v, torch.ones(1, 1, 1, 10, dtype=torch.bool)
+    ),
+    "a mask of whole numbers": lambda k, v: scaled_dot_product_attention(
+        some_query(1), k, v, torch.ones(1, 1, 1, PAST + 1, dtype=torch.int64)
+    ),
+    "a mask and is_causal": lambda k, v: scaled_dot_product_attention(
+        some_query(1), k, v, torch.ones(1, 1, 1, PAST + 1, dtype=torch.bool), is_causal=True
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_torch_refuses_is_refused(case: str) -> None:
+    keys, values = some_handles()
+    with pytest.raises(RuntimeError):
+        REFUSED[case](keys.dense(), values.dense())
+    with pytest.raises(RuntimeError):
+        REFUSED[case](keys, values)
+
+
+@pytest.mark.parametrize("new", [1, 3, 150])
+@pytest.mark.parametrize("attention", ["enable_gqa", "repeat_kv of sdpa", "eager"])
+def test_gradients_are_those_of_dense_attention(attention: str, new: int) -> None:
+    layer = filled_layer()
+    past = layer.keys.clone(), layer.values.clone()
+    leaves = [some_query(2, new), *some_states(new)]
+    grads, results = [], []
+    for own in (True, False):
+        query, keys, values = (leaf.clone().requires_grad_() for leaf in leaves)
+        if own:
+            attended = layer.update(keys, values)
+            assert type(attended[0]) is PackedStates
+        else:
+            attended = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        results.append(ATTENTIONS[attention](query, *attended))
+        assert results[-1].requires_grad
+        grads.append(torch.autograd.grad(results[-1].square().sum(), (query, keys, values)))
+    close(results[0].detach(), results[1].detach())
+    for seen, expected in zip(*grads, strict=True):
+        assert expected.abs().max() > 0
+        # Sums of some thousands of products in float32, in another order.
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_query_alone_may_want_gradients() -> None:
+    keys, values = some_handles()
+    query = some_query().requires_grad_()
+    expected = with_gqa(query, keys.dense(), values.dense())
+    close(with_gqa(query, keys, values).detach(), expected.detach())
+    (seen_grad,) = torch.autograd.grad(with_gqa(query, keys, values).sum(), query)
+    close(seen_grad, torch.autograd.grad(expected.sum(), query)[0])
+    with torch.no_grad():
+        assert not with_gqa(query, keys, values).requires_grad
+
+
+def test_attention_in_inference_mode_and_in_float16() -> None:
+    with torch.inference_mode():
+        keys, values = some_handles()
+        query = some_query()
+        close(with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense()))
+    keys, values = some_handles(dtype=torch.float16)
+    query = some_query(dtype=torch.float16)
+    close(with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense()))
+    seen = ATTENTIONS["eager"](query, keys, values)
+    # Scores and weights are rounded to float16 on both sides, scores of up to 4.
+    torch.testing.assert_close(seen, ATTENTIONS["eager"](query, keys.dense(), values.dense()), rtol=0.01, atol=0.01)
+
+
+# Without a compiler
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "library", lambda: None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_without_the_kernel_the_results_are_the_same(no_kernel: None, attention: str, dtype: torch.dtype) -> None:
+    keys, values = some_handles(3, dtype)
+    query = some_query(2, 3, dtype)
+    seen, expected = (ATTENTIONS[attention](query, *pair) for pair in ((keys, values), (keys.dense(), values.dense())))
+    if dtype == torch.bfloat16 and attention.startswith("eager"):
+        # A score of up to 16 that is rounded the other way is a sixteenth larger, and so is its weight.
+        torch.testing.assert_close(seen, expected, rtol=0.0625, atol=0.0625)
+    else:
+        close(seen, expected)
+
+
+def test_without_the_kernel_attention_goes_block_by_block(
+    no_kernel: None, no_copy: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values = some_handles()
+    query = some_query()
+    expected = with_gqa(query, keys.dense(), values.dense())
+    no_copy()
+    called = []
+    attend = reference.attend
+    monkeypatch.setattr(reference, "attend", lambda *args: called.append(args) or attend(*args))
+    close(with_gqa(query, keys, values), expected)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_decodes_the_same_with_and_without_the_kernel(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = attention
+    config.max_position_embeddings = 512
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = prompt(2, 160)
+    logits = []
+    for _ in range(2):
+        cache = kvlayers.QuantizedCache(config=config, nbits=4, residual_length=8, sink_tokens=4)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3)]
+        logits.append(torch.cat(steps, 1))
+        monkeypatch.setattr(kernel, "library", lambda: None)
+    assert logits[0].std() > 0
+    # Two layers of float32 sums in another order.
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+UNCOMPILABLE: dict[str, dict[str, str]] = {
+    "no such compiler": {"CXX": "/nonexistent/g++"},
+    "no compiler at all": {"CXX": "", "PATH": ""},
+    "a compiler that fails": {"CXX": "/bin/false"},
+    "no place to keep it": {"KVLAYERS_CACHE": "/proc/kvlayers"},
+}
+
+
+@pytest.mark.parametrize("case", UNCOMPILABLE)
+def test_what_hinders_the_compiler_is_a_warning(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+) -> None:
+    for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        assert kernel.library.__wrapped__() is None
+    assert [record.name for record in caplog.records] == ["kvlayers.utils.native_library"]
+    assert "install g++" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_library_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+) -> None:
+    broken = tmp_path / "attention-0.so"
+    broken.write_bytes(b"half of a")
+    monkeypatch.setattr(native_library, "_compiled", lambda source: broken)
+    assert kernel.library.__wrapped__() is None
+    assert len(caplog.records) == 1
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.delenv("KVLAYERS_CACHE", raising=False)
+    assert native_library.cache_directory() == pathlib.Path("/somewhere/kvlayers")
+    monkeypatch.setenv("KVLAYERS_CACHE", "/elsewhere")
+    assert native_library.cache_directory() == pathlib.Path("/elsewhere")
+
+
+DECODE = """
+import logging, sys, torch, kvlayers
+from kvlayers.attention import cpu
+logging.basicConfig(level=logging.WARNING, format="%(name)s %(message)s")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+layer = kvlayers.QuantizedLayer(kvlayers.Quantization("fp8", residual_length=8, sink_tokens=4))
+seen = []
+for tokens in (300, 1, 1, 40, 1):
+    keys, values = layer.update(torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
+    query = torch.randn(1, 4, tokens, 16)
+    seen.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+torch.save(torch.cat(seen, 2), sys.argv[1])
+print("kernel" if cpu.library() else "plain torch")
+"""
+
+
+COMPILE = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("compiled", sys.argv[1])
+compiled = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compiled)
+# Without optimisation, as that is most of the time.
+compiled.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in compiled.FLAGS)
+print(compiled.compiled_library(pathlib.Path(sys.argv[2])).kvlayers_attend is not None)
+"""
+
+
+def elsewhere(cache: pathlib.Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """Python in a process of its own, with a directory of its own for compiled kernels."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "KVLAYERS_CACHE": str(cache), **environment}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", *command], env=given, text=True, **pipes)
+
+
+def decode_here(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> Tensor:
+    monkeypatch.setattr(sys, "argv", ["", str(out)])
+    exec(compile(DECODE, "decode", "exec"), {})
+    expected: Tensor = torch.load(out)
+    return expected
+
+
+def test_a_process_without_a_compiler_warns_once_and_decodes_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    process = elsewhere(tmp_path / "cache", DECODE, str(tmp_path / "seen"), CXX="/nonexistent", PATH="")
+    expected = decode_here(monkeypatch, tmp_path / "expected")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "plain torch\n"), err
+    assert err.count("install g++") == 1
+    # Sums in float32 of numbers of about 1, in another order.
+    torch.testing.assert_close(torch.load(tmp_path / "seen"), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_two_processes_that_compile_at_once_both_have_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    # They load the one module and not the package, as importing that takes longer than what is tested.
+    command = COMPILE, str(native_library.__file__), str(kernel.SOURCE)
+    for process in [elsewhere(tmp_path, *command) for _ in range(2)]:
+        out, err = process.communicate(timeout=240)
+        assert (process.returncode, out, err) == (0, "True\n", "")
+    (made,) = tmp_path.iterdir()
+    monkeypatch.setattr(kernel, "library", lambda: ctypes.CDLL(str(made)))
+    case = Case()
+    query = case.query()
+    check(kernel.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+
+
+# Memory
+
+
+class Created(TorchDispatchMode):
+    """Sizes of the memory that torch functions allocate for their results, in bytes.
+
+    What the C++ kernel allocates for itself does not show: it is a few vectors of one block of scores and of one token
+    for each row of queries, whatever the length of the history.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if type(t) is Tensor}
+        result = func(*args, **kwargs)
+        for tensor in tree_iter(result):
+            if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in given:
+                self.sizes.append(tensor.untyped_storage().nbytes())
+        return result
+
+
+LONG = 64 * 64
+STATE_BYTES = KV_HEADS * (KEY_DIM + VALUE_DIM) * 4
+
+
+@pytest.fixture(scope="module")
+def long_layer() -> kvlayers.QuantizedLayer:
+    torch.manual_seed(0)
+    # Just after a block was packed, so that the next tokens are not.
+    return filled_layer(LONG + QUANTIZATION.sink_tokens + QUANTIZATION.residual_length + 1, batch=1)
+
+
+def created_by(layer: kvlayers.QuantizedLayer, tokens: int, attention: str = "enable_gqa") -> list[int]:
+    keys, values = some_states(tokens, batch=1)
+    query = torch.randn(1, 4, tokens, KEY_DIM)
+    with Created() as created:
+        attended = layer.update(keys, values)
+        assert type(attended[0]) is PackedStates
+        ATTENTIONS[attention](query, *attended)
+    return created.sizes
+
+
+@needs_compiler
+def test_a_decode_step_allocates_less_than_two_blocks_of_states(long_layer: kvlayers.QuantizedLayer) -> None:
+    layer = long_layer.fork()
+    output = 4 * VALUE_DIM * 4
+    for _ in range(3):
+        sizes = created_by(layer, 1)
+        assert output in sizes
+        assert sum(sizes) - output < 2 * 64 * STATE_BYTES
+
+
+@needs_compiler
+def test_an_eager_decode_step_allocates_scores_and_no_states(long_layer: kvlayers.QuantizedLayer) -> None:
+    sizes = created_by(long_layer.fork(), 1, "eager")
+    scores = 4 * (LONG + 100) * 4
+    # Products, scaled products, weights.
+    assert max(sizes) <= scores
+    assert sum(sizes) < 4 * scores < LONG * STATE_BYTES / 2
+
+
+@pytest.mark.parametrize("with_kernel", [pytest.param(True, marks=needs_compiler), False])
+def test_nothing_that_attention_allocates_is_as_large_as_the_history(
+    long_layer: kvlayers.QuantizedLayer, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_kernel:
+        monkeypatch.setattr(kernel, "library", lambda: None)
+    dense_keys = KV_HEADS * LONG * KEY_DIM * 4
+    for tokens in (1, 40, 200):
+        sizes = created_by(long_layer.fork(), tokens)
+        # The largest are scores: as many as blocks.py says at once, for each kv head, or those of one block.
+        at_once = KV_HEADS * max(reference.SCORES_AT_ONCE, 2 * tokens * 64) * 4
+        codes_that_moved = LONG * STATE_BYTES // 3
+        assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
+
+
+def test_the_measure_of_memory_sees_a_dense_copy(long_layer: kvlayers.QuantizedLayer) -> None:
+    keys, _ = long_layer.fork().update(*some_states(1, batch=1))
+    with Created() as created:
+        keys.clone()
+    assert max(created.sizes) >= KV_HEADS * LONG * KEY_DIM * 4
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -> None:
+    case = Case()
+    query = case.query(2, 2)
+    used = case.key_dim**-0.5 if scale is None else scale
+    check(dispatch.attend(query, case.history, None, scale, PathCounter()), *case.attended(query, None, used))
+
+
+def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:
+    case = Case(kv_heads=1)
+    query = case.query(2, kernel.MOST_ROWS // 2 + 1)
+    mask = torch.rand(1, 1, query.shape[2], case.tokens) > 0.5
+    check(dispatch.attend(query, case.history, mask, 0.2, PathCounter()), *case.attended(query, mask, 0.2))

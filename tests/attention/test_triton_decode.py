@@ -1,0 +1,179 @@
+"""The kernel for packed states gives the attention of the states that they stand for. Run by Triton's interpreter."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from kvlayers.attention.cuda.launch import MINIMUM_VERSION, _version
+from kvlayers.attention.cuda.unpacking import unpacking_instructions
+from kvlayers.attention.merging import merge
+from triton_decode_cases import CASES
+
+# Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
+with_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or _version() < Version(MINIMUM_VERSION),
+    reason=f"triton {MINIMUM_VERSION} or later is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    """What the cases gave, in a process in which triton interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    cases = Path(__file__).parents[1] / "helpers" / "triton_decode_cases.py"
+    ran = subprocess.run(
+        [sys.executable, str(cases)], capture_output=True, text=True, env=environment, timeout=250, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+@with_triton
+@pytest.mark.parametrize("name", [*CASES, "several blocks a split"])
+def test_packed_attention_is_that_of_the_dequantized_states(interpreted: dict[str, Any], name: str) -> None:
+    errors = interpreted["cases"][name]
+    assert isinstance(errors, dict), errors
+    assert errors["out"] <= 1
+    assert errors["lse"] <= 1
+
+
+@with_triton
+def test_packed_and_dense_tokens_merge_to_attention_over_all(interpreted: dict[str, Any]) -> None:
+    # float32 throughout: sums of 200 tokens and 64 channels, of states of unit size.
+    assert interpreted["merge"]["out"] < 1e-5
+    assert interpreted["merge"]["lse"] < 1e-5
+
+
+@with_triton
+def test_nan_comes_of_tokens_of_the_history_alone(interpreted: dict[str, Any]) -> None:
+    # The log-sum-exp is of the scores, which stay finite.
+    assert interpreted["nan"] == {
+        "neither": [False, True],
+        "first": [True, True],
+        "last": [True, True],
+        "both": [True, True],
+    }
+
+
+@with_triton
+def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, Any]) -> None:
+    assert interpreted["device"]["launched"] == [["cpu"], ["cpu"]]
+    of_cuda, of_cpu = interpreted["device"]["contexts"]
+    assert of_cuda == "current cuda:1"
+    assert "nullcontext" in of_cpu
+
+
+@with_triton
+def test_what_does_not_belong_together_is_refused(interpreted: dict[str, Any]) -> None:
+    raised = interpreted["refusals"]["raised"]
+    assert all(message.startswith("expected") for message in raised.values()), raised
+    assert interpreted["refusals"]["supports"] == [True, False, False, False, False]
+
+
+def test_kernels_are_not_imported_before_they_are_called() -> None:
+    # They import triton, which decides then and there whether it interprets.
+    code = "import sys, kvlayers, kvlayers.attention.cuda.launch; sys.exit('cuda.kernels' in str(sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def executed(ptx: str, word: int, dtype: torch.dtype) -> list[float]:
+    """Both halves of `$0` after a block of PTX, by what its instructions are defined to do."""
+    registers = {"$1": word}
+
+    def number(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    def halves(operand: str) -> Tensor:
+        value = number(operand)
+        signed = [half - 0x10000 if half & 0x8000 else half for half in (value & 0xFFFF, value >> 16)]
+        # The products and sums are exact in float64, and rounded once to the dtype: what fma does.
+        return torch.tensor(signed, dtype=torch.int16).view(dtype).double()
+
+    def joined(numbers: Tensor) -> int:
+        low, high = (half & 0xFFFF for half in numbers.to(dtype).view(torch.int16).tolist())
+        return low | high << 16
+
+    def looked_up(a: str, b: str, c: str, table: str) -> int:
+        bits = [(number(a) >> bit & 1, number(b) >> bit & 1, number(c) >> bit & 1) for bit in range(32)]
+        return sum((number(table) >> (4 * x + 2 * y + z) & 1) << bit for bit, (x, y, z) in enumerate(bits))
+
+    for line in ptx.strip("{} ").split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        name, operands = line.split(maxsplit=1)
+        target, *sources = (operand.strip() for operand in operands.split(","))
+        registers[target] = {
+            "mov.b32": lambda a: number(a),
+            "lop3.b32": looked_up,
+            "and.b32": lambda a, b: number(a) & number(b),
+            "or.b32": lambda a, b: number(a) | number(b),
+            "shl.b32": lambda a, b: number(a) << number(b) & 0xFFFFFFFF,
+            "shr.u32": lambda a, b: number(a) >> number(b),
+            "sub.f16x2": lambda a, b: joined(halves(a) - halves(b)),
+            "fma.rn.bf16x2": lambda a, b, c: joined(halves(a) * halves(b) + halves(c)),
+        }[name](*sources)  # type: ignore[operator]
+    return [float(half) for half in halves("$0")]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bits", "floating"), [(2, False), (4, False), (8, False), (8, True)])
+def test_instructions_unpack_codes(bits: int, floating: bool, dtype: torch.dtype) -> None:
+    # The interpreter cannot run inline assembly.
+    blocks = unpacking_instructions(bits, floating, dtype)
+    assert len(blocks) == 16 // bits
+    float8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    for code in range(256):
+        # Another byte in each place, so that none can stand in for another; no nan, whose bits are 0x7F.
+        places = [(code + shift) % 256 for shift in (0, 93, 31, 178)]
+        if floating and any(place & 0x7F == 0x7F for place in places):
+            continue
+        word = int.from_bytes(places, "little")
+        for tile, block in enumerate(blocks):
+            slot, byte = divmod(tile, 2)
+            codes = [places[half * 2 + byte] >> slot * bits & 2**bits - 1 for half in (0, 1)]
+            expected = [float(float8[one]) / 256 if floating else one - 2 ** (bits - 1) for one in codes]
+            assert executed(block, word, dtype) == expected
+
+
+def test_float32_has_no_instructions() -> None:
+    assert unpacking_instructions(4, False, torch.float32) == ()
+
+
+@pytest.mark.fast
+def test_merging_parts_is_attention_over_all() -> None:
+    scores, values = torch.randn(2, 3, 4, 30, dtype=torch.float64), torch.randn(2, 3, 30, 8, dtype=torch.float64)
+    scores[0, 0, 0, :10] = -torch.inf
+    cuts = ((0, 10), (10, 11), (11, 30))
+    parts = [
+        (
+            torch.softmax(scores[..., start:end], -1) @ values[:, :, start:end],
+            torch.logsumexp(scores[..., start:end], -1),
+        )
+        for start, end in cuts
+    ]
+    # nan from the set whose scores are all -inf must not come through.
+    out, lse = merge(*zip(*parts, strict=True))
+    torch.testing.assert_close(out, torch.softmax(scores, -1) @ values)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+@pytest.mark.fast
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    outs = [torch.full((1, 1, 2, 4), torch.nan), torch.randn(1, 1, 2, 4)]
+    nothing = torch.full((1, 1, 2), -torch.inf)
+    out, lse = merge(outs, [nothing, nothing])
+    assert not out.any()
+    assert torch.equal(lse, nothing)
+    out, lse = merge(outs, [nothing, torch.zeros(1, 1, 2)])
+    assert torch.equal(out, outs[1])

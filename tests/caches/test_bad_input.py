@@ -1,0 +1,511 @@
+"""Bad input is a named error, raised before anything is changed: the cache still decodes correctly after it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from families import model_and_inputs
+from kvlayers.stores.buffer import TokenBuffer
+from models import COMMON, WINDOW, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "sliding": lambda: kvlayers.SlidingLayer(WINDOW),
+    "static": lambda: kvlayers.StaticLayer(64),
+    "static sliding": lambda: kvlayers.StaticSlidingLayer(64, WINDOW),
+}
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
+GOOD = (2, 3, 1, 8)
+BAD_STATES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "another batch": (states(1, 3, 1, 8), states(1, 3, 1, 8)),
+    "another head count": (states(2, 4, 1, 8), states(2, 4, 1, 8)),
+    "another head_dim": (states(2, 3, 1, 4), states(2, 3, 1, 4)),
+    "another head_dim of values alone": (states(*GOOD), states(2, 3, 1, 4)),
+    "another dtype": (states(*GOOD, dtype=torch.float64), states(*GOOD, dtype=torch.float64)),
+    "another device": (states(*GOOD).to("meta"), states(*GOOD).to("meta")),
+    "three dimensions": (states(2, 3, 8), states(2, 3, 8)),
+    "fewer values than keys": (states(2, 3, 2, 8), states(*GOOD)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_STATES)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("filled", [5, 30])
+def test_states_that_do_not_fit_change_nothing(kind: str, bad: str, filled: int) -> None:
+    layer, untouched = LAYERS[kind](), LAYERS[kind]()
+    for _ in range(filled):
+        pair = states(*GOOD), states(*GOOD)
+        layer.update(*pair)
+        untouched.update(*pair)
+    with pytest.raises(kvlayers.StateMismatchError, match="expected .* saw"):
+        layer.update(*BAD_STATES[bad])
+    pair = states(*GOOD), states(*GOOD)
+    for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
+        assert torch.equal(seen, expected)
+
+
+def _damaged(state: kvlayers.CacheState) -> kvlayers.CacheState:
+    *layers, last = state.layers
+    tensors = {**last.tensors, "values": last.tensors["values"][:, :, 1:]}
+    return dataclasses.replace(state, layers=(*layers, dataclasses.replace(last, tensors=tensors)))
+
+
+def half_way(cache: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A cache in the middle of a greedy decode, the next token, and the tokens that must follow it."""
+    model, ids = tiny_model("gemma3"), prompt(1, 10)
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+    with torch.no_grad():
+        model(whole[:, :13], past_key_values=cache)
+    return cache, whole[:, 13:14], whole[:, 14:]
+
+
+CACHES: dict[str, Callable[[], Any]] = {
+    "dynamic": lambda: kvlayers.DynamicCache(config=tiny_model("gemma3").config),
+    "static": lambda: kvlayers.StaticCache(tiny_model("gemma3").config, max_cache_len=24),
+}
+MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
+    "layer index beyond the last": (
+        kvlayers.LayerIndexError,
+        lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), 4),
+    ),
+    "layer index below the first": (
+        kvlayers.LayerIndexError,
+        lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), -1),
+    ),
+    "a length that is no whole number": (kvlayers.OptionError, lambda cache: cache.crop(1.5)),
+    "a state with a layer that is damaged": (
+        kvlayers.StateMismatchError,
+        lambda cache: cache.load_state(_damaged(cache.state())),
+    ),
+    "subscript beyond the last": (kvlayers.LayerIndexError, lambda cache: cache[4]),
+    "list index beyond the last": (kvlayers.LayerIndexError, lambda cache: cache.key_cache[4]),
+    "removing more than is held": (kvlayers.RollbackError, lambda cache: cache.crop(-14)),
+    "keeping more than is held": (kvlayers.RollbackError, lambda cache: cache.crop(14)),
+    "rolling back over a full window": (kvlayers.RollbackError, lambda cache: cache.crop(-1)),
+    "batch index beyond the last": (kvlayers.BatchIndexError, lambda cache: cache.reorder_cache(torch.tensor([1]))),
+    "batch index below the first": (
+        kvlayers.BatchIndexError,
+        lambda cache: cache.batch_select_indices(torch.tensor([-2])),
+    ),
+    "no batch index": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([])),
+    "batch index of floats": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([0.0])),
+    "a mask of another length": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([True, False])),
+    "no repeats": (kvlayers.BatchIndexError, lambda cache: cache.batch_repeat_interleave(0)),
+    "a forward pass of two sequences": (
+        kvlayers.StateMismatchError,
+        lambda cache: tiny_model("gemma3")(prompt(2, 1), past_key_values=cache),
+    ),
+    "the state of another kind": (
+        kvlayers.StateMismatchError,
+        lambda cache: cache.load_state(kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))]).state()),
+    ),
+    "putting more tokens in place than were seen": (
+        kvlayers.StateMismatchError,
+        lambda cache: cache.key_cache.__setitem__(0, states(1, 2, 14, 8)),
+    ),
+    "moving a layer that cannot": (kvlayers.UnsupportedLayerError, lambda cache: cache.offload(2)),
+    "asking for a recurrent state": (kvlayers.UnsupportedLayerError, lambda cache: cache.get_conv_state(0)),
+    "tuples of a window that has dropped tokens": (
+        kvlayers.LegacyFormatError,
+        lambda cache: cache.to_legacy_cache(),
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_decodes_correctly_after_misuse(kind: str, misuse: str) -> None:
+    cache, step, expected = half_way(CACHES[kind]())
+    error, use = MISUSES[misuse]
+    with torch.no_grad(), pytest.raises(error) as raised:
+        use(cache)
+    assert isinstance(raised.value, kvlayers.KVLayersError)
+    tokens = []
+    with torch.no_grad():
+        for _ in range(expected.shape[1]):
+            step = tiny_model("gemma3")(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(step)
+    assert torch.equal(torch.cat(tokens, dim=1), expected)
+
+
+def test_a_full_static_cache_names_both_numbers_and_decodes_on_after_a_crop() -> None:
+    model, ids = tiny_model("llama"), prompt(1, 10)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=12)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(kvlayers.CapacityError, match=r"at most 12 .* saw 10 held and 3 new: reserve 13"):
+            model(prompt(1, 3), past_key_values=cache)
+        assert cache.get_seq_length() == 10
+        expected = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -1]
+        seen = model(ids[:, :2], past_key_values=cache).logits[:, -1]
+    # A prefill and a chunk sum in another order: a few units in the last place of float32.
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_full_static_cache_with_windows_refuses_the_token_in_every_layer() -> None:
+    model, ids = tiny_model("gemma3"), prompt(1, 12)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=12)
+    with torch.no_grad():
+        model(ids[:, :11], past_key_values=cache)
+        with pytest.raises(kvlayers.CapacityError, match="at most 12"):
+            model(prompt(1, 2), past_key_values=cache)
+        assert {layer.length for layer in cache.layers} == {11}
+        seen = model(ids[:, 11:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(seen, model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_refused_first_update_leaves_a_layer_as_it_was() -> None:
+    layer = kvlayers.StaticLayer(4)
+    layer.lazy_initialization(states(1, 2, 0, 8), states(1, 2, 0, 8))
+    held = layer.nbytes
+    with pytest.raises(kvlayers.CapacityError):
+        layer.update(states(3, 2, 5, 8), states(3, 2, 5, 8))
+    assert (layer.batch_size, layer.nbytes) == (1, held)
+
+
+def test_a_forward_pass_that_broke_off_is_taken_back_by_length() -> None:
+    cache = kvlayers.DynamicCache(config=tiny_model("llama").config)
+    for index in range(2):
+        cache.update(states(1, 2, 6, 8), states(1, 2, 6, 8), index)
+    cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), 0)
+    with pytest.raises(kvlayers.RollbackError):
+        cache.truncate(7)
+    cache.crop(6)
+    assert [layer.length for layer in cache.layers] == [6, 6]
+
+
+def test_a_window_of_transformers_own_is_not_rolled_back_half_way() -> None:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4)])
+    for index in range(2):
+        cache.update(states(1, 2, 10, 8), states(1, 2, 10, 8), index)
+    with pytest.raises(kvlayers.RollbackError):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [10, 10]
+
+
+def test_cropping_more_than_is_held_names_both_numbers() -> None:
+    """Upstream, crop(-10) on 3 tokens leaves an empty cache and says nothing."""
+    cache = kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))])
+    with pytest.raises(kvlayers.RollbackError, match=r"within the 3 tokens .* to remove 10"):
+        cache.crop(-10)
+    assert cache.get_seq_length() == 3
+
+
+LLAMA = transformers.LlamaConfig(**COMMON)
+MISSPELT: dict[str, Callable[[], object]] = {
+    "static": lambda: kvlayers.StaticCache(LLAMA, 4, max_cash_len=9),
+    "encoder-decoder": lambda: kvlayers.EncoderDecoderCache(cashes=()),
+    "dynamic": lambda: kvlayers.DynamicCache(confg=LLAMA),
+    "layer": lambda: kvlayers.StaticLayer(max_cache_length=3),
+    "by name": lambda: kvlayers.make_cache("static", LLAMA, max_cash_len=9),
+    "by name, dynamic": lambda: kvlayers.make_cache("dynamic", LLAMA, nbits=4),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+def test_a_misspelt_option_is_named_with_what_exists(case: str) -> None:
+    """Upstream, StaticCache(config, 4, max_cash_len=9) is accepted."""
+    with pytest.raises(kvlayers.OptionError, match="takes the options .* but was given"):
+        MISSPELT[case]()
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_tokens_that_do_not_fit_are_refused_before_any_layer_takes_them(family: str, tokens: int) -> None:
+    """A recurrent layer could not give them back."""
+    model = tiny_model(family)
+    cache, other = kvlayers.StaticCache(model.config, max_cache_len=12), kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for held in (cache, other):
+            model(prompt(1, 12 - tokens // 2), past_key_values=held)
+        with pytest.raises(kvlayers.CapacityError):
+            model(prompt(1, tokens, seed=1), past_key_values=cache)
+        expected = model(prompt(1, 1, seed=2), past_key_values=other).logits
+        if tokens > 1:
+            assert torch.equal(model(prompt(1, 1, seed=2), past_key_values=cache).logits, expected)
+        grown = kvlayers.StaticCache(model.config, max_cache_len=12, grow=True)
+        model(prompt(1, 12 - tokens // 2), past_key_values=grown)
+        assert torch.equal(model(prompt(1, 1, seed=2), past_key_values=grown).logits, expected)
+
+
+def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> None:
+    model = model_and_inputs("granitemoehybrid")[0]
+    cache, other = kvlayers.DynamicCache(config=model.config), kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for tokens in (5, 1):
+            model(prompt(1, tokens), past_key_values=other)
+        model(prompt(1, 5), past_key_values=cache)
+        cache.activate_past_recording()
+        model(prompt(1, 1), past_key_values=cache)
+        cache.deactivate_past_recording()
+        for tokens in (1, 3, 1):
+            expected = model(prompt(1, tokens, seed=1), past_key_values=other).logits
+            assert torch.equal(model(prompt(1, tokens, seed=1), past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: kvlayers.Buckets(factor=1e308),
+        lambda: kvlayers.Buckets().sizes(0),
+        lambda: kvlayers.Buckets().sizes(2.5),
+        lambda: kvlayers.StaticCache(LLAMA, 8, compiled="no"),
+        lambda: kvlayers.StaticCache(LLAMA, 8, grow="yes"),
+        lambda: kvlayers.StaticCache(LLAMA, 8).early_initialization(-1, 2, 8, torch.float32, "cpu"),
+    ],
+)
+def test_options_of_another_kind_are_refused(act: Callable[[], object]) -> None:
+    with pytest.raises(kvlayers.OptionError, match="expected"):
+        act()
+
+
+def test_alibi_for_a_whole_reservation_is_not_compiled_around(installed: None) -> None:
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
+    falcon = transformers.FalconConfig(num_hidden_layers=2, alibi=True)
+    for alibi in (config, falcon):
+        with pytest.raises(kvlayers.ConfigError, match="alibi"):
+            kvlayers.StaticCache(alibi, 40, compiled=True)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    options = {"max_new_tokens": 9, "do_sample": False}
+    compile_config = transformers.CompileConfig(backend="eager")
+    expected = model.generate(prompt(2, 6), **options)
+    seen = model.generate(prompt(2, 6), cache_implementation="static", compile_config=compile_config, **options)
+    assert torch.equal(seen, expected)
+
+
+def test_the_nearest_option_is_suggested() -> None:
+    with pytest.raises(kvlayers.OptionError, match="did you mean 'max_cache_len'"):
+        kvlayers.StaticCache(LLAMA, max_cash_len=9)
+
+
+def test_an_option_that_is_missing_is_named() -> None:
+    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
+        kvlayers.StaticCache(LLAMA)
+
+
+CONFIG_ERRORS: dict[str, Callable[[], object]] = {
+    "no layers": lambda: kvlayers.DynamicCache(config=transformers.PretrainedConfig()),
+    "no config": lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4),
+    "a window that is none": lambda: kvlayers.SlidingLayer(0),
+    "no sliding layer": lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8),
+    "neither layers nor a class": lambda: kvlayers.Cache(),
+    "a path": lambda: kvlayers.make_cache("dynamic", "gpt2"),
+    "a module without a config": lambda: kvlayers.make_cache("dynamic", torch.nn.Linear(2, 2)),
+    "an unknown layer type": lambda: kvlayers.DynamicCache(config=_with_layer_type("telepathy")),
+}
+
+
+def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
+    config = transformers.LlamaConfig(**COMMON)
+    config.layer_types = [layer_type] * 2
+    return config
+
+
+@pytest.mark.parametrize("case", CONFIG_ERRORS)
+def test_a_config_that_does_not_say_enough_is_refused(case: str) -> None:
+    with pytest.raises(kvlayers.ConfigError, match="expected"):
+        CONFIG_ERRORS[case]()
+
+
+@pytest.mark.parametrize(
+    "kind", [kvlayers.StaticCache, kvlayers.HybridCache, kvlayers.HybridChunkedCache, kvlayers.OffloadedStaticCache]
+)
+def test_arguments_that_static_caches_once_took_are_looked_at(kind: Any) -> None:
+    """Old code passes them, and nothing follows from them."""
+    given = {"max_cache_len": 8, "max_batch_size": 1, "device": "cpu", "dtype": torch.float16}
+    keys, _ = kind(config=LLAMA, **given).update(states(1, 2, 3, 8), states(1, 2, 3, 8), 0)
+    assert keys.dtype == torch.float32
+    for wrong in ({"dtype": "floaty"}, {"dtype": 16}, {"device": 1.5}):
+        with pytest.raises(kvlayers.OptionError, match=f"expected {next(iter(wrong))}"):
+            kind(config=LLAMA, **{**given, **wrong})
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, "eight", "0", None, True])
+def test_a_size_that_is_no_number_of_tokens_is_refused(size: Any) -> None:
+    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
+        kvlayers.StaticCache(LLAMA, max_cache_len=size)
+
+
+def test_a_config_in_the_place_of_states_is_refused() -> None:
+    with pytest.raises(kvlayers.OptionError, match="config="):
+        kvlayers.DynamicCache(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "caches", [(), (kvlayers.DynamicCache(), 3), (kvlayers.DynamicCache(),) * 3], ids=["none", "a number", "three"]
+)
+def test_an_encoder_decoder_cache_takes_two_caches(caches: tuple[Any, ...]) -> None:
+    with pytest.raises(kvlayers.OptionError, match="a cross-attention cache"):
+        kvlayers.EncoderDecoderCache(*caches)
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_states_that_alias_a_window_are_taken_in_as_they_were(recording: bool) -> None:
+    layer = kvlayers.SlidingLayer(100)
+    for _ in range(115):
+        keys, values = layer.update(states(1, 2, 1, 4), states(1, 2, 1, 4))
+    if recording:
+        layer.activate_past_recording()
+    for _ in range(90):
+        fed = keys[:, :, 30:31], values[:, :, 30:31]
+        expected = fed[0].clone()
+        keys, values = layer.update(*fed)
+        assert torch.equal(keys[:, :, -1:], expected)
+
+
+def test_what_the_caller_passed_is_never_written_to_or_read_again() -> None:
+    keys, values = states(1, 2, 23, 4).requires_grad_(), states(1, 2, 23, 4)
+    before = keys.detach().clone(), values.clone()
+    layer = kvlayers.StaticSlidingLayer(100, 8)
+    layer.update(keys, values)
+    with torch.no_grad():
+        layer.update(states(1, 2, 1, 4), states(1, 2, 1, 4))
+    assert torch.equal(keys.detach(), before[0])
+    assert torch.equal(values, before[1])
+    cache = kvlayers.DynamicCache()
+    cache.update(keys, values, 0)
+    values.zero_()
+    assert torch.equal(cache[0][1], before[1])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("operation", ["update", "select"])
+def test_running_out_of_memory_leaves_a_layer_as_it_was(
+    kind: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, untouched = LAYERS[kind](), LAYERS[kind]()
+    for _ in range(12):
+        pair = states(*GOOD), states(*GOOD)
+        layer.update(*pair)
+        untouched.update(*pair)
+    allocate, calls = TokenBuffer.allocate, []
+
+    def second_fails(*args: Any) -> TokenBuffer:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return allocate(*args)
+
+    layer.activate_past_recording()
+    monkeypatch.setattr(TokenBuffer, "allocate", second_fails)
+    with contextlib.suppress(MemoryError, kvlayers.CapacityError):
+        layer.update(states(2, 3, 200, 8), states(2, 3, 200, 8)) if operation == "update" else layer.select(
+            torch.tensor([0, 1, 0])
+        )
+    monkeypatch.undo()
+    pair = states(*GOOD), states(*GOOD)
+    for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
+        assert torch.equal(seen, expected)
+
+
+def test_layers_of_different_batch_sizes_are_not_selected() -> None:
+    cache = kvlayers.DynamicCache()
+    for index, batch in enumerate((2, 3)):
+        cache.update(states(batch, 2, 5, 4), states(batch, 2, 5, 4), index)
+    with pytest.raises(kvlayers.BatchIndexError, match=r"\[2, 3\]"):
+        cache.reorder_cache([1, 0])
+
+
+def test_a_failed_first_update_leaves_no_layers_behind() -> None:
+    cache = kvlayers.DynamicCache()
+    with pytest.raises(kvlayers.StateMismatchError):
+        cache.update(states(1, 2, 5), states(1, 2, 5), 5)
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("length", [2.5, "3", None])
+def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
+    cache = kvlayers.DynamicCache([(states(1, 2, 5, 8), states(1, 2, 5, 8))])
+    for target in (cache, cache.layers[0]):
+        with pytest.raises(kvlayers.OptionError, match="whole number"):
+            target.truncate(length)
+    assert cache.get_seq_length() == 5
+
+
+def test_parts_and_layers_are_not_shared() -> None:
+    cache, layer = kvlayers.DynamicCache(), kvlayers.DynamicLayer()
+    with pytest.raises(kvlayers.OptionError, match="share nothing"):
+        kvlayers.EncoderDecoderCache(cache, cache)
+    with pytest.raises(kvlayers.ConfigError, match="comes twice"):
+        kvlayers.Cache(layers=[layer, layer])
+
+
+def test_a_limit_is_no_way_around_by_a_state() -> None:
+    ahead = kvlayers.StaticSlidingLayer(20, 8)
+    for _ in range(30):
+        ahead.update(states(*GOOD), states(*GOOD))
+    with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens, but saw 30"):
+        kvlayers.StaticSlidingLayer(20, 8, token_limit=20).load_state(ahead.state())
+
+
+def test_half_a_pair_is_refused() -> None:
+    with pytest.raises(kvlayers.LegacyFormatError, match="one alone"):
+        kvlayers.DynamicCache([(states(1, 2, 3, 8), None)])
+
+
+@pytest.mark.parametrize("cache_config", [{"config": 3}, "static", {1: 2}])
+def test_an_odd_cache_config_is_refused(cache_config: Any) -> None:
+    ids = prompt(1)
+    with kvlayers.installed(), pytest.raises(kvlayers.OptionError, match="by their names"):
+        tiny_model("llama").generate(ids, cache_implementation="dynamic", cache_config=cache_config, max_new_tokens=2)
+
+
+def test_a_damaged_recurrent_state_is_refused() -> None:
+    model = tiny_model("jamba")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1), past_key_values=cache)
+    state = cache.state()
+    layers = [
+        dataclasses.replace(layer, tensors={k: v for k, v in layer.tensors.items() if not k.startswith("conv")})
+        for layer in state.layers
+    ]
+    with pytest.raises(kvlayers.StateMismatchError, match="conv_states"):
+        kvlayers.DynamicCache(config=model.config).load_state(dataclasses.replace(state, layers=tuple(layers)))
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (lambda: kvlayers.DynamicCache(), "a DynamicCache"),
+        (lambda: transformers.DynamicCache(), "a DynamicCache"),
+        (lambda: kvlayers.DynamicLayer, "the class DynamicLayer"),
+        (lambda: torch.zeros(1), "a Tensor"),
+        (lambda: None, "a NoneType"),
+    ],
+)
+def test_what_is_no_layer_makes_no_cache(thing: Any, said: str) -> None:
+    words = f"expected a layer of kvlayers or of transformers, but saw {said}"
+    with pytest.raises(kvlayers.OptionError, match=words):
+        kvlayers.Cache(layers=[kvlayers.DynamicLayer(), thing()])
+    cache = kvlayers.Cache(layer_class_to_replicate=thing)
+    with pytest.raises(kvlayers.OptionError, match=words):
+        cache.update(states(*GOOD), states(*GOOD), 0)
+    assert len(cache.layers) == 0
+
+
+def test_a_cache_in_the_place_of_a_list_of_layers() -> None:
+    for wrong in (kvlayers.DynamicCache(), kvlayers.DynamicLayer()):
+        with pytest.raises(kvlayers.OptionError, match=f"expected a list of layers, but saw a {type(wrong).__name__}"):
+            kvlayers.Cache(layers=wrong)
+
+
+def test_every_layer_of_transformers_makes_a_cache() -> None:
+    layers = [transformers.cache_utils.DynamicLayer(), transformers.cache_utils.StaticLayer(max_cache_len=8)]
+    assert len(kvlayers.Cache(layers=(*layers, kvlayers.DynamicLayer())).layers) == 3

@@ -1,0 +1,209 @@
+"""Code compiled around a cache that grows: few graphs, none for one layer alone, and the logits of eager code."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+import kvlayers.caches.base
+from kvlayers import Prefetcher, StaleStatesError
+from kvlayers.upstream import compat
+from models import COMMON, prompt
+from recording_transfers import RecordingTransfers
+
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.skipif(
+        not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace it from torch 2.13"
+    ),
+]
+
+# Two layers tell a graph for each layer from one for all of them.
+SIZES: dict[str, Any] = {**COMMON, "num_hidden_layers": 2}
+QUANTIZATION = {"nbits": 4, "residual_length": 8}
+AWAY = {"offloading": True, "offload_only_non_sliding": False}
+
+
+def llama() -> Any:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)).eval()
+
+
+def mistral() -> Any:
+    return tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=30)).eval()
+
+
+def packed(model: Any) -> Any:
+    return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION)
+
+
+def packed_windows(model: Any) -> Any:
+    return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, quantize_sliding=True)
+
+
+def packed_sinks(model: Any) -> Any:
+    options = {"window_length": 90, "num_sink_tokens": 4, "quantization": QUANTIZATION}
+    return kvlayers.SinkCache(config=model.config, **options)
+
+
+def packed_away(model: Any) -> Any:
+    return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, **AWAY)
+
+
+def dense_away(model: Any) -> Any:
+    return kvlayers.DynamicCache(config=model.config, length_hint=40, **AWAY)
+
+
+def static_away(model: Any) -> Any:
+    return kvlayers.StaticCache(model.config, max_cache_len=160, **AWAY)
+
+
+def dense(model: Any) -> Any:
+    return kvlayers.DynamicCache(config=model.config, length_hint=40)
+
+
+# A prompt, and steps: over where blocks are packed, windows are full, and buffers, which have room for 40 tokens, grow.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int, int]] = {
+    "packed": (llama, packed, 140, 20),
+    "packed windows": (mistral, packed_windows, 26, 30),
+    "packed sinks": (llama, packed_sinks, 80, 36),
+    "dense": (llama, dense, 16, 28),
+    "packed, offloaded": (llama, packed_away, 140, 20),
+    "dense, offloaded": (llama, dense_away, 16, 28),
+    "windows, offloaded": (mistral, dense_away, 26, 24),
+    "static, offloaded": (llama, static_away, 16, 24),
+}
+
+
+@pytest.fixture(autouse=True)
+def _away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded caches move their states between two memories of the host."""
+    make = functools.partial(Prefetcher, transfers=lambda device: RecordingTransfers(None))
+    monkeypatch.setattr(kvlayers.caches.base, "Prefetcher", make)
+
+
+def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_layer_is_compiled_for_on_its_own(kind: str) -> None:
+    torch._dynamo.reset()
+    make_model, make_cache, tokens, steps = KINDS[kind]
+    model, graphs = make_model(), []
+    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+    ids = prompt(1, tokens + steps)
+    cache, eager = make_cache(model), make_cache(model)
+    with torch.no_grad():
+        for start, end in [(0, tokens), *((step, step + 1) for step in range(tokens, tokens + steps))]:
+            part = ids[:, start:end]
+            logits = forward(part, past_key_values=cache).logits
+            # What is summed in another order in compiled code, a few units in the last place of float32.
+            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
+            assert cache.get_seq_length() == end
+    # A prompt, and a step: with fixed numbers at first, then with any. Growing and its numbers are two more of dense
+    # layers, where the graph itself grows.
+    assert len(graphs) <= (5 if kind == "dense" else 3)
+    # What was brought to the device of other layers than the last one is gone.
+    assert cache._prefetcher is None or len(cache._handle.returned) == 1
+
+
+@pytest.mark.parametrize("make_cache", [packed, dense_away])
+def test_another_cache_and_its_operations_go_on_in_the_same_graphs(make_cache: Callable[[Any], Any]) -> None:
+    torch._dynamo.reset()
+    model, graphs = llama(), []
+    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+    ids = prompt(2, 120)
+
+    def decoded(run: Any, cache: Any) -> torch.Tensor:
+        model(ids[:, :90], past_key_values=cache)
+        logits = [run(ids[:, step : step + 1], past_key_values=cache).logits for step in range(90, 94)]
+        twin = cache.fork()
+        cache.crop(85)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits += [run(ids[:, step : step + 1], past_key_values=cache).logits for step in range(94, 97)]
+        # The fork is called by a handle of its own.
+        logits += [run(ids[:, step : step + 1], past_key_values=twin).logits for step in range(94, 97)]
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (88, 97)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        expected = decoded(model, make_cache(model))
+        for _ in range(2):
+            torch.testing.assert_close(decoded(forward, make_cache(model)), expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) <= 3
+
+
+@pytest.mark.parametrize("make_cache", [packed, dense_away])
+def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: Callable[[Any], Any]) -> None:
+    torch._dynamo.reset()
+    model = llama()
+    ids = prompt(1, 100)
+
+    def two(cache: Any) -> torch.Tensor:
+        first = model(ids[:, 90:93], past_key_values=cache).logits
+        return torch.cat([first, model(ids[:, 93:94], past_key_values=cache).logits], 1)
+
+    caches = [make_cache(model) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :90], past_key_values=cache)
+        seen = torch.compile(two, backend="aot_eager", fullgraph=True)(caches[0])
+        torch.testing.assert_close(seen, two(caches[1]), rtol=1e-4, atol=1e-5)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 94
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padded_batches_and_attention_in_plain_torch(attention: str) -> None:
+    torch._dynamo.reset()
+    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    config._attn_implementation = attention
+    model = tf.LlamaForCausalLM(config).eval()
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    ids, mask = prompt(2, 96), torch.ones(2, 96, dtype=torch.int64)
+    mask[0, :5] = 0
+    cache, eager = packed(model), packed(model)
+    with torch.no_grad():
+        for start, end in ((0, 90), (90, 91), (91, 96)):
+            options = {"attention_mask": mask[:, :end]}
+            logits = forward(ids[:, start:end], past_key_values=cache, **options).logits
+            expected = model(ids[:, start:end], past_key_values=eager, **options).logits
+            torch.testing.assert_close(logits[1], expected[1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits[0, -1], expected[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
+    number, keys = kvlayers.QuantizedCache()._handle.number, torch.zeros(1, 2, 3, 64)
+    with pytest.raises(kvlayers.StaleStatesError, match="but saw none: keep it"):
+        torch.ops.kvlayers.take_in(number, 0, keys, keys)
+
+
+def test_states_that_have_left_the_device_are_not_read() -> None:
+    torch._dynamo.reset()
+    cache = dense_away(llama())
+
+    def late(states: torch.Tensor) -> torch.Tensor:
+        keys, _ = cache.update(states, states, 0)
+        cache.update(states, states, 1)
+        return keys + 1
+
+    states = torch.ones(1, 2, 3, 8)
+    with torch.no_grad(), pytest.raises(StaleStatesError, match="layer 0 to be read before other offloaded layers"):
+        torch.compile(late, backend="eager", fullgraph=True)(states)
+
+
+def test_a_cache_that_compiled_code_makes_is_traced_through() -> None:
+    torch._dynamo.reset()
+
+    def made(states: torch.Tensor) -> torch.Tensor:
+        return kvlayers.DynamicCache().update(states, states, 0)[0] + 1
+
+    states = torch.ones(1, 2, 3, 8)
+    assert torch.equal(torch.compile(made, backend="eager")(states), states + 1)

@@ -1,0 +1,722 @@
+"""Static caches in compiled code: the logits of eager code, from a few graphs, whatever happens between the steps."""
+
+import copy
+import functools
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+import versions
+from counted_graphs import COUNTS, MODELS, backend, graphs
+from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
+from models import WINDOW, fresh_model, prompt
+
+HYBRID = ("hybrid", "gemma3", "llama4")
+
+BUCKETS = Buckets(minimum=16)
+SIZES = (16, 32, 64)
+CAPACITY = 64
+PROMPT = 9
+STEPS = 54
+"""The window of 8 has room for 23 tokens, and moves at tokens 24, 40 and 56."""
+
+
+@pytest.fixture(autouse=True)
+def _no_limit() -> Iterator[None]:
+    """Let tests share what is compiled: of all models, since their forward passes are one function to TorchDynamo."""
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=512):
+        yield
+
+
+@functools.cache
+def small_model(family: str) -> Any:
+    name, changes = MODELS[family]
+    return fresh_model(name, **changes)
+
+
+def static_cache(family: str, **options: Any) -> StaticCache:
+    return StaticCache(small_model(family).config, **{"max_cache_len": CAPACITY, "buckets": BUCKETS, **options})
+
+
+def compiled(family: str, **options: Any) -> Callable[..., Any]:
+    forward = torch.compile(small_model(family).forward, **{"fullgraph": True, "backend": backend, **options})
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = COUNTS["runs"]
+        output = forward(*args, **{**versions.positions(args[0], kwargs["past_key_values"]), **kwargs})
+        assert COUNTS["runs"] > before or "backend" in options, "TorchDynamo has given up, and ran eager code"
+        return output
+
+    return run
+
+
+shared = functools.cache(compiled)
+"""A compiled forward pass for tests that do not count graphs: what one of them has compiled, the others use."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go() -> Iterator[None]:
+    """What was compiled here is of no use to other files; what TorchDynamo keeps of it, collections need not see."""
+    yield
+    shared.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
+
+Inputs = tuple[Tensor, ...]
+
+
+@functools.cache
+def reference(
+    family: str, batch: int = 2, tokens: int = PROMPT, steps: int = STEPS, seed: int = 0
+) -> tuple[Inputs, Tensor]:
+    """A prompt and the tokens that follow it, and the logits `[steps + 1, batch, vocab]` of eager code."""
+    model, step = small_model(family), prompt(batch, tokens, seed)
+    cache, inputs, logits = transformers.DynamicCache(config=model.config), [step], []
+    with torch.no_grad():
+        for _ in range(steps + 1):
+            logits.append(model(step, past_key_values=cache).logits[:, -1])
+            step = logits[-1].argmax(-1, keepdim=True)
+            inputs.append(step)
+    return tuple(inputs[:-1]), torch.stack(logits)
+
+
+def decode(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs, prefill: Any = None) -> Tensor:
+    """Logits of each step, `prefill` in place of `forward` for the first; the length is a number after each."""
+    logits, seen = [], cache.get_seq_length()
+    with torch.no_grad():
+        for index, ids in enumerate(inputs):
+            run = prefill if prefill is not None and not index else forward
+            told = versions.positions(ids, cache)
+            logits.append(run(ids, past_key_values=cache, **told).logits[:, -1].clone())
+            seen += ids.shape[1]
+            assert type(cache.get_seq_length()) is int
+            assert cache.get_seq_length() == seen
+    return torch.stack(logits)
+
+
+def decode_whole(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs) -> Tensor:
+    """As `decode`, with the prompt in compiled code too."""
+    first = decode(forward, cache, inputs[:1])
+    cache.settle()
+    return torch.cat([first, decode(forward, cache, inputs[1:])])
+
+
+def check(seen: Tensor, expected: Tensor) -> None:
+    """Logits of a few units are the same, but for sums in another order: over free slots, or for heads together."""
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
+
+
+def most_graphs(family: str, reached: int = len(SIZES)) -> int:
+    """One graph for a bucket; with a window another one for each, for the step in which the window moves."""
+    if family == "mistral":
+        # All its layers read the whole room of the window.
+        return 2
+    return 2 * reached if family in HYBRID else reached
+
+
+# Loops of one's own
+
+
+@pytest.mark.parametrize("family", [family for family in MODELS if family != "qwen2"])
+def test_compiled_steps_give_the_logits_of_eager_code_from_a_graph_a_bucket(counted: None, family: str) -> None:
+    inputs, expected = reference(family)
+    forward, cache, model = compiled(family), static_cache(family), small_model(family)
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    compiled_once = graphs()
+    assert 0 < compiled_once <= most_graphs(family)
+    cache.reset()
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    check(decode(forward, static_cache(family), inputs, prefill=model), expected)
+    # Another prompt of another length: nothing in the graphs is a count of tokens.
+    inputs, expected = reference(family, tokens=4, steps=40, seed=5)
+    cache.reset()
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    assert graphs() == compiled_once
+
+
+@pytest.mark.parametrize(("family", "dynamic"), [("mistral", True), ("mistral", False)])
+def test_shapes_that_are_all_static_or_all_dynamic_change_no_logit(counted: None, family: str, dynamic: bool) -> None:
+    inputs, expected = reference(family)
+    forward, cache, model = compiled(family, dynamic=dynamic), static_cache(family), small_model(family)
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    compiled_once = graphs()
+    # Where every size is dynamic from the first one on, a whole window is told from a part of it.
+    assert compiled_once <= most_graphs(family) * (2 if dynamic else 1)
+    cache.reset()
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    check(decode(forward, static_cache(family), inputs, prefill=model), expected)
+    assert graphs() == compiled_once
+
+
+@pytest.mark.parametrize(("family", "dynamic"), [("qwen2", None), ("qwen2", True)])
+def test_a_compiled_prefill_adds_one_graph_and_one_more_where_memory_is_there(
+    counted: None, family: str, dynamic: bool | None
+) -> None:
+    inputs, expected = reference(family, steps=30)
+    forward, cache = compiled(family, dynamic=dynamic), static_cache(family)
+    check(decode_whole(forward, cache, inputs), expected)
+    compiled_once = graphs()
+    assert compiled_once <= most_graphs(family) + 1
+    check(decode_whole(forward, static_cache(family), inputs), expected)
+    assert graphs() == compiled_once
+    for _ in range(2):
+        cache.reset()
+        check(decode_whole(forward, cache, inputs), expected)
+        assert graphs() <= compiled_once + 1
+
+
+def test_compiled_prompts_of_many_lengths_are_one_graph(counted: None) -> None:
+    forward, cache = compiled("qwen2"), static_cache("qwen2")
+    after = []
+    for tokens in (9, 5, 13, 11, 7):
+        inputs, expected = reference("qwen2", tokens=tokens, steps=2)
+        cache.reset()
+        check(decode_whole(forward, cache, inputs), expected)
+        after.append(graphs())
+    # One that reserves, one for a length, one for any length; and the step.
+    assert after[-1] == after[1] <= 4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_code_from_inductor_gives_the_logits_of_eager_code(counted: None, family: str) -> None:
+    # Few graphs, as inductor takes long: one for all buckets, or two where the window moves.
+    inputs, expected = reference(family, steps=20)
+    dynamic = True if family == "qwen2" else None
+    forward, cache = compiled(family, backend="inductor", dynamic=dynamic), static_cache(family)
+    check(decode(forward, cache, inputs, prefill=small_model(family)), expected)
+    if family == "qwen2":
+        cache.crop(-6)
+        check(decode(forward, cache, inputs[-6:]), expected[-6:])
+
+
+@pytest.mark.parametrize(("family", "reads_buckets"), [("hybrid", True), ("qwen2", False)])
+def test_a_mask_made_outside_fits_what_a_compiled_layer_reads(counted: None, family: str, reads_buckets: bool) -> None:
+    """Each layer compiled on its own, as regional compilation does, and masks made in eager code around them."""
+    model = copy.deepcopy(small_model(family))
+    for index, layer in enumerate(model.model.layers):
+        # Where eager code reads the tokens that are there, each count of them is another shape.
+        model.model.layers[index] = torch.compile(layer, backend=backend, fullgraph=reads_buckets)
+    inputs, expected = reference(family, steps=34)
+    cache = static_cache(family, compiled=reads_buckets)
+    check(decode(model, cache, inputs), expected)
+    if reads_buckets:
+        # For each of two layers, and the prefill.
+        assert graphs() <= 2 * (most_graphs(family) + 1)
+    compiled_once = graphs()
+    cache.reset()
+    check(decode(model, cache, inputs[:20]), expected[:20])
+    assert not reads_buckets or graphs() <= compiled_once + 2
+
+
+def test_a_graph_break_in_attention_changes_no_logit(counted: None) -> None:
+    family = "hybrid"
+    model = copy.deepcopy(small_model(family))
+    for layer in model.model.layers:
+        attend = layer.self_attn.forward
+
+        def broken(*args: Any, attend: Callable[..., Any] = attend, **kwargs: Any) -> Any:
+            torch._dynamo.graph_break()
+            return attend(*args, **kwargs)
+
+        layer.self_attn.forward = broken
+    inputs, expected = reference(family, steps=34)
+    forward = torch.compile(model.forward, backend=backend)
+    cache = static_cache(family)
+    check(decode(forward, cache, inputs, prefill=model), expected)
+    cache.reset()
+    check(decode(forward, cache, inputs, prefill=model), expected)
+
+
+def test_several_tokens_at_once_and_single_ones_may_follow_each_other() -> None:
+    """A prompt in chunks, then verification of drafts: whatever number of tokens comes at once, to a new cache."""
+    for parts in ([11, 1, 1, 7, 1, 1, 1, 12, 1, 5, 1, 1, 17], [22, 1, 1, 6, *[1] * 20]):
+        forward, cache, ids = shared("hybrid"), static_cache("hybrid"), prompt(2, sum(parts))
+        with torch.no_grad():
+            whole = small_model("hybrid")(ids).logits
+            seen = [forward(chunk, past_key_values=cache).logits for chunk in ids.split(parts, dim=1)]
+        # Chunks change the order of sums in a matrix product, by a few units in the last place.
+        torch.testing.assert_close(torch.cat(seen, dim=1), whole, rtol=1e-4, atol=1e-4)
+        assert cache.get_seq_length() == sum(parts)
+
+
+def test_left_padded_batches_decode_as_in_eager_code() -> None:
+    model, forward, cache = small_model("hybrid"), shared("hybrid"), static_cache("hybrid")
+    mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
+    ids = torch.where(mask == 1, prompt(2, 9), 0)
+    upstream, step = transformers.DynamicCache(config=model.config), ids
+    with torch.no_grad():
+        for index in range(20):
+            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            how = {"attention_mask": mask, "position_ids": position_ids}
+            expected = model(step, past_key_values=upstream, **how).logits[:, -1]
+            check((forward if index else model)(step, past_key_values=cache, **how).logits[:, -1], expected)
+            step = expected.argmax(-1, keepdim=True)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+
+
+def test_attention_in_plain_torch_reads_buckets_too() -> None:
+    model = copy.deepcopy(small_model("hybrid"))
+    model.set_attn_implementation("eager")
+    inputs, expected = reference("hybrid", steps=20)
+    forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    check(decode(forward, static_cache("hybrid"), inputs, prefill=model), expected)
+
+
+# Between compiled steps
+
+
+Operation = Callable[[StaticCache], StaticCache]
+TURNS: dict[str, str] = {
+    "eager after compiled": "cccceeee" * 6,
+    "one by one": "ce" * 24,
+    # The window is full when the other kind of code takes over.
+    "eager after a full window": "c" * 30 + "e" * 24,
+    "compiled after a full window": "e" * 30 + "c" * 24,
+}
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("family", ["qwen2", "hybrid", "mistral"])
+def test_eager_and_compiled_steps_may_take_turns(family: str, turns: str) -> None:
+    steps = TURNS[turns]
+    inputs, expected = reference(family)
+    model, forward, cache = small_model(family), shared(family), static_cache(family)
+    logits = [decode(model, cache, inputs[:1])]
+    for turn, ids in zip(steps, inputs[1:], strict=False):
+        logits.append(decode(forward if turn == "c" else model, cache, (ids,)))
+    check(torch.cat(logits), expected[: len(steps) + 1])
+
+
+def test_tokens_are_taken_back_between_compiled_steps() -> None:
+    family = "qwen2"
+    inputs, expected = reference(family)
+    forward, cache = shared(family), static_cache(family)
+    check(decode(forward, cache, inputs, prefill=small_model(family)), expected)
+    compiled_once = graphs()
+    for length in (50, 31, 16, 12):
+        cache.crop(length)
+        first = length - PROMPT + 1
+        check(decode(forward, cache, inputs[first : first + 8]), expected[first : first + 8])
+        # Drafts that are wrong: written, and taken back.
+        with torch.no_grad():
+            for ids in prompt(2, 3, seed=length).split(1, dim=1):
+                forward(ids.contiguous(), past_key_values=cache)
+        cache.crop(-3)
+        check(decode(forward, cache, inputs[first + 8 : first + 12]), expected[first + 8 : first + 12])
+    assert graphs() == compiled_once
+
+
+def test_tokens_of_a_window_are_taken_back_while_it_records() -> None:
+    family = "hybrid"
+    inputs, expected = reference(family)
+    model, forward = small_model(family), shared(family)
+    for reads_buckets in (False, True):
+        cache = static_cache(family, compiled=reads_buckets)
+        check(decode(model, cache, inputs[:26]), expected[:26])
+        cache.activate_past_recording()
+        for ids in prompt(2, 5, seed=1).split([3, 1, 1], dim=1):
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+        cache.crop(-5)
+        check(decode(model, cache, inputs[26:30]), expected[26:30])
+        cache.crop(-2)
+        check(decode(model, cache, inputs[28:34]), expected[28:34])
+        cache.deactivate_past_recording()
+        check(decode(forward, cache, inputs[34:]), expected[34:])
+
+
+@pytest.mark.parametrize("family", ["hybrid", "llama4"])
+def test_a_cache_that_reads_buckets_outside_of_compiled_code_gives_the_same_logits(family: str) -> None:
+    inputs, expected = reference(family)
+    check(decode(small_model(family), static_cache(family, compiled=True), inputs), expected)
+    # With gradients on, masks are those of the tokens that are there.
+    cache = static_cache(family, compiled=True)
+    seen = [small_model(family)(ids, past_key_values=cache).logits[:, -1].detach() for ids in inputs[:30]]
+    check(torch.stack(seen), expected[:30])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_sequences_are_reordered_between_compiled_steps(family: str) -> None:
+    inputs, _ = reference(family)
+    model, forward, cache = small_model(family), shared(family), static_cache(family)
+    upstream = transformers.DynamicCache(config=model.config)
+    address = None
+    with torch.no_grad():
+        for index, ids in enumerate(inputs[:44]):
+            expected = model(ids, past_key_values=upstream).logits[:, -1]
+            check((forward if index else model)(ids, past_key_values=cache).logits[:, -1], expected)
+            if index in (5, 14, 15, 30, 40):
+                rows = torch.tensor([[1, 0], [0, 0], [1, 1]][index % 3])
+                upstream.reorder_cache(rows)
+                cache.reorder_cache(rows)
+            now = cache.layers[-1].keys.untyped_storage().data_ptr()
+            assert address in (None, now)
+            address = now
+
+
+@pytest.mark.parametrize(
+    "twin_of",
+    [lambda cache: cache.fork(), copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["fork", "deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_copies_made_between_compiled_steps_go_their_own_ways(family: str, twin_of: Operation) -> None:
+    inputs, expected = reference(family)
+    forward, cache = shared(family), static_cache(family)
+    others, _ = reference(family, seed=7)
+    check(decode(forward, cache, inputs[:20], prefill=small_model(family)), expected[:20])
+    twin, other = twin_of(cache), twin_of(cache)
+    assert twin.get_seq_length() == cache.get_seq_length()
+    decode(forward, other, others[1:20])
+    check(decode(forward, twin, inputs[20:40]), expected[20:40])
+    check(decode(forward, cache, inputs[20:34]), expected[20:34])
+    decode(forward, twin_of(cache), others[1:8])
+    check(decode(forward, cache, inputs[34:]), expected[34:])
+    third = twin_of(cache)
+    third.reset()
+    check(decode(forward, third, inputs, prefill=small_model(family)), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_a_saved_state_goes_on_in_compiled_code(family: str) -> None:
+    inputs, expected = reference(family)
+    forward, cache = shared(family), static_cache(family)
+    check(decode(forward, cache, inputs[:27], prefill=small_model(family)), expected[:27])
+    state, compiled_once = cache.state(), graphs()
+    decode(forward, cache, inputs[27:30])
+    address = cache.layers[-1].keys.untyped_storage().data_ptr()
+    cache.load_state(state)
+    assert cache.layers[-1].keys.untyped_storage().data_ptr() == address
+    check(decode(forward, cache, inputs[27:30]), expected[27:30])
+    fresh = static_cache(family)
+    fresh.load_state(state)
+    check(decode(forward, fresh, inputs[27:30]), expected[27:30])
+    assert graphs() == compiled_once
+
+
+def test_inference_mode_and_no_grad_may_take_turns() -> None:
+    family = "hybrid"
+    inputs, expected = reference(family)
+    model, forward = small_model(family), shared(family)
+    for prefill in (torch.no_grad, torch.inference_mode):
+        for run in (model, forward):
+            cache = static_cache(family)
+            logits = []
+            for index, ids in enumerate(inputs[:36]):
+                with prefill() if not index else torch.inference_mode() if index // 3 % 2 else torch.no_grad():
+                    logits.append((run if index else model)(ids, past_key_values=cache).logits[:, -1].clone())
+            check(torch.stack(logits), expected[:36])
+            # Outside of inference mode everything can still be done to what was written in it.
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.fork().reset()
+            cache.reset()
+            check(decode(run, cache, inputs[:4], prefill=model), expected[:4])
+
+
+def test_compiled_steps_go_on_from_what_autograd_followed() -> None:
+    """A loop that nobody put into `no_grad`: the states of eager code are followed, and held outside of the memory."""
+    family = "hybrid"
+    inputs, expected = reference(family)
+    model, forward = small_model(family), shared(family)
+    for followed, steps in ((1, torch.no_grad), (12, torch.no_grad), (1, torch.enable_grad)):
+        cache, logits = static_cache(family), []
+        for index, ids in enumerate(inputs[:30]):
+            with torch.enable_grad() if index < followed else steps():
+                logits.append((model if index < followed else forward)(ids, past_key_values=cache).logits[:, -1])
+        check(torch.stack(logits).detach(), expected[:30])
+
+
+def test_fewer_sequences_use_a_part_of_the_reservation() -> None:
+    forward, cache = shared("qwen2"), static_cache("qwen2", max_batch_size=4)
+    addresses = set()
+    for batch in (4, 1, 4):
+        inputs, expected = reference("qwen2", batch=batch, steps=12)
+        cache.reset()
+        check(decode(forward, cache, inputs, prefill=small_model("qwen2")), expected)
+        addresses.add(cache.layers[0].keys.untyped_storage().data_ptr())
+    assert len(addresses) == 1
+
+
+# The end of the reservation
+
+
+def held(cache: StaticCache) -> list[tuple[int, Tensor]]:
+    return [(layer.length, layer.state().tensors["keys"]) for layer in cache.layers]
+
+
+def check_unchanged(cache: StaticCache, before: list[tuple[int, Tensor]]) -> None:
+    for (length, keys), layer in zip(before, cache.layers, strict=True):
+        assert layer.length == length
+        assert torch.equal(layer.state().tensors["keys"], keys)
+
+
+@pytest.mark.parametrize(("family", "grow"), [("qwen2", True), ("hybrid", False)])
+def test_a_full_cache_in_a_compiled_loop_says_so_and_stays_as_it_was(counted: None, family: str, grow: bool) -> None:
+    inputs, expected = reference(family)
+    forward, cache = compiled(family), static_cache(family, max_cache_len=20, grow=grow)
+    fitting = 20 - PROMPT + 1
+    check(decode(forward, cache, inputs[:fitting], prefill=small_model(family)), expected[:fitting])
+    before = held(cache)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(Exception, match=r"at most 20 tokens.*20 held and 1 new") as raised:
+            forward(inputs[fitting], past_key_values=cache)
+        assert isinstance(raised.value, CapacityError | RuntimeError)
+        check_unchanged(cache, before)
+    if grow:
+        # Eager code takes more, and compiled code goes on with it.
+        check(decode(small_model(family), cache, inputs[fitting : fitting + 1]), expected[fitting : fitting + 1])
+        check(decode(forward, cache, inputs[fitting + 1 : 30]), expected[fitting + 1 : 30])
+    else:
+        cache.reset()
+        check(decode(forward, cache, inputs[:fitting], prefill=small_model(family)), expected[:fitting])
+
+
+def test_a_past_that_outgrows_a_window_in_compiled_code_is_refused(counted: None) -> None:
+    family = "mistral"
+    inputs, expected = reference(family)
+    forward, cache = compiled(family), static_cache(family)
+    decode(small_model(family), cache, inputs[:1])
+    cache.activate_past_recording()
+    refused, steps = None, 1
+    while refused is None:
+        before = held(cache)
+        try:
+            check(decode(forward, cache, inputs[steps : steps + 1]), expected[steps : steps + 1])
+            steps += 1
+        except Exception as error:  # As what TorchDynamo makes of it.
+            refused = str(error)
+    assert "expected at most" in refused
+    assert steps > 3
+    check_unchanged(cache, before)
+    cache.crop(-1)
+    cache.deactivate_past_recording()
+    check(decode(forward, cache, inputs[steps - 1 : steps + 6]), expected[steps - 1 : steps + 6])
+
+
+def test_a_cache_that_is_full_after_others_of_another_size_says_so_too(counted: None) -> None:
+    """Where compiled code has seen several sizes and prompts, and holds them for numbers that vary."""
+    forward = compiled("qwen2")
+    for tokens in (9, 22):
+        decode(forward, static_cache("qwen2"), reference("qwen2", tokens=tokens, steps=1)[0])
+    inputs, _ = reference("qwen2", tokens=20, steps=1)
+    cache = static_cache("qwen2", max_cache_len=20)
+    decode(small_model("qwen2"), cache, inputs[:1])
+    before = held(cache)
+    with torch.no_grad(), pytest.raises(Exception, match=r"at most 20 tokens.*20 held and 1 new"):
+        forward(inputs[1], past_key_values=cache)
+    check_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("reads_buckets", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "hybrid", "mistral", "llama4"])
+@pytest.mark.parametrize("capacity", [1, PROMPT - 1, PROMPT, PROMPT + 1, 23, 24])
+def test_a_cache_that_may_grow_does_so_at_any_boundary(family: str, capacity: int, reads_buckets: bool) -> None:
+    inputs, expected = reference(family)
+    cache = static_cache(family, max_cache_len=capacity, grow=True, compiled=reads_buckets)
+    check(decode(small_model(family), cache, inputs), expected)
+    assert cache.get_seq_length() == PROMPT + STEPS
+
+
+def test_a_cache_that_may_grow_takes_more_sequences() -> None:
+    cache = static_cache("hybrid", grow=True, compiled=True)
+    for batch in (1, 3, 2):
+        inputs, expected = reference("hybrid", batch=batch, steps=20)
+        cache.reset()
+        check(decode(small_model("hybrid"), cache, inputs), expected)
+        cache.batch_repeat_interleave(2)
+        assert cache.batch_size == 2 * batch
+
+
+def new_states(batch: int = 2, kv_heads: int = 2, tokens: int = 1, head_dim: int = 8, **options: Any) -> Inputs:
+    return tuple(torch.randn(batch, kv_heads, tokens, head_dim, **options) for _ in range(2))
+
+
+MISFITS: dict[str, tuple[type[KVLayersError], str, Callable[[], Inputs]]] = {
+    "more sequences": (CapacityError, r"at most 2 sequences.* saw 3", lambda: new_states(batch=3)),
+    "other kv_heads": (StateMismatchError, "kv_heads 2.*kv_heads 4", lambda: new_states(kv_heads=4)),
+    "another head_dim": (StateMismatchError, "head_dim 8.*head_dim 16", lambda: new_states(head_dim=16)),
+    "another dtype": (StateMismatchError, "float32.*float64", lambda: new_states(dtype=torch.float64)),
+    "another device": (StateMismatchError, "cpu.*meta", lambda: new_states(device="meta")),
+    "too many tokens": (CapacityError, "at most 64 tokens.*0 held and 65 new", lambda: new_states(tokens=65)),
+}
+
+
+@pytest.mark.parametrize("reads_buckets", [True, False])
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_states_that_a_reservation_is_not_for_leave_it_as_it_was(family: str, misfit: str, reads_buckets: bool) -> None:
+    error, says, make = MISFITS[misfit]
+    inputs, expected = reference(family)
+    cache = static_cache(family, compiled=reads_buckets)
+    decode(small_model(family), cache, inputs[:4])
+    address, size = cache.layers[0].keys.untyped_storage().data_ptr(), cache.nbytes
+    for reset in (True, False):
+        if reset:
+            cache.reset()
+        elif misfit == "too many tokens":
+            continue
+        elif misfit == "more sequences":
+            error, says = StateMismatchError, "batch size 2.*batch size 3"
+        before = held(cache)
+        for layer_idx in range(len(cache.layers)):
+            with torch.no_grad(), pytest.raises(error, match=says):
+                cache.update(*make(), layer_idx=layer_idx)
+        check_unchanged(cache, before)
+        assert (cache.layers[0].keys.untyped_storage().data_ptr(), cache.nbytes) == (address, size)
+        start = 0 if reset else 4
+        check(decode(small_model(family), cache, inputs[start : start + 4]), expected[start : start + 4])
+
+
+def test_sequences_beyond_the_reservation_are_refused_by_every_operation() -> None:
+    cache = static_cache("qwen2")
+    decode(small_model("qwen2"), cache, reference("qwen2")[0][:4])
+    before = held(cache)
+    for use in (
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices([0, 1, 0]),
+        lambda: cache.reorder_cache(torch.tensor([0, 0, 1, 1])),
+    ):
+        with pytest.raises(CapacityError, match=r"at most 2 sequences.* saw [34]"):
+            use()
+        check_unchanged(cache, before)
+    larger = static_cache("qwen2")
+    decode(small_model("qwen2"), larger, reference("qwen2", batch=3)[0][:4])
+    with pytest.raises(CapacityError, match=r"at most 2 sequences.* saw 3"):
+        cache.load_state(larger.state())
+    check_unchanged(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_batch_sise": 2}, "max_batch_sise"),
+        ({"bucket": Buckets()}, "bucket"),
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"max_batch_size": -1}, "max_batch_size"),
+        ({"max_batch_size": 1.5}, "max_batch_size"),
+        ({"max_cache_len": 0}, "max_cache_len"),
+        ({"max_cache_len": -3}, "max_cache_len"),
+        ({"max_cache_len": 2.5}, "max_cache_len"),
+        ({"max_cache_len": True}, "max_cache_len"),
+        ({"max_cache_len": "many"}, "max_cache_len"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_options_that_say_nothing_are_refused(family: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        static_cache(family, **options)
+
+
+@pytest.mark.parametrize("buckets", [16, (16, 32), "small", {"minimum": 16}], ids=str)
+def test_buckets_of_another_type_are_refused(buckets: object) -> None:
+    with pytest.raises(OptionError, match="buckets"):
+        static_cache("qwen2", buckets=buckets)
+
+
+def test_a_cache_says_whether_it_reads_buckets() -> None:
+    assert static_cache("hybrid").compiled is torch.accelerator.is_available()
+    for family in ("qwen2", "hybrid", "jamba"):
+        assert not static_cache(family, compiled=False).is_compileable
+        cache = static_cache(family, compiled=True)
+        assert cache.compiled
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert cache.is_compileable
+                # Autograd cannot follow what is written in place, so masks are not of buckets where it is on.
+                attending = next(layer for layer in cache.layers if isinstance(layer, kvlayers.CacheLayer))
+                assert attending.reserved.reading.mode.buckets_now is not grad
+        cache.compiled = False
+        with torch.no_grad():
+            assert not cache.is_compileable
+    assert static_cache("qwen2", compiled=True).fork().compiled
+    assert pickle.loads(pickle.dumps(static_cache("qwen2", compiled=True))).compiled
+
+
+# generate() with a cache that is passed
+
+
+def generated(family: str, **how: Any) -> Tensor:
+    ids = prompt(2, PROMPT)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False, **how}
+    tokens: Tensor = small_model(family).generate(ids, **how)
+    return tokens
+
+
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_generate_compiles_around_a_cache_that_is_passed(counted: None, family: str) -> None:
+    expected = generated(family)
+    config = transformers.CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    cache = static_cache(family, compiled=True)
+    assert torch.equal(generated(family, past_key_values=cache, compile_config=config), expected)
+    compiled_once = graphs()
+    assert 0 < compiled_once <= most_graphs(family, reached=2)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    cache.reset()
+    assert torch.equal(generated(family, past_key_values=cache, compile_config=config), expected)
+    assert graphs() == compiled_once
+
+
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_generate_does_not_compile_around_a_cache_that_says_so(family: str) -> None:
+    expected = generated(family)
+    config = transformers.CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    cache = static_cache(family, compiled=False)
+    before = graphs()
+    assert torch.equal(generated(family, past_key_values=cache, compile_config=config), expected)
+    assert graphs() == before
+
+
+@pytest.mark.parametrize("compile_config", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "hybrid", "mistral"])
+def test_generate_with_a_full_cache_raises_before_anything_is_written(family: str, compile_config: bool) -> None:
+    config = transformers.CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    how = {"compile_config": config} if compile_config else {}
+    # All layers of mistral slide: a window that is larger than the reservation is what ends it.
+    cache = static_cache(family, max_cache_len=20 if family != "mistral" else WINDOW - 2, compiled=True)
+    full = 20 if family != "mistral" else 0
+    says = "at most 20 tokens.*20 held and 1 new" if full else "at most 6 tokens.*0 held and 9 new"
+    with pytest.raises(CapacityError, match=says):
+        generated(family, past_key_values=cache, **how)
+    assert {layer.length for layer in cache.layers} == {full}
+    if full:
+        cache.crop(full - 1) if family == "qwen2" else cache.reset()
+
+
+@pytest.mark.parametrize("compile_config", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_a_cache_that_may_grow_grows_in_generate(family: str, compile_config: bool) -> None:
+    expected = generated(family)
+    config = transformers.CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    how = {"compile_config": config} if compile_config else {}
+    for capacity in (PROMPT - 2, PROMPT, 20):
+        cache = static_cache(family, max_cache_len=capacity, grow=True, compiled=True)
+        assert torch.equal(generated(family, past_key_values=cache, **how), expected), capacity
+
+
+@pytest.mark.parametrize("family", ["qwen2", "hybrid", "llama4"])
+def test_drafts_are_verified_with_a_cache_that_reads_buckets(family: str) -> None:
+    versions.need_since("5.13", "drafts that end where they are to, with a given cache that is static")
+    ids = torch.cat([prompt(1, 5)] * 3, dim=1)
+    how = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    model = small_model(family)
+    expected = model.generate(ids, **how)
+    cache = static_cache(family, compiled=True)
+    assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **how), expected)
+    name, changes = MODELS[family]
+    draft = fresh_model(name, seed=1, **changes)
+    cache = static_cache(family, compiled=True)
+    assert torch.equal(model.generate(ids, past_key_values=cache, assistant_model=draft, **how), expected)

@@ -1,0 +1,180 @@
+"""Drafts for models with recurrent states: tokens are those without assistance, and the cache is whole afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.generation.utils import GenerationMixin
+
+import kvlayers
+import versions
+from drafts import draft_of, spread
+from kvlayers.generation import assisted
+from kvlayers.upstream import compat
+from models import fresh_model, prompt
+
+FAMILIES = ("bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "zamba2", "falcon_h1", "nemotron_h")
+NAMES = ("dynamic", "static", "quantized")
+NEW_TOKENS = 24
+
+
+def repetitive() -> torch.Tensor:
+    return torch.cat([prompt(1, 6)] * 4, dim=1)
+
+
+def generated(model: Any, **how: Any) -> Any:
+    ids = repetitive()
+    defaults: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**defaults, **how})
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many drafts were accepted whole, and how many were taken back in part."""
+    seen = {"accepted": 0, "rejected": 0}
+    original = assisted.RollingCache.crop
+
+    def crop(self: Any, tokens_to_remove: int) -> None:
+        seen["rejected" if tokens_to_remove else "accepted"] += 1
+        original(self, tokens_to_remove)
+
+    monkeypatch.setattr(assisted.RollingCache, "crop", crop)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_assistance_changes_no_token_of_a_recurrent_model(installed: None, rounds: dict[str, int], family: str) -> None:
+    model = spread(family)
+    expected = generated(model).sequences
+    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft_of(model)}):
+        for name in NAMES:
+            ahead = {"cache_config": {"residual_length": 64}} if name == "quantized" else {}
+            output = generated(model, cache_implementation=name, **how, **ahead)
+            assert torch.equal(output.sequences, expected), (name, *how)
+            assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
+            assert not any(layer.is_recording for layer in output.past_key_values.adapted_layers())
+            assert not isinstance(output.past_key_values, assisted.RollingCache)
+    assert rounds["rejected"] > 0
+    assert rounds["accepted"] > 0
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "falcon_h1"])
+def test_the_cache_that_assistance_leaves_is_the_one_that_decoding_leaves(installed: None, family: str) -> None:
+    model, step = spread(family), prompt(1, 1, seed=3)
+    caches = [generated(model, **how).past_key_values for how in ({}, {"prompt_lookup_num_tokens": 4})]
+    with torch.no_grad():
+        alone, helped = (model(step, past_key_values=cache).logits for cache in caches)
+    # bamba clips its time steps over several tokens, and not over one.
+    torch.testing.assert_close(helped, alone, rtol=0, atol=0.05 if family == "bamba" else 1e-4)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2", "zamba2"])
+def test_a_cache_that_is_passed_comes_back_whole(installed: None, family: str) -> None:
+    model = spread(family)
+    expected = generated(model).sequences
+    cache = kvlayers.DynamicCache(config=model.config)
+    ids = repetitive()
+    with torch.no_grad():
+        model(ids[:, :9], past_key_values=cache)
+    how: dict[str, Any] = {"past_key_values": cache, "prompt_lookup_num_tokens": 4}
+    seen = generated(model, **how)
+    assert seen.past_key_values is cache
+    assert torch.equal(seen.sequences, expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_replay_may_be_a_pass_of_its_own(
+    installed: None, monkeypatch: pytest.MonkeyPatch, rounds: dict[str, int], most: int
+) -> None:
+    model = spread("qwen3_next")
+    monkeypatch.setattr(assisted, "MOST_WITH_A_DRAFT", most)
+    expected = generated(model).sequences
+    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft_of(model)}):
+        assert torch.equal(generated(model, **how).sequences, expected)
+    assert rounds["rejected"] > 3
+
+
+def test_hidden_states_are_those_of_each_token(installed: None) -> None:
+    model = spread("qwen3_next")
+    alone = generated(model, output_hidden_states=True)
+    helped = generated(model, output_hidden_states=True, prompt_lookup_num_tokens=4)
+    assert torch.equal(helped.sequences, alone.sequences)
+    assert len(helped.hidden_states) == len(alone.hidden_states)
+    for mine, theirs in zip(helped.hidden_states, alone.hidden_states, strict=True):
+        torch.testing.assert_close(mine[-1], theirs[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("draft", ["jamba", "granitemoehybrid"])
+def test_a_recurrent_model_may_draft_for_another(installed: None, draft: str) -> None:
+    """A draft that is wrong is taken back all the time, and replayed: one by one where its scan begins from zero."""
+    for family in ("llama", "granitemoehybrid"):
+        model = spread(family)
+        assert torch.equal(generated(model, assistant_model=spread(draft)).sequences, generated(model).sequences), (
+            family
+        )
+
+
+def test_a_model_may_draft_for_itself(installed: None, rounds: dict[str, int]) -> None:
+    model = spread("falcon_h1")
+    assert torch.equal(generated(model, assistant_model=model).sequences, generated(model).sequences)
+    assert rounds["accepted"] > 0
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba", "mamba2", "recurrent_gemma"])
+def test_models_whose_drafts_cannot_be_taken_back_are_refused_by_name(installed: None, family: str) -> None:
+    if family == "recurrent_gemma":
+        versions.need_since("5.17", "drafts for recurrent_gemma up to where they are refused")
+    model = spread(family)
+    with pytest.raises(kvlayers.RollbackError, match="leave out the assistance|cannot be assisted"):
+        generated(model, prompt_lookup_num_tokens=4)
+    assert model._is_stateful
+
+
+def test_a_cache_of_transformers_is_refused_as_transformers_refuses_it(installed: None) -> None:
+    model = spread("qwen3_next")
+    cache = transformers.DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="expected a cache of kvlayers"):
+        generated(model, prompt_lookup_num_tokens=4, past_key_values=cache)
+
+
+def test_what_is_replaced_is_put_back() -> None:
+    names = ("_validate_generation_mode", "_assisted_decoding", *(["_prefill"] if compat.PREFILLS_APART else []))
+    before = [getattr(GenerationMixin, name) for name in names]
+    model = spread("qwen3_next")
+    with kvlayers.installed():
+        assert all(getattr(GenerationMixin, name) is not old for name, old in zip(names, before, strict=True))
+        generated(model, prompt_lookup_num_tokens=4)
+        with pytest.raises(ZeroDivisionError):
+            generated(model, prompt_lookup_num_tokens=4, logits_processor=[lambda *_: 1 / 0])
+    assert [getattr(GenerationMixin, name) for name in names] == before
+    assert "prepare_inputs_for_generation" not in vars(model)
+    assert "_is_stateful" not in vars(model)
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        generated(model, prompt_lookup_num_tokens=4)
+
+
+@pytest.mark.parametrize("given", [kvlayers.DynamicCache, transformers.DynamicCache])
+@pytest.mark.parametrize("way", ["draft model", "prompt look-up"])
+def test_a_chat_goes_on_with_drafts(way: str, given: Any, installed: None) -> None:
+    # From 5.4 on transformers alone passes the whole sequence again, behind what the cache holds of it.
+    model, cache = fresh_model("llama"), given()
+    how: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    if way == "draft model":
+        how = {"assistant_model": draft_of(model)}
+    ids = repetitive()
+    for turn in range(3):
+        mask = torch.ones_like(ids)
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        seen = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, past_key_values=cache, **how)
+        assert torch.equal(seen, expected)
+        assert cache.get_seq_length() == seen.shape[1] - 1
+        ids = torch.cat([seen, prompt(1, 3, seed=turn)], dim=1)
+    if compat.LOOPS_COUNT_CACHE_POSITION:
+        return
+    # New tokens alone, more than are held.
+    cache.crop(-(cache.get_seq_length() - 2))
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    alone = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **how}
+    assert torch.equal(model.generate(ids[:, 2:], past_key_values=cache, **alone), expected[:, 2:])

@@ -1,0 +1,77 @@
+"""Models on several ranks: split by heads by transformers, or copied by torch, with a cache on each rank."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import distributed_data_parallel
+import distributed_tensor_parallel
+import kvlayers
+from models import COMMON, fresh_model
+
+RANKS = 2
+HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="torch is built without gloo, the one backend for CPUs",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, pathlib.Path]:
+    """A model with an even number of kv_heads and of tokens, as ranks are, and where it is saved."""
+    assert COMMON["num_key_value_heads"] % RANKS == 0
+    directory = tmp_path_factory.mktemp("llama")
+    model = fresh_model("llama", vocab_size=96)
+    model.save_pretrained(directory)
+    return model, directory
+
+
+def run_on_ranks(script: str, directory: pathlib.Path, output: pathlib.Path) -> list[pathlib.Path]:
+    """The files that each rank of a script has written."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    path = os.pathsep.join([str(pathlib.Path(kvlayers.__file__).parents[1]), str(HELPERS)])
+    done = subprocess.run(
+        [*launch, str(HELPERS / script), str(directory), str(output)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [output.with_name(f"{output.name}.{rank}") for rank in range(RANKS)]
+
+
+def test_ranks_that_share_the_heads_write_the_tokens_of_one(
+    saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    model, directory = saved
+    expected = distributed_tensor_parallel.continuations(model)
+    for written in run_on_ranks("distributed_tensor_parallel.py", directory, tmp_path / "tokens"):
+        seen = json.loads(written.read_text())
+        assert seen.keys() == expected.keys()
+        for way, (tokens, kv_heads) in expected.items():
+            assert seen[way] == [tokens, kv_heads // RANKS], way
+
+
+def test_replicas_have_the_logits_and_gradients_of_one_process(
+    saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    _, directory = saved
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    expected = distributed_data_parallel.train(model, *distributed_data_parallel.batch(), model.config)
+    files = run_on_ranks("distributed_data_parallel.py", directory, tmp_path / "training")
+    seen = [torch.load(file) for file in files]
+    for part in ("logits", "decoded"):
+        torch.testing.assert_close(torch.cat([rank[part] for rank in seen]), expected[part], rtol=1e-4, atol=1e-4)
+    for rank in seen:
+        for mine, theirs in zip(rank["gradients"], expected["gradients"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,190 @@
+"""Caches of transformers that a model is given under `install()`: empty ones get layers of kvlayers."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+import versions
+from families import model_and_inputs
+from kvlayers.upstream import compat
+from models import WINDOW, fresh_model, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda model: transformers.DynamicCache(),
+    "of a config": lambda model: transformers.DynamicCache(config=model.config),
+    "static": lambda model: transformers.StaticCache(model.config, max_cache_len=48),
+}
+FULL, WINDOWS = ["DynamicLayer"] * 4, ["SlidingLayer", "SlidingLayer", "DynamicLayer", "SlidingLayer"]
+EXPECTED = {
+    "bare": FULL,
+    "of a config": WINDOWS,
+    "static": ["Static" + name.replace("Dynamic", "") for name in WINDOWS],
+}
+
+
+def generate(ids: torch.Tensor, cache: Any, family: str = "gemma3", tokens: int = 14, **how: Any) -> Any:
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, **how}
+    return tiny_model(family).generate(ids, max_new_tokens=tokens, past_key_values=cache, **given)
+
+
+def kinds(cache: Any) -> list[str]:
+    """Names of the classes of layers of kvlayers, "" for one of transformers."""
+    return [type(layer).__name__ if isinstance(layer, kvlayers.CacheLayer) else "" for layer in cache.layers]
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}], ids=["greedy", "beams", "chunks"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_empty_cache_decodes_with_layers_of_kvlayers(kind: str, way: dict[str, Any]) -> None:
+    model, ids = tiny_model("gemma3"), prompt(2, 12)
+    expected = generate(ids, MAKERS[kind](model), **way)
+    cache = MAKERS[kind](model)
+    known_as, layers = type(cache), cache.layers
+    with kvlayers.installed():
+        assert torch.equal(generate(ids, cache, **way), expected)
+    assert type(cache) is known_as
+    assert cache.layers is layers
+    assert kinds(cache) == EXPECTED[kind]
+    assert int(cache.get_seq_length()) == 25
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_it_goes_on_like_any_other_also_after_uninstall(kind: str) -> None:
+    model, cache, ids = tiny_model("gemma3"), MAKERS[kind](tiny_model("gemma3")), prompt(2, 5)
+    with kvlayers.installed(), torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert kinds(cache) == EXPECTED[kind]
+    twin = copy.deepcopy(cache)
+    longer = torch.cat([ids, prompt(2, 6)], dim=1)
+    expected = generate(longer, None)
+    for each in (cache, twin):
+        assert torch.equal(generate(longer, each), expected)
+    twin.reset()
+    assert torch.equal(generate(longer, twin), expected)
+
+
+def test_methods_of_transformers_work_on_the_layers() -> None:
+    model, ids = tiny_model("llama"), prompt(2, 8)
+    cache = transformers.DynamicCache()
+    with kvlayers.installed(), torch.no_grad():
+        whole = model(ids, past_key_values=cache).logits
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        assert (cache.get_seq_length(), len(cache), cache.is_sliding) == (5, 2, [False, False])
+        keys = [states[0].shape for states in cache]
+        assert keys == [cache.layers[0].keys.shape] * 2 == [torch.Size([2, 2, 5, 8])] * 2
+        assert compat.MASKS_BY_CACHE_POSITION or cache.get_mask_sizes(3, 0) == (8, 0)
+        again = model(ids[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(again, whole[:, 5:])
+    fixed = transformers.StaticCache(model.config, max_cache_len=20)
+    with kvlayers.installed(), torch.no_grad():
+        model(ids, past_key_values=fixed)
+        # What comes beyond the reservation is an error of transformers as well.
+        with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens"):
+            model(prompt(2, 13), past_key_values=fixed)
+    assert max(layer.max_cache_len for layer in fixed.layers) == 20
+
+
+@versions.compiled_by_length
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_generate_decodes_in_one_graph(family: str) -> None:
+    model, ids = fresh_model(family), prompt(1, 6)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(ids, **given)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with kvlayers.installed():
+        cache = transformers.StaticCache(model.config, max_cache_len=48)
+        config = transformers.CompileConfig(backend="eager", mode=None)
+        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **given), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert all(kinds(cache))
+    torch._dynamo.reset()
+
+
+@versions.recurrent_layers_of_ours
+@pytest.mark.parametrize("family", ["mamba2", "jamba"])
+def test_recurrent_layers_are_replaced_where_they_take_a_chat(family: str) -> None:
+    model = tiny_model(family) if family == "jamba" else model_and_inputs(family)[0]
+    cache_name, ids = "past_key_values" if family == "jamba" else "cache_params", prompt(1, 7)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **given)
+    with kvlayers.installed():
+        cache = transformers.DynamicCache(config=model.config)
+        assert torch.equal(model.generate(ids, **given, **{cache_name: cache}), expected)
+    ours = {type(layer) for layer in cache.layers if isinstance(layer, kvlayers.LinearAttentionLayer)}
+    # The scan of the other one begins from zero.
+    assert bool(ours) is (family == "mamba2")
+
+
+def test_both_parts_of_a_pair_are_replaced() -> None:
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = transformers.BartForConditionalGeneration(config).eval(), prompt(2, 7)
+
+    def pair() -> Any:
+        return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+
+    expected = model.generate(ids, past_key_values=pair(), max_new_tokens=8, num_beams=2)
+    with kvlayers.installed():
+        cache = pair()
+        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=8, num_beams=2), expected)
+    assert kinds(cache.self_attention_cache) == kinds(cache.cross_attention_cache) == ["DynamicLayer"] * 2
+
+
+def test_what_may_do_something_of_its_own_is_left_alone() -> None:
+    class Mine(transformers.DynamicCache):
+        """A cache of a user's."""
+
+    class MyLayer(transformers.cache_utils.DynamicSlidingWindowLayer):
+        """A layer of a user's."""
+
+    ids = prompt(1, 4)
+    with kvlayers.installed():
+        cache: Any = Mine()
+        generate(ids, cache)
+        assert kinds(cache) == [""] * 4
+        cache = transformers.DynamicCache(config=tiny_model("gemma3").config)
+        cache.layers[1] = MyLayer(WINDOW)
+        generate(ids, cache)
+        assert kinds(cache) == ["SlidingLayer", "", "DynamicLayer", "SlidingLayer"]
+    with kvlayers.installed(replace_empty_caches=False), kvlayers.installed():
+        cache = transformers.DynamicCache()
+        generate(ids, cache)
+        assert kinds(cache) == [""] * 4
+
+
+def test_a_filled_cache_is_left_alone_with_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvlayers")
+    cache, ids = transformers.DynamicCache(), prompt(1, 6)
+    output = generate(ids, cache)
+    with kvlayers.installed():
+        longer = torch.cat([output, prompt(1, 3)], dim=1)
+        output = generate(longer, cache)
+        assert torch.equal(output, generate(longer, None))
+    assert kinds(cache) == [""] * 4
+    assert [record.message for record in caplog.records] == [
+        "A DynamicCache keeps its layers of transformers, as it holds states: kvlayers gives its own to empty caches."
+    ]
+
+
+def test_autograd_goes_through_it() -> None:
+    model, ids = fresh_model("llama"), prompt(1, 6)
+    with kvlayers.installed():
+        cache = transformers.DynamicCache()
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache).logits.sum().backward()
+    assert all(kinds(cache))
+    assert all(weight.grad is not None for weight in model.parameters())

@@ -1,0 +1,68 @@
+"""No model that transformers runs is refused: hybrids, indexers, shared KV and states of a model's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+import versions
+from families import FAMILIES, HOLDS_ITS_OWN_CACHE, any_model_and_inputs, generated
+from kvlayers.upstream import compat
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": lambda: {"do_sample": False},
+    "sampling": lambda: {"do_sample": True},
+    "beams": lambda: {"num_beams": 3, "do_sample": False},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_family_generates_the_tokens_of_transformers(family: str, way: str) -> None:
+    if (family, way) == ("lfm2", "beams"):
+        versions.need_since("5.0", "beams of lfm2, whose cache of its own cannot be reordered")
+    model, inputs = any_model_and_inputs(family)
+    recurrent = family in versions.RECURRENT_FAMILIES
+    # Before, transformers could not make the masks of static caches for them.
+    static = compat.MODELS_PASS_COLUMNS or not recurrent
+    # There, the static indexer of transformers is wrong, and there is none of ours.
+    static = static and not (family == "deepseek_v32" and compat.INDEXERS_DEPEND_ON_CHUNKS)
+    names = (None, "dynamic", "static") if static else (None, "dynamic")
+
+    # Name by name: the static indexer of transformers (deepseek_v32) does not agree with its dynamic one under beams.
+    def tokens_of_transformers(name: str | None) -> torch.Tensor:
+        forgets = versions.CROSS_ATTENTION_FORGETS and family == "t5gemma"
+        how = {"use_cache": False} if forgets else {"cache_implementation": name}
+        tokens: torch.Tensor = generated(model, inputs, **how, **WAYS[way]()).sequences
+        return tokens
+
+    expected = {name: tokens_of_transformers(name) for name in names if name != "dynamic"}
+    # To transformers, no name is the name of its dynamic cache.
+    expected["dynamic"] = expected[None]
+    with kvlayers.installed():
+        for name in names:
+            output = generated(model, inputs, cache_implementation=name, **WAYS[way]())
+            assert torch.equal(output.sequences, expected[name]), name
+            # On versions where a model makes its own cache, not every model returns it.
+            cache = next((output[key] for key in ("past_key_values", "cache_params") if key in output), None)
+            ours = type(cache).__module__.startswith("kvlayers")
+            left_to_model = family in HOLDS_ITS_OWN_CACHE or not model._supports_default_dynamic_cache()
+            assert ours is not (left_to_model or compat.makes_its_own_cache(model, name or ""))
+
+
+HAVE_CONVOLUTIONS = ("mamba2", "falcon_mamba", "bamba", "lfm2", "qwen3_next", "zamba2", "falcon_h1", "nemotron_h")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("family", HAVE_CONVOLUTIONS)
+def test_prompts_about_as_long_as_a_convolution_give_the_tokens_of_transformers(family: str, tokens: int) -> None:
+    """The columns of short ones are behind zeros."""
+    model, inputs = any_model_and_inputs(family)
+    short = {name: entries[:, :tokens] for name, entries in inputs.items()}
+    expected = generated(model, short, do_sample=False).sequences
+    with kvlayers.installed():
+        for name in ("dynamic", "static"):
+            seen = generated(model, short, do_sample=False, cache_implementation=name).sequences
+            assert torch.equal(seen, expected), name

@@ -1,0 +1,303 @@
+"""generate() returns the tokens that it returns with transformers' own caches, in every way of decoding."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+import versions
+from kvlayers.upstream import compat
+from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
+
+NEW_TOKENS = 14
+PADDED = torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
+
+Arguments = dict[str, Any]
+WAYS: dict[str, Arguments] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "several sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams and several sequences": {"num_beams": 4, "num_return_sequences": 2},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "without a cache": {"use_cache": False},
+}
+NAMES = ("dynamic", "static", "hybrid", "hybrid_chunked")
+
+
+def generate(family: str, ids: torch.Tensor, **arguments: Any) -> Any:
+    torch.manual_seed(3)
+    defaults: Arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return tiny_model(family).generate(ids, **{**defaults, **arguments})
+
+
+def generated_cache(output: Any) -> Any:
+    return next(output[name] for name in ("past_key_values", "cache_params") if name in output)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, way: str) -> None:
+    if way == "chunked prefill" and family in (*ENCODER_DECODERS, *RECURRENT):
+        pytest.skip("transformers prefills decoders of attention in chunks, and no others")
+    ids = prompt(2)
+    apart = versions.LEAVES_THE_CACHE_TO_MODELS and way == "chunked prefill"
+    if apart and family in ("mistral", "gemma2", "gemma3", "llama4"):
+        pytest.skip(f"transformers {versions.TRANSFORMERS} masks chunks of models with windows in a wrong way")
+    expected = generate(family, ids, **WAYS["greedy" if apart else way])
+    with kvlayers.installed():
+        for name in NAMES if WAYS[way].get("use_cache", True) else (None,):
+            assert torch.equal(generate(family, ids, cache_implementation=name, **WAYS[way]), expected), name
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_left_padding_gives_the_tokens_of_transformers(family: str) -> None:
+    ids = torch.where(PADDED == 1, prompt(2), 0)
+    for extra in ({}, {"num_beams": 2}):
+        # Twice the window, so that padding leaves it on the way.
+        expected = generate(family, ids, attention_mask=PADDED, **extra)
+        with kvlayers.installed():
+            for name in NAMES:
+                seen = generate(family, ids, attention_mask=PADDED, cache_implementation=name, **extra)
+                assert torch.equal(seen, expected), name
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize("padding", [6, 10])
+def test_padding_inside_a_full_window_stays_masked(family: str, padding: int) -> None:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :padding] = 0
+    ids = torch.where(mask == 1, prompt(2), 0)
+    expected = generate(family, ids, attention_mask=mask)
+    with kvlayers.installed():
+        for name in NAMES:
+            assert torch.equal(generate(family, ids, attention_mask=mask, cache_implementation=name), expected), name
+
+
+def caches_for(family: str) -> dict[str, Callable[[], kvlayers.Cache]]:
+    config = tiny_model(family).config
+    if family in ENCODER_DECODERS:
+        return {
+            "dynamic": lambda: kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache()),
+            "static": lambda: kvlayers.EncoderDecoderCache(
+                kvlayers.StaticCache(config, max_cache_len=64), kvlayers.DynamicCache()
+            ),
+        }
+    return {
+        "dynamic": lambda: kvlayers.DynamicCache(config=config),
+        "dynamic without a config": lambda: kvlayers.DynamicCache(),
+        "static": lambda: kvlayers.StaticCache(config, max_cache_len=80),
+    }
+
+
+@pytest.mark.parametrize("family", [*ATTENDING, *ENCODER_DECODERS])
+def test_a_cache_that_is_passed_gives_the_tokens_of_transformers(family: str) -> None:
+    ids = prompt(2)
+    expected = generate(family, ids)
+    for kind, make in caches_for(family).items():
+        cache = make()
+        output = generate(family, ids, past_key_values=cache, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected), kind
+        assert output.past_key_values is cache
+        decoded = NEW_TOKENS if family in ENCODER_DECODERS else ids.shape[1] + NEW_TOKENS - 1
+        assert cache.get_seq_length() == decoded
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_a_conversation_goes_on_from_its_cache(family: str) -> None:
+    ids = prompt(1)
+    upstream = transformers.DynamicCache(config=tiny_model(family).config)
+    first = generate(family, ids, past_key_values=upstream)
+    longer = torch.cat([first, prompt(1, 5, seed=9)], dim=1)
+    expected = generate(family, longer, past_key_values=upstream)
+    for kind, make in caches_for(family).items():
+        cache = make()
+        assert torch.equal(generate(family, ids, past_key_values=cache), first), kind
+        assert torch.equal(generate(family, longer, past_key_values=cache), expected), kind
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda cache: cache.fork()], ids=["deepcopy", "fork"])
+@pytest.mark.parametrize("family", ATTENDING)
+def test_a_prefix_serves_many_prompts_and_stays_as_it_was(family: str, twin_of: Callable[[Any], Any]) -> None:
+    prefix = prompt(1, 20)
+    prompts = [torch.cat([prefix, prompt(1, 3, seed=seed)], dim=1) for seed in (1, 2)]
+    expected = [generate(family, ids) for ids in prompts]
+    for kind, make in caches_for(family).items():
+        cache = make()
+        with torch.no_grad():
+            tiny_model(family)(prefix, past_key_values=cache)
+        for ids, tokens in zip(prompts, expected, strict=True):
+            assert torch.equal(generate(family, ids, past_key_values=twin_of(cache)), tokens), kind
+        assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
+    # A prompt that repeats itself, so that look-up finds drafts, and a draft that is wrong often enough to roll back.
+    ids = torch.cat([prompt(1, 6)] * 4, dim=1)
+    # Until 5.13, look-up may go on beyond the length that is asked for.
+    expected = generate(family, ids)
+    draft = tiny_model(family, seed=1)
+    with kvlayers.installed():
+        for name in NAMES:
+            ahead = {"cache_implementation": name, "return_dict_in_generate": True}
+            looked_up = generate(family, ids, prompt_lookup_num_tokens=4, **ahead)
+            assert torch.equal(looked_up.sequences[:, : expected.shape[1]], expected), name
+            assisted = generate(family, ids, assistant_model=draft, **ahead)
+            assert torch.equal(assisted.sequences, expected), name
+            assert type(assisted.past_key_values).__module__.startswith("kvlayers")
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_a_cache_that_is_passed_can_be_rolled_back_by_assisted_decoding(family: str) -> None:
+    ids = torch.cat([prompt(1, 6)] * 4, dim=1)
+    expected = generate(family, ids)
+    for kind, make in caches_for(family).items():
+        cache = make()
+        with versions.recording():
+            looked_up = generate(family, ids, prompt_lookup_num_tokens=4, past_key_values=cache)
+            draft = tiny_model(family, seed=1)
+            assisted = generate(family, ids, assistant_model=draft, past_key_values=make())
+        assert torch.equal(looked_up[:, : expected.shape[1]], expected), kind
+        assert torch.equal(assisted, expected), kind
+        assert cache.get_seq_length() == looked_up.shape[1] - 1
+
+
+def test_a_cache_records_no_more_after_assisted_decoding(installed: None) -> None:
+    ids = torch.cat([prompt(1, 6)] * 4, dim=1)
+    cache = kvlayers.DynamicCache(config=tiny_model("gemma3").config)
+    generate("gemma3", ids, prompt_lookup_num_tokens=4, past_key_values=cache)
+    assert not any(map(cache.is_recording_past, range(4)))
+    assert cache.layers[0].keys.shape[2] < 8
+
+
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_logits_of_encoder_decoders_are_those_of_transformers(family: str) -> None:
+    """Random encoder-decoders repeat one token, which says little: their logits say more."""
+    how = {"output_logits": True, "return_dict_in_generate": True, "num_beams": 1}
+    expected = generate(family, prompt(2), **how)
+    with kvlayers.installed():
+        for name in NAMES:
+            seen = generate(family, prompt(2), cache_implementation=name, **how)
+            assert torch.equal(torch.stack(seen.logits), torch.stack(expected.logits)), name
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_a_loop_of_ones_own_decodes_the_same_tokens(family: str) -> None:
+    model, ids = tiny_model(family), prompt(2)
+    expected = generate(family, ids)
+    for make in caches_for(family).values():
+        cache, tokens = make(), ids
+        step = ids
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                step = model(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+                tokens = torch.cat([tokens, step], dim=1)
+        assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_a_chunk_of_queries_after_a_full_window_sees_what_single_ones_see(family: str) -> None:
+    model = tiny_model(family)
+    ids = prompt(1, 30)
+    with torch.no_grad():
+        whole = model(ids).logits
+        for make in caches_for(family).values():
+            cache = make()
+            parts = [model(chunk, past_key_values=cache).logits for chunk in ids.split([11, 1, 7, 4, 1, 6], dim=1)]
+            # Chunks change the order of sums in a matrix product, by a few units in the last place.
+            torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_inference_mode_and_no_grad_may_take_turns() -> None:
+    model, ids = tiny_model("gemma3"), prompt(1)
+    expected = generate("gemma3", ids)
+    for make in caches_for("gemma3").values():
+        cache, tokens, step = make(), ids, ids
+        for turn in range(NEW_TOKENS):
+            with torch.inference_mode() if turn % 3 else torch.no_grad():
+                step = model(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, step.clone()], dim=1)
+        assert torch.equal(tokens, expected)
+
+
+def test_a_pipeline_takes_names(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[kvlayers.StaticCache] = []
+    original = kvlayers.StaticCache.__init__
+    monkeypatch.setattr(
+        kvlayers.StaticCache,
+        "__init__",
+        lambda self, *args, **options: (made.append(self), original(self, *args, **options))[1],
+    )
+    tokenizer = _tokenizer()
+    pipe = transformers.pipeline("text-generation", model=tiny_model("llama"), tokenizer=tokenizer)
+    first = pipe("3 4 5", max_new_tokens=4, do_sample=False, cache_implementation="static")
+    second = pipe("3 4 5", max_new_tokens=4, do_sample=False, cache_implementation="dynamic")
+    assert first == second
+    assert len(made) == 1
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({str(index): index for index in range(97)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_token="0")
+
+
+@pytest.mark.parametrize(("made_for", "given_to"), [("gemma3", "llama"), ("mistral", "qwen2"), ("gemma3", "gemma2")])
+def test_a_cache_with_windows_of_another_model_is_refused(made_for: str, given_to: str) -> None:
+    """Its windows would forget what the model attends to, and the tokens would be others, without a word."""
+    cache = kvlayers.DynamicCache(config=tiny_model(made_for).config)
+    model = tiny_model(given_to)
+    with kvlayers.installed(), pytest.raises(kvlayers.ConfigError, match="made for another model"):
+        model.generate(prompt(), past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 0
+
+
+def _with_alibi(family: str) -> Any:
+    special = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": versions.NO_END}
+    config = {
+        "mpt": lambda: transformers.MptConfig(
+            d_model=32, n_heads=4, n_layers=2, max_seq_len=64, expansion_ratio=2, **special
+        ),
+        "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, **special),
+    }[family]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)
+    return model
+
+
+def test_a_cache_that_is_given_is_used_though_the_config_says_otherwise() -> None:
+    # As that of MPT does. transformers then passes the whole sequence to the cache at every step.
+    model, ids = _with_alibi("mpt"), prompt(2, 12)
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, use_cache=False, **how)
+    assert model.generation_config.use_cache is False
+    for cache in (kvlayers.DynamicCache(config=model.config), kvlayers.QuantizedCache(config=model.config)):
+        with kvlayers.installed():
+            output = model.generate(ids, past_key_values=cache, **how)
+        assert cache.get_seq_length() == 15
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+    assert model.generation_config.use_cache is False
+
+
+def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_by_name() -> None:
+    model, ids = _with_alibi("bloom"), prompt(2, 12)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=32)
+    how = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **how)
+    with kvlayers.installed():
+        assert torch.equal(model.generate(ids, cache_implementation="static", **how), expected)
+        if compat.masks_the_whole_reservation(model):
+            with pytest.raises(kvlayers.ConfigError, match="cache_implementation='static'"):
+                model.generate(ids, past_key_values=cache, **how)
+        else:
+            assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)

@@ -1,0 +1,225 @@
+"""Prompts that do not go on from what a cache has seen: errors without `install()`, and warnings under it."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers.upstream import compat
+from models import prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda model: kvlayers.DynamicCache(config=model.config),
+    "static": lambda model: kvlayers.StaticCache(model.config, max_cache_len=96, max_batch_size=12),
+    "int4": lambda model: kvlayers.QuantizedCache(config=model.config),
+}
+
+
+def generate(ids: torch.Tensor, cache: Any, tokens: int = 5, **how: Any) -> torch.Tensor:
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, **how}
+    sequences: torch.Tensor = tiny_model("llama").generate(ids, max_new_tokens=tokens, past_key_values=cache, **given)
+    return sequences
+
+
+def behind(ids: torch.Tensor, tokens: int = 3) -> torch.Tensor:
+    """`ids`, and more of them."""
+    return torch.cat([ids, prompt(ids.shape[0], tokens)], dim=1)
+
+
+def changed(ids: torch.Tensor, at: int, row: int = 0) -> torch.Tensor:
+    """`ids` with another token in one place."""
+    other = ids.clone()
+    other[row, at] = 3 + (other[row, at] - 2) % 90
+    return other
+
+
+# Without install()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("length", "tokens"), [(4, 20), (12, 1), (30, 20)])
+def test_a_prompt_that_the_cache_holds_already_is_an_error_without_install(kind: str, length: int, tokens: int) -> None:
+    # transformers would pass it no token, all of them again, or some of them again.
+    cache, ids = MAKERS[kind](tiny_model("llama")), prompt(1, length)
+    output = generate(ids, cache, tokens)
+    held = cache.get_seq_length()
+    # Before 5.4 transformers fails by itself, as it looks for the position of a first new token.
+    named = kvlayers.StateMismatchError if compat.PREFILL_SUBTRACTS_LENGTHS else IndexError
+    with pytest.raises(named):
+        generate(ids, cache, tokens)
+    assert cache.get_seq_length() == held
+    longer = behind(output)
+    assert torch.equal(generate(longer, cache), generate(longer, MAKERS[kind](tiny_model("llama"))))
+
+
+def test_lengths_are_plain_numbers_to_everybody_else() -> None:
+    cache = kvlayers.DynamicCache()
+    tiny_model("llama")(prompt(1, 5), past_key_values=cache)
+    assert type(cache.get_seq_length()) is int
+    assert (5 - cache.get_seq_length(), 3 - cache.get_seq_length()) == (0, -2)
+
+
+# Under install()
+
+
+@pytest.fixture
+def strict() -> Any:
+    """Where a prompt that differs is an error, so that a false alarm is one too."""
+    with kvlayers.installed(strict_prompts=True):
+        yield
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_chat_that_goes_on_is_no_cause_for_alarm(kind: str, strict: None) -> None:
+    cache = MAKERS[kind](tiny_model("llama"))
+    ids = generate(prompt(2, 8), cache)
+    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+    ids = generate(behind(ids), cache)
+    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+    with pytest.raises(kvlayers.PromptMismatchError, match=r"token 9 of sequence 1 is .*: crop\(9\) the cache"):
+        generate(changed(behind(ids), 9, row=1), cache)
+    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_ids_follow_the_operations_of_the_cache(kind: str, strict: None) -> None:
+    cache = MAKERS[kind](tiny_model("llama"))
+    ids = generate(prompt(3, 8), cache)
+    fork = cache.fork()
+    cache.batch_select_indices([2, 0])
+    ids = generate(behind(ids[[2, 0]]), cache)
+    cache.batch_repeat_interleave(2)
+    ids = generate(behind(ids.repeat_interleave(2, dim=0)), cache)
+    cache.expand(2)
+    ids = generate(behind(ids.repeat_interleave(2, dim=0)), cache)
+    other = changed(ids, 6)
+    cache.crop(6)
+    generate(other, cache)
+    with pytest.raises(kvlayers.PromptMismatchError, match="token 6 of sequence 0"):
+        generate(behind(ids, 12), cache)
+    state = fork.state()
+    cache.reset()
+    generate(prompt(4, 20), cache)
+    with pytest.raises(kvlayers.PromptMismatchError, match="token 0 of sequence 0 is"):
+        generate(prompt(3, 40)[:, 20:], fork)
+    # Of a state nobody says what it is of.
+    fork.load_state(state)
+    generate(prompt(3, 40)[:, 20:], fork)
+
+
+def test_a_warning_comes_once_for_each_cache_and_points_at_the_call(installed: None) -> None:
+    cache = kvlayers.DynamicCache()
+    ids = generate(prompt(1, 8), cache)
+    with pytest.warns(kvlayers.PromptMismatchWarning, match="token 3 of sequence 0") as caught:
+        ids = generate(behind(changed(ids, 3)), cache)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(behind(ids), cache)
+
+
+def test_padding_and_beams_are_no_cause_for_alarm(strict: None) -> None:
+    cache, ids = kvlayers.DynamicCache(), prompt(2, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    ids = behind(generate(ids, cache, attention_mask=mask))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    # Nobody attends to padding, whatever its ids.
+    generate(changed(ids, 1), cache, attention_mask=mask)
+
+    cache, ids = kvlayers.DynamicCache(), prompt(2, 8)
+    generate(ids, cache, num_beams=3)
+    assert torch.equal(cache.known_ids, ids.repeat_interleave(3, dim=0))
+    # What the beams were of is not known: a prompt may go on in another way.
+    generate(behind(ids, 12), cache, num_beams=3)
+    with pytest.raises(kvlayers.PromptMismatchError, match="token 0"):
+        generate(prompt(2, 60)[:, 20:], cache, num_beams=3)
+
+    cache = kvlayers.DynamicCache()
+    samples = generate(ids, cache, num_return_sequences=2, do_sample=True)
+    generate(behind(samples), cache)
+
+
+def test_drafts_and_new_tokens_alone_are_known(strict: None) -> None:
+    cache, ids = kvlayers.DynamicCache(), torch.cat([prompt(1, 8)] * 2, dim=1)
+    ids = generate(ids, cache, prompt_lookup_num_tokens=3)
+    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+    if compat.LOOPS_COUNT_CACHE_POSITION:
+        return
+    whole, held = behind(ids), cache.get_seq_length()
+    new = generate(whole[:, held:], cache, attention_mask=torch.ones_like(whole))
+    whole = torch.cat([whole[:, :held], new], dim=1)
+    assert torch.equal(cache.known_ids, whole[:, : cache.get_seq_length()])
+
+
+def test_a_loop_of_ones_own_leaves_its_prompts_behind(strict: None) -> None:
+    model, cache, ids = tiny_model("llama"), kvlayers.DynamicCache(), prompt(1, 9)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        model(input_ids=ids[:, 4:], past_key_values=cache)
+        assert torch.equal(cache.known_ids, ids)
+        # One by one they cost nothing, and what comes behind them is not known either.
+        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :3], past_key_values=cache)
+    assert torch.equal(cache.known_ids, ids)
+    generate(torch.cat([ids, prompt(1, 30)], dim=1), cache)
+    with pytest.raises(kvlayers.PromptMismatchError, match="token 8"):
+        generate(torch.cat([changed(ids, 8), prompt(1, 40)], dim=1), cache)
+
+
+def test_a_returned_cache_knows_its_sequences(installed: None) -> None:
+    ids = prompt(2, 6)
+    output = generate(ids, None, return_dict_in_generate=True)
+    assert torch.equal(output.past_key_values.known_ids, output.sequences[:, :-1])  # type: ignore[attr-defined]
+
+
+def test_nothing_is_compared_without_install() -> None:
+    cache = kvlayers.DynamicCache()
+    ids = generate(prompt(1, 8), cache)
+    assert cache.known_ids is None
+    generate(changed(behind(ids), 2), cache)
+
+
+def test_an_option_that_is_neither_true_nor_false() -> None:
+    for option in ("strict_prompts", "replace_empty_caches"):
+        with pytest.raises(kvlayers.OptionError, match=f"expected {option} to be True or False"):
+            kvlayers.install(**{option: "yes"})  # type: ignore[arg-type]
+        assert not kvlayers.is_installed()
+
+
+def test_options_stay_until_something_else_is_said() -> None:
+    try:
+        kvlayers.install(strict_prompts=True)
+        kvlayers.install()
+        cache = kvlayers.DynamicCache()
+        ids = changed(behind(generate(prompt(1, 8), cache)), 2)
+        with pytest.raises(kvlayers.PromptMismatchError):
+            generate(ids, cache)
+        with kvlayers.installed(strict_prompts=False), pytest.warns(kvlayers.PromptMismatchWarning):
+            generate(ids, cache.fork())
+        with pytest.raises(kvlayers.PromptMismatchError):
+            generate(ids, cache)
+    finally:
+        kvlayers.uninstall()
+    with kvlayers.installed(), pytest.warns(kvlayers.PromptMismatchWarning):
+        generate(ids, cache)
+
+
+def test_a_name_in_the_place_of_a_cache_is_that_name(installed: None) -> None:
+    ids = prompt(1, 6)
+    output = generate(ids, "int4", return_dict_in_generate=True)
+    assert type(output.past_key_values) is kvlayers.QuantizedCache  # type: ignore[attr-defined]
+    generate(ids, "int4", cache_implementation="int4")
+    with pytest.raises(kvlayers.OptionError, match="expected one cache, but saw past_key_values='int4'"):
+        generate(ids, "int4", cache_implementation="static")
+    with pytest.raises(kvlayers.RegistryError, match="did you mean 'int4'"):
+        generate(ids, "int44")
+    assert type(tiny_model("llama")(ids, past_key_values="int8").past_key_values) is kvlayers.QuantizedCache
+    with pytest.raises(kvlayers.RegistryError, match="did you mean 'int4'"):
+        tiny_model("llama")(ids, past_key_values="int44")

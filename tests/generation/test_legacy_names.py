@@ -1,0 +1,444 @@
+"""Old names of caches, and of their methods, where old code looks for them."""
+
+import importlib
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from kvlayers.caches.legacy_api import LegacySurface
+from kvlayers.generation import forward, transformers4_names
+from kvlayers.generation.transformers4_names import CLASSES, HOMES
+from kvlayers.upstream import compat
+from models import prompt, tiny_model
+
+OLD_CLASSES = (
+    "SinkCache",
+    "SlidingWindowCache",
+    "HybridCache",
+    "HybridChunkedCache",
+    "OffloadedCache",
+    "OffloadedStaticCache",
+    "QuantizedCacheConfig",
+    "QuantoQuantizedCache",
+    "HQQQuantizedCache",
+    "MambaCache",
+    "HybridMambaAttentionDynamicCache",
+)
+
+SCRIPT = """
+from transformers import AutoModelForCausalLM, SinkCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCacheConfig, SinkCache as same
+
+
+def chat(model, ids):
+    cache = SinkCache(window_length=16, num_sink_tokens=2)
+    return model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False), cache
+"""
+"""As old examples have it."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
+
+
+def surface() -> dict[Any, dict[str, Any]]:
+    """All that old names may be put into: modules and classes."""
+    owners = [sys.modules[name] for name in HOMES] + [
+        kvlayers.Cache,
+        LegacySurface,
+        transformers.Cache,
+        transformers.DynamicCache,
+        transformers.EncoderDecoderCache,
+        transformers.PreTrainedModel,
+    ]
+    # What is imported lazily stays in a module once it was asked for, and abc caches what it was asked.
+    return {owner: {name: value for name, value in vars(owner).items() if name != "_abc_impl"} for owner in owners}
+
+
+@pytest.fixture
+def legacy_names() -> Iterator[None]:
+    """transformers has its old names for the length of a test."""
+    with kvlayers.installed(legacy_names=True):
+        yield
+
+
+@pytest.mark.fast
+def test_all_old_classes_are_offered() -> None:
+    assert set(OLD_CLASSES) == set(CLASSES)
+    assert all(getattr(kvlayers, name) is old for name, old in CLASSES.items())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", OLD_CLASSES)
+@pytest.mark.parametrize("module", ["transformers", "transformers.cache_utils"])
+def test_old_classes_are_importable(module: str, name: str) -> None:
+    home = importlib.import_module(module)
+    was_there = name in dir(home)
+    of_its_own = was_there and name not in compat.HOLLOW_CACHE_NAMES
+    with kvlayers.installed(legacy_names=True):
+        imported: dict[str, Any] = {}
+        exec(f"from {module} import {name}", imported)
+        assert (imported[name] is getattr(kvlayers, name)) is not of_its_own
+    assert (name in dir(home)) is was_there
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("module", [name for name in HOMES if ".models." in name])
+def test_caches_of_models_are_found_beside_them(module: str, legacy_names: None) -> None:
+    home = importlib.import_module(module)
+    for name in HOMES[module]:
+        assert isinstance(getattr(home, name), type)
+
+
+@pytest.mark.fast
+def test_an_old_script_runs_unchanged(legacy_names: None) -> None:
+    script = types.ModuleType("transformers_modules.old_script")
+    exec(SCRIPT, vars(script))
+    model, ids = tiny_model("llama"), prompt(1)
+    tokens, cache = script.chat(model, ids)
+    assert type(cache) is kvlayers.SinkCache
+    ours = kvlayers.SinkCache(window_length=16, num_sink_tokens=2)
+    assert torch.equal(tokens, model.generate(ids, past_key_values=ours, max_new_tokens=24, do_sample=False))
+    assert len(tokens[0]) > 16
+
+
+@pytest.mark.fast
+def test_other_names_are_imported_and_missed_as_before(legacy_names: None) -> None:
+    from transformers import LlamaConfig, Qwen2ForCausalLM
+
+    assert isinstance(tiny_model("llama").config, LlamaConfig)
+    assert issubclass(Qwen2ForCausalLM, transformers.PreTrainedModel)
+    for module in ("transformers", "transformers.cache_utils", "transformers.models.jamba.modeling_jamba"):
+        with pytest.raises(AttributeError, match="NoSuchCache"):
+            importlib.import_module(module).NoSuchCache  # noqa: B018
+    with pytest.raises(ImportError, match="NoSuchCache"):
+        exec("from transformers import NoSuchCache")
+
+
+@pytest.mark.fast
+def test_everything_is_put_back() -> None:
+    with kvlayers.installed(legacy_names=True):
+        pass
+    assert not any("__getattr__" in vars(sys.modules[module]) for module in HOMES)
+    before = surface()
+    with kvlayers.installed(legacy_names=True):
+        assert any(vars(owner).get("__getattr__") is not held.get("__getattr__") for owner, held in before.items())
+        with kvlayers.installed(legacy_names=True):
+            assert transformers.SinkCache is kvlayers.SinkCache
+        assert transformers.SinkCache is kvlayers.SinkCache
+        with kvlayers.installed():
+            assert transformers.SinkCache is kvlayers.SinkCache
+    assert surface() == before
+
+
+@pytest.mark.fast
+def test_install_offers_names_until_uninstall() -> None:
+    before = surface()
+    try:
+        kvlayers.install()
+        assert "__getattr__" not in vars(transformers.cache_utils)
+        kvlayers.install(legacy_names=True)
+        kvlayers.install()
+        with kvlayers.installed():
+            assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
+        assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
+    finally:
+        kvlayers.uninstall()
+    assert surface() == before
+
+
+class _InterruptError(BaseException):
+    """As of Ctrl-C, which no handler of errors sees."""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("where", [importlib, transformers4_names, forward])
+def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise _InterruptError
+
+    name = {importlib: "import_module", transformers4_names: "_old_attributes", forward: "accept"}[where]
+    # kvlayers imports them when it is asked for them.
+    install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
+    before = surface()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, interrupt)
+        with pytest.raises(_InterruptError):
+            install(legacy_names=True)
+        uninstall()
+        with pytest.raises(_InterruptError), installed(legacy_names=True):
+            pass
+    assert not kvlayers.is_installed()
+    assert surface() == before
+    with kvlayers.installed(legacy_names=True):
+        assert transformers.SinkCache is kvlayers.SinkCache
+    assert surface() == before
+
+
+@pytest.mark.fast
+def test_names_are_found_where_transformers_was_imported_before_a_model() -> None:
+    """What a model imports may execute transformers once more, as another module."""
+    script = """
+import transformers, kvlayers
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
+kvlayers.install(legacy_names=True)
+assert transformers.SinkCache is kvlayers.SinkCache
+kvlayers.uninstall()
+assert not hasattr(transformers, "HybridCache") or transformers.HybridCache is not kvlayers.HybridCache
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
+def test_an_old_loop_reads_no_maximum_as_none(kind: Any, legacy_names: None) -> None:
+    """As `prepare_inputs_for_generation` of transformers 4 had it."""
+    model, out, mask = tiny_model("llama"), prompt(2, 12), torch.ones(2, 12, dtype=torch.long)
+    expected = model.generate(out, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    cache = kind()
+    assert cache.get_max_length() is None
+    with torch.no_grad():
+        model(out[:, :11], past_key_values=cache)
+        for _ in range(6):
+            length, new = cache.get_seq_length(), out[:, cache.seen_tokens :]
+            most = cache.get_max_length()
+            if most is not None and length + new.shape[1] > most:
+                mask = mask[:, -most:]
+            positions = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
+            logits = model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            out = torch.cat([out, logits[:, -1:].argmax(-1)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.fast
+def test_a_maximum_is_a_number_under_old_names_too(legacy_names: None) -> None:
+    config = tiny_model("llama").config
+    for cache in (transformers.StaticCache(config=config, max_cache_len=16), kvlayers.StaticCache(config, 16)):
+        assert cache.get_max_length() == 16
+    sink = kvlayers.SinkCache(window_length=8, num_sink_tokens=2, config=config)
+    assert (sink.get_max_length(), sink.get_usable_length(1)) == (8, 0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
+def test_lists_of_states_are_assigned_to_the_layers(kind: Any, legacy_names: None) -> None:
+    model, ids, swapped = tiny_model("llama"), prompt(2, 12), torch.tensor([1, 0])
+    with torch.no_grad():
+        expected = model(ids[swapped]).logits[:, 8:]
+        cache = kind()
+        model(ids[:, :8], past_key_values=cache)
+        cache.key_cache = [keys[swapped] for keys in cache.key_cache]
+        cache.value_cache = [values[swapped] for values in cache.value_cache]
+        torch.testing.assert_close(model(ids[swapped, 8:], past_key_values=cache).logits, expected)
+    for wrong in (cache.key_cache[:1], None):
+        with pytest.raises(kvlayers.LegacyFormatError, match="a list of the keys of 2 layers"):
+            cache.key_cache = wrong
+
+
+@pytest.mark.fast
+def test_a_block_that_was_ended_early_does_not_end_a_later_one() -> None:
+    before = surface()
+    first, second = (kvlayers.installed(legacy_names=True) for _ in range(2))
+    first.__enter__()
+    kvlayers.uninstall()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert kvlayers.is_installed()
+    assert transformers.SinkCache is kvlayers.SinkCache
+    second.__exit__(None, None, None)
+    assert not kvlayers.is_installed()
+    assert surface() == before
+
+
+@pytest.mark.fast
+def test_uninstall_inside_of_a_block_takes_the_names_back() -> None:
+    before = surface()
+    with kvlayers.installed(legacy_names=True):
+        kvlayers.uninstall()
+        assert surface() == before
+    assert surface() == before
+
+
+@pytest.mark.fast
+def test_names_of_another_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = vars(transformers.cache_utils)
+
+    def theirs(name: str) -> Any:
+        if name == "TheirCache":
+            return int
+        raise AttributeError(name)
+
+    monkeypatch.setitem(held, "__getattr__", theirs)
+    with kvlayers.installed(legacy_names=True):
+        assert transformers.cache_utils.TheirCache is int
+        assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
+        monkeypatch.setattr(transformers.Cache, "key_cache", "theirs", raising=False)
+    assert held["__getattr__"] is theirs
+    assert transformers.Cache.key_cache == "theirs"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("legacy_names", [1, "yes", None])
+def test_what_is_neither_true_nor_false_is_refused(legacy_names: Any) -> None:
+    with pytest.raises(kvlayers.OptionError, match="legacy_names to be True or False, but saw"):
+        kvlayers.install(legacy_names=legacy_names)
+    with pytest.raises(kvlayers.OptionError, match="legacy_names"), kvlayers.installed(legacy_names=legacy_names):
+        pass
+    assert not kvlayers.is_installed()
+
+
+@pytest.mark.fast
+def test_caches_of_transformers_have_their_old_methods_again(legacy_names: None) -> None:
+    cache = transformers.DynamicCache()
+    assert (cache.seen_tokens, list(cache), cache.to_legacy_cache()) == (0, [], ())
+    pairs = [(torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 4)) for _ in range(3)]
+    for index, pair in enumerate(pairs):
+        cache.update(*pair, index)
+    assert (cache.seen_tokens, cache.get_usable_length(3), cache.get_usable_length(3, 1)) == (7, 7, 7)
+    assert (cache.get_max_length(), cache.get_max_cache_shape()) == (None, -1)
+    for index, (keys, values) in enumerate(cache):
+        for seen in ((keys, values), cache[index], (cache.key_cache[index], cache.value_cache[index])):
+            assert all(map(torch.equal, seen, pairs[index]))
+    legacy = cache.to_legacy_cache()
+    again = transformers.DynamicCache.from_legacy_cache(legacy)
+    assert type(again) is transformers.DynamicCache
+    assert len(again) == len(legacy) == 3
+    assert all(torch.equal(*keys) for keys in zip(again.key_cache, cache.key_cache, strict=True))
+    assert transformers.DynamicCache.from_legacy_cache(None).get_seq_length() == 0
+    with pytest.raises((kvlayers.LegacyFormatError, ValueError)):
+        transformers.DynamicCache.from_legacy_cache(((torch.randn(1, 2, 3, 4),),))
+
+
+@pytest.mark.fast
+def test_crop_of_caches_of_transformers_takes_a_length_again(legacy_names: None) -> None:
+    cache = transformers.DynamicCache()
+    for index in range(2):
+        cache.update(torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8), index)
+    for argument, expected in ((9, 7), (7, 7), (5, 5), (-2, 3)):
+        cache.crop(argument)
+        assert [cache.get_seq_length(index) for index in range(2)] == [expected] * 2
+    cache.crop(max_length=1)
+    assert [cache.get_seq_length(index) for index in range(2)] == [1, 1]
+
+
+@pytest.mark.fast
+def test_pairs_of_caches_of_transformers_have_their_old_methods_again(legacy_names: None) -> None:
+    four = tuple(tuple(torch.randn(1, 2, tokens, 8) for tokens in (3, 3, 5, 5)) for _ in range(2))
+    cache = transformers.EncoderDecoderCache.from_legacy_cache(four)
+    assert type(cache) is transformers.EncoderDecoderCache
+    assert cache.is_updated == {0: True, 1: True}
+    assert cache.get_seq_length() == 3
+    for seen in (cache.to_legacy_cache(), tuple(cache), tuple(cache[index] for index in range(2))):
+        assert all(all(map(torch.equal, *layers)) for layers in zip(seen, four, strict=True))
+    own_alone = transformers.EncoderDecoderCache.from_legacy_cache(tuple(layer[:2] for layer in four))
+    assert {len(layer) for layer in own_alone.to_legacy_cache()} == {2}
+    assert not any(own_alone.is_updated.values())
+
+
+@pytest.mark.fast
+def test_a_static_cache_of_transformers_reads_as_what_it_reserves(legacy_names: None) -> None:
+    cache = transformers.StaticCache(config=tiny_model("llama").config, max_cache_len=16)
+    # With layers of kvlayers it would read as the tokens that are held.
+    with kvlayers.installed(replace_empty_caches=False), torch.no_grad():
+        tiny_model("llama")(prompt(2, 5), past_key_values=cache)
+    assert cache[0][0].shape == (2, 2, 16, 8)
+    assert (cache.max_cache_len, cache.max_batch_size, cache.get_max_cache_shape()) == (16, 2, 16)
+    assert cache.get_usable_length(12) == 4
+
+
+@pytest.mark.fast
+def test_caches_of_repositories_keep_lists_of_their_own(legacy_names: None) -> None:
+    class Old(transformers.DynamicCache):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key_cache: list[torch.Tensor] = []
+            self.seen_tokens = 4
+
+    cache = Old()
+    cache.key_cache.append(torch.zeros(1))
+    assert len(cache.key_cache) == 1
+    assert cache.seen_tokens == 4
+
+
+@pytest.mark.fast
+def test_without_legacy_names_caches_of_transformers_are_as_they_are(installed: None) -> None:
+    assert not hasattr(transformers.DynamicCache, "seen_tokens")
+    assert "__getattr__" not in vars(transformers.cache_utils)
+
+
+@pytest.mark.fast
+def test_an_import_by_an_old_name_says_what_to_write(legacy_names: None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from transformers import SinkCache  # noqa: F401
+        from transformers.cache_utils import SinkCache as Same  # noqa: F401
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    assert all("write 'from kvlayers import SinkCache'" in str(warning.message) for warning in caught)
+
+
+OLD_USES = {
+    "seen_tokens": (lambda cache: cache.seen_tokens, r"get_seq_length\(\)", True),
+    "get_usable_length": (lambda cache: cache.get_usable_length(1), r"get_seq_length\(\)", True),
+    "get_max_cache_shape": (lambda cache: cache.get_max_cache_shape(), r"get_max_length\(\)", compat.RENAMED_MAXIMA),
+    "max_cache_len": (lambda cache: cache.max_cache_len, r"get_max_length\(\)", compat.RENAMED_MAXIMA),
+    "max_batch_size": (lambda cache: cache.max_batch_size, "batch_size", compat.RENAMED_MAXIMA),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("default:.*is from transformers 4:DeprecationWarning")
+@pytest.mark.parametrize("name", OLD_USES)
+def test_old_names_say_what_to_write_where_they_are_old(name: str) -> None:
+    use, instead, is_old = OLD_USES[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use(kvlayers.DynamicCache())
+    assert [warning.category for warning in caught] == [DeprecationWarning] * is_old
+    assert [warning.filename for warning in caught] == [__file__] * is_old
+    if is_old:
+        with pytest.warns(DeprecationWarning, match=f"{name}.*use cache.{instead}"):
+            use(kvlayers.DynamicCache())
+
+
+@pytest.mark.fast
+def test_converters_and_generate_warn_of_nothing() -> None:
+    model, ids = tiny_model("llama"), prompt(1)
+    with warnings.catch_warnings(), kvlayers.installed():
+        warnings.filterwarnings("error", ".*is from transformers 4", DeprecationWarning)
+        for name in ("dynamic", "static", "int4", "offloaded", "sink"):
+            options = {"cache_config": {"window_length": 64, "num_sink_tokens": 2}} if name == "sink" else {}
+            model.generate(ids, max_new_tokens=3, cache_implementation=name, **options)
+        output = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, return_legacy_cache=True)
+        cache = kvlayers.DynamicCache.from_legacy_cache(output.past_key_values)
+        assert len([cache[0], *cache, *cache.key_cache, *cache.value_cache]) == 7
+        cache.crop(4)
+        cache.reorder_cache(torch.tensor([0]))
+        model(ids, past_key_values=cache)
+
+
+def test_nothing_warns_while_torch_traces() -> None:
+    cache = kvlayers.DynamicCache.from_legacy_cache([(torch.randn(1, 2, 3, 8),) * 2])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*is from transformers 4", DeprecationWarning)
+        seen = torch.compile(lambda states: states + cache.seen_tokens, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert seen == 3
+
+
+@pytest.mark.fast
+def test_states_of_a_window_that_has_dropped_tokens_are_refused(legacy_names: None) -> None:
+    if compat.CONVERTS_TO_TUPLES:
+        pytest.skip(f"transformers {transformers.__version__} has from_legacy_cache of its own")
+    model = tiny_model("mistral")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1, 24), past_key_values=cache)
+    with pytest.raises(kvlayers.LegacyFormatError, match="dropped"):
+        transformers.DynamicCache.from_legacy_cache(tuple(cache))

@@ -1,0 +1,130 @@
+"""SmolLM2-135M on real text: the same tokens as transformers, through every kind."""
+
+import os
+import pathlib
+import pydoc_data.topics
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+import versions
+
+DIRECTORY = pathlib.Path(
+    os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
+)
+CONTEXT, NEW_TOKENS, WINDOW = 320, 24, 160
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"no model at {DIRECTORY}: `make test` brings it"),
+]
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    """Real text, int64 `[1, 320]`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
+    words = "\n".join(pydoc_data.topics.topics.values())[:20_000]
+    return tokenizer(words, return_tensors="pt").input_ids[:, :CONTEXT]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=request.param).eval()
+
+
+@pytest.fixture(scope="module")
+def windowed(model: Any) -> Any:
+    """The same weights with sliding attention in every other layer: a mistral is a llama with a window."""
+    fields = model.config.to_dict()
+    of_rope = versions.rope(rope_theta=1.0, rope_type="default")
+    kept = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+        "bos_token_id", "eos_token_id", "pad_token_id", *of_rope)}  # fmt: skip
+    config = transformers.Qwen2Config(
+        **kept,
+        sliding_window=WINDOW,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"] * (kept["num_hidden_layers"] // 2),
+    )
+    twin = transformers.Qwen2ForCausalLM(config).to(model.dtype).eval()
+    missing, unexpected = twin.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.endswith("proj.bias") for name in missing)
+    with torch.no_grad():
+        for name in missing:
+            twin.get_parameter(name).zero_()
+    return twin
+
+
+def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS, **how
+    )  # fmt: skip
+
+
+def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor) -> None:
+    expected = generated(model, text)
+    with kvlayers.installed():
+        for name in ("dynamic", "static", "hybrid"):
+            assert torch.equal(generated(model, text, cache_implementation=name), expected), name
+        assert torch.equal(generated(model, text, prompt_lookup_num_tokens=3), expected) or (
+            model.dtype == torch.bfloat16
+        ), "drafts are verified several at once, which in bfloat16 may tip a tie"
+
+
+def test_greedy_tokens_within_a_window_are_those_of_transformers(windowed: Any, text: torch.Tensor) -> None:
+    expected = generated(windowed, text)
+    with kvlayers.installed():
+        for name in ("dynamic", "sliding_window", "hybrid"):
+            assert torch.equal(generated(windowed, text, cache_implementation=name), expected), name
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(model: Any, text: torch.Tensor) -> None:
+    expected = generated(model, text)
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text[:, :-1], past_key_values=cache)
+    state = cache.state()
+    cache.crop(100)
+    again = kvlayers.DynamicCache(config=model.config)
+    again.load_state(state)
+    assert torch.equal(generated(model, text, past_key_values=again), expected) or model.dtype == torch.bfloat16, (
+        "the last token alone rather than with the prompt, which in bfloat16 may tip a tie"
+    )
+
+
+def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
+    """The last ones token by token; the paper's reference recomputes, for each token, all that is held as one text."""
+    window, sinks, ids = 64, 4, text_of_windows
+    model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16).eval()
+    cache = kvlayers.SinkCache(window, sinks, config=model.config)
+    scored = torch.arange(15 * window, 20 * window, 4)
+    streamed = []
+    with torch.inference_mode():
+        # What was read so long ago is in no state that is held: it may be read faster.
+        for chunk in ids[:, : 15 * window].split(window // 4, dim=1):
+            model.model(chunk, past_key_values=cache)
+        for position in range(15 * window, 20 * window):
+            hidden = model.model(ids[:, position : position + 1], past_key_values=cache).last_hidden_state
+            if position in scored:
+                streamed.append(model.lm_head(hidden)[:, -1])
+        held = [torch.cat([ids[0, :sinks], ids[0, end - (window - sinks) : end]]) for end in scored + 1]
+        recomputed = [model(texts, logits_to_keep=1).logits[:, -1] for texts in torch.stack(held).split(8)]
+    perplexity, expected = (
+        float(torch.nn.functional.cross_entropy(torch.cat(logits).float(), ids[0, scored + 1]).exp())
+        for logits in (streamed, recomputed)
+    )
+    assert perplexity == pytest.approx(expected, rel=0.1)
+
+
+@pytest.fixture
+def text_of_windows() -> torch.Tensor:
+    """Real text of twenty windows and a token, int64 `[1, 1281]`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
+    words = "\n".join(pydoc_data.topics.topics.values())[:20_000]
+    return tokenizer(words, return_tensors="pt").input_ids[:, : 20 * 64 + 1]

@@ -1,0 +1,558 @@
+"""generate() with static caches: the tokens of eager code, few graphs, and memory that the next call uses again."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import counted_graphs
+import kvlayers
+from counted_graphs import COUNTS, MODELS, backend, counted, graphs
+from families import FAMILIES
+from kvlayers import Buckets, CapacityError
+from models import fresh_model, prompt, tiny_model
+
+__all__ = ["counted"]
+
+PROMPT = 9
+NEW_TOKENS = 40
+"""The window of the hybrid model, 8 tokens with room for 23, moves at tokens 24 and 40."""
+
+CLASSES = {
+    "static": kvlayers.StaticCache,
+    "hybrid": kvlayers.HybridCache,
+    "hybrid_chunked": kvlayers.HybridChunkedCache,
+    "sliding_window": kvlayers.SlidingWindowCache,
+}
+STATIC: dict[str, Any] = {"cache_implementation": "static"}
+
+
+@pytest.fixture(autouse=True)
+def _no_limit() -> Any:
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=512):
+        yield
+
+
+def new_model(family: str, seed: int = 0) -> Any:
+    """A model that no other test has generated with."""
+    name, changes = MODELS.get(family, (family, {}))
+    return fresh_model(name, seed, **changes)
+
+
+def compiling(**options: Any) -> dict[str, Any]:
+    """Arguments of a call that compiles around a static cache; what compiles counts graphs."""
+    config = transformers.CompileConfig(**{"backend": backend, "mode": None, **options})
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def generate(model: Any, ids: Tensor, **arguments: Any) -> Any:
+    torch.manual_seed(3)
+    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **{**defaults, **arguments})
+
+
+class Recording(transformers.LogitsProcessor):
+    """Keeps the logits of each step: random models may repeat one token, which says little."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores.clone())
+        return scores
+
+
+def logits_of(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
+    recording = Recording()
+    generate(model, ids, logits_processor=transformers.LogitsProcessorList([recording]), **arguments)
+    return torch.stack(recording.logits)
+
+
+class Caches:
+    """The caches that a model's calls of generate() use, in order, without keeping one alive.
+
+    Attributes:
+        addresses: where the keys of the first layer are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.used: list[weakref.ref[Any]] = []
+        self.addresses: list[int] = []
+        self.threads: list[int] = []
+        original = type(model)._update_model_kwargs_for_generation
+
+        def update(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            cache = outputs.past_key_values
+            if not self.used or self.used[-1]() is not cache:
+                self.used.append(weakref.ref(cache))
+                self.addresses.append(cache.layers[0].keys.untyped_storage().data_ptr())
+                self.threads.append(threading.get_ident())
+            return original(known(), outputs, *args, **kwargs)
+
+        known = weakref.ref(model)
+        model._update_model_kwargs_for_generation = update
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(cache() is not None for cache in self.used)
+
+
+# Tokens
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "several sequences": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [("hybrid", "static"), ("jamba", "hybrid_chunked")])
+def test_compiled_tokens_are_those_of_the_eager_dynamic_cache(family: str, name: str) -> None:
+    model, ids = new_model(family), prompt(2, PROMPT)
+    expected = {way: generate(model, ids, **WAYS[way]) for way in WAYS}
+    with kvlayers.installed():
+        for way, arguments in WAYS.items():
+            before = COUNTS["runs"]
+            how = {**compiling(), "cache_implementation": name, **arguments}
+            assert torch.equal(generate(model, ids, **how), expected[way]), way
+            assert COUNTS["runs"] >= before + NEW_TOKENS - 1
+        output = generate(model, ids, return_dict_in_generate=True, **{**compiling(), "cache_implementation": name})
+    assert torch.equal(output.sequences, expected["greedy"])
+    assert type(output.past_key_values) is CLASSES[name]
+    assert output.past_key_values.get_seq_length() == PROMPT + NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize("family", ["hybrid", "llama4", "jamba"])
+def test_compiled_batches_may_be_padded_on_the_left(family: str) -> None:
+    model = new_model(family)
+    mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
+    ids = torch.where(mask == 1, prompt(2, 9), 0)
+    expected = logits_of(model, ids, attention_mask=mask)
+    with kvlayers.installed():
+        seen = logits_of(model, ids, attention_mask=mask, **compiling())
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
+
+
+def test_compiled_decoding_stops_where_eager_decoding_stops(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    free = generate(model, ids)
+    for row, step in ((0, 4), (1, 11), (0, 0)):
+        how = {"eos_token_id": int(free[row, PROMPT + step]), "pad_token_id": 0}
+        expected = generate(model, ids, **how)
+        assert torch.equal(generate(model, ids, **compiling(), **how), expected)
+        # The next call starts from an empty cache, however far this one came.
+        assert torch.equal(generate(model, ids, **compiling()), free)
+
+
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "a draft model": {},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "beams and chunked prefill": {"num_beams": 2, "prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*(("hybrid", way) for way in OTHER_WAYS if "and" not in way), ("qwen2", "beams and chunked prefill")],
+)
+def test_ways_that_are_not_compiled_keep_their_tokens(installed: None, family: str, way: str) -> None:
+    model = new_model(family)
+    arguments = {"assistant_model": new_model(family, seed=1)} if way == "a draft model" else OTHER_WAYS[way]
+    ids = torch.cat([prompt(1, 4)] * 3, dim=1)
+    expected = generate(model, ids, **arguments)
+    for how in (compiling(), STATIC, compiling()):
+        assert torch.equal(generate(model, ids, **how, **arguments), expected)
+    # And from the memory that they leave behind:
+    assert torch.equal(generate(model, ids, **STATIC), generate(model, ids))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_encoders_may_have_read_another_length_in_each_call(family: str, compiled: bool) -> None:
+    model, how = new_model(family), {"max_new_tokens": 8, "num_beams": 1}
+    prompts = [prompt(2, tokens, seed=tokens) for tokens in (7, 12, 7, 5)]
+    expected = [logits_of(model, ids, **how) for ids in prompts]
+    exact_model = new_model(family).double()
+    exact = [logits_of(exact_model, ids, **how) for ids in prompts]
+    # T5 does not scale its scores, so that float32 rounds them by more, on some processors than on others.
+    rounding = max(float((logits - wanted).abs().max()) for logits, wanted in zip(expected, exact, strict=True))
+    with kvlayers.installed():
+        for ids, wanted in zip(prompts, exact, strict=True):
+            seen = logits_of(model, ids, **how, **(compiling() if compiled else STATIC))
+            torch.testing.assert_close(seen, wanted, rtol=0, atol=max(1e-5, 2 * rounding))
+
+
+def test_whisper_transcribes_the_same(installed: None) -> None:
+    name, options = FAMILIES["whisper"]
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(getattr(transformers, name)(**options)).eval()
+    for seed in range(2):
+        features = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed))
+        expected = model.generate(input_features=features, max_new_tokens=8)
+        for how in (STATIC, compiling()):
+            assert torch.equal(model.generate(input_features=features, max_new_tokens=8, **how), expected)
+
+
+# Graphs
+
+
+@pytest.mark.parametrize(("family", "dynamic"), [("qwen2", False), ("hybrid", None), ("hybrid", False)])
+def test_a_second_call_of_the_same_or_a_smaller_size_compiles_nothing(
+    counted: None, installed: None, family: str, dynamic: bool | None
+) -> None:
+    model = new_model(family)
+    how = {**compiling(dynamic=dynamic), "cache_config": {"buckets": Buckets(minimum=16)}}
+    sizes = Buckets(minimum=16).sizes(PROMPT + NEW_TOKENS)
+    assert torch.equal(generate(model, prompt(2, PROMPT), **how), generate(model, prompt(2, PROMPT)))
+    compiled_once = graphs()
+    # The mask is made outside, and a window moved there: there is nothing else to be compiled for.
+    assert 0 < compiled_once <= len(sizes)
+    for tokens, new_tokens in ((PROMPT, NEW_TOKENS), (PROMPT, 12), (4, 30), (30, 19)):
+        ids = prompt(2, tokens, seed=tokens)
+        seen = generate(model, ids, max_new_tokens=new_tokens, **how)
+        assert torch.equal(seen, generate(model, ids, max_new_tokens=new_tokens)), (tokens, new_tokens)
+        assert graphs() == compiled_once, (tokens, new_tokens)
+
+
+def test_a_config_that_asks_for_no_compilation_is_not_compiled(counted: None, installed: None) -> None:
+    model, ids = new_model("qwen2"), prompt(2, PROMPT)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, **STATIC), expected)
+    assert torch.equal(generate(model, ids, disable_compile=True, **compiling()), expected)
+    assert torch.equal(generate(model, ids, **{**compiling(), "cache_implementation": "dynamic"}), expected)
+    assert graphs() == 0
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in CLASSES), ("static", True), ("sliding_window", True)]
+)
+def test_the_next_call_uses_the_same_memory(installed: None, name: str, compiled: bool) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    how = {**(compiling() if compiled else {}), "cache_implementation": name}
+    shorter = prompt(2, 5, seed=1)
+    expected, of_shorter = generate(model, ids), generate(model, shorter, max_new_tokens=9)
+    caches = Caches(model)
+    for _ in range(2):
+        assert torch.equal(generate(model, ids, **how), expected)
+        assert torch.equal(generate(model, shorter, max_new_tokens=9, **how), of_shorter)
+    # One cache, seen from its first step to the last one of the last call.
+    assert len(caches.used) == 1
+    assert type(caches.used[0]()) is CLASSES[name]
+    assert caches.used[0]().layers[0].keys.untyped_storage().data_ptr() == caches.addresses[0]
+
+
+@pytest.mark.parametrize("family", ["hybrid", "jamba", "deepseek_v3"])
+def test_a_shorter_call_compiles_nothing_else_although_the_cache_was_returned(
+    counted: None, installed: None, family: str
+) -> None:
+    model, ids, shorter = new_model(family), prompt(2, PROMPT), prompt(2, 5, seed=1)
+    expected = generate(model, ids), generate(model, shorter, max_new_tokens=9)
+    how = {**compiling(dynamic=False), "return_dict_in_generate": True}
+    first = generate(model, ids, **how)
+    compiled_once = graphs()
+    second = generate(model, shorter, max_new_tokens=9, **how)
+    assert 0 < graphs() == compiled_once
+    assert torch.equal(first.sequences, expected[0])
+    assert torch.equal(second.sequences, expected[1])
+    for output in (first, second):
+        # Whether autograd is on says nothing of what generate() may compile: it turns it off.
+        assert torch.is_grad_enabled()
+        assert output.past_key_values.is_compileable
+    kept = first.past_key_values
+    assert kept.get_seq_length() == PROMPT + NEW_TOKENS - 1, "what was returned is not used again"
+
+
+def test_fewer_sequences_use_a_part_and_more_ones_take_new_memory(installed: None) -> None:
+    model, caches = new_model("hybrid"), None
+    expected = {batch: generate(model, prompt(batch, PROMPT)) for batch in (1, 2, 3)}
+    caches = Caches(model)
+    for batch in (2, 1, 2, 3, 1, 2):
+        assert torch.equal(generate(model, prompt(batch, PROMPT), **STATIC), expected[batch]), batch
+    # Two, one and two sequences in one cache; and three, one and two in the next, which replaces it.
+    assert len(caches.used) == 2
+    assert caches.used[0]() is None
+    assert caches.alive() == 1
+
+
+def test_a_longer_call_takes_new_memory_and_a_shorter_one_uses_it(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(1, PROMPT)
+    expected = {tokens: generate(model, ids, max_new_tokens=tokens) for tokens in (10, 50)}
+    caches = Caches(model)
+    for tokens in (10, 50, 10, 50):
+        assert torch.equal(generate(model, ids, max_new_tokens=tokens, **STATIC), expected[tokens])
+    assert len(caches.used) == 2
+    assert caches.alive() == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cache_implementation": "hybrid"},
+        {"cache_config": {"max_batch_size": 3}},
+        {"cache_config": {"grow": True}},
+        {"cache_config": {"buckets": Buckets(minimum=16)}},
+    ],
+    ids=str,
+)
+def test_a_cache_of_another_kind_is_made_anew(installed: None, other: dict[str, Any]) -> None:
+    model, ids = new_model("hybrid"), prompt(1, PROMPT)
+    expected, caches = generate(model, ids), Caches(model)
+    for how in (STATIC, {**STATIC, **other}, {**STATIC, **other}, STATIC):
+        assert torch.equal(generate(model, ids, **how), expected)
+    assert len(caches.used) == 3
+
+
+def test_memory_follows_the_model_to_another_dtype(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    generate(model, ids, **STATIC)
+    model.to(torch.bfloat16)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, **STATIC), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.to(torch.float32)
+        expected = generate(model, ids)
+        assert torch.equal(generate(model, ids, **STATIC), expected)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, **STATIC), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cache_that_was_returned_is_never_used_again(installed: None, compiled: bool) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    how = compiling() if compiled else STATIC
+    expected = generate(model, ids)
+    generate(model, ids, **how)
+    mine = [generate(model, ids, return_dict_in_generate=True, **how).past_key_values for _ in range(2)]
+    assert mine[0] is not mine[1]
+    states = [cache.state() for cache in mine]
+    for _ in range(2):
+        assert torch.equal(generate(model, prompt(2, 12, seed=5), **how)[:, :12], prompt(2, 12, seed=5))
+        assert torch.equal(generate(model, ids, **how), expected)
+    for cache, state in zip(mine, states, strict=True):
+        assert cache.get_seq_length() == PROMPT + NEW_TOKENS - 1
+        for now, then in zip(cache.state().layers, state.layers, strict=True):
+            assert torch.equal(now.tensors["keys"], then.tensors["keys"])
+            assert torch.equal(now.tensors["values"], then.tensors["values"])
+
+
+def test_a_returned_cache_goes_on_where_it_stopped(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(1, PROMPT)
+    output = generate(
+        model, ids, max_new_tokens=10, return_dict_in_generate=True, cache_config={"max_cache_len": 80}, **STATIC
+    )
+    generate(model, prompt(1, 30, seed=8), **STATIC)
+    longer = torch.cat([output.sequences, prompt(1, 4, seed=9)], dim=1)
+    expected = generate(model, longer, max_new_tokens=10)
+    seen = generate(model, longer, max_new_tokens=10, past_key_values=output.past_key_values)
+    assert torch.equal(seen, expected)
+
+
+def test_a_cache_that_is_passed_is_not_kept(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(1, PROMPT)
+    expected, mine = generate(model, ids), kvlayers.StaticCache(model.config, max_cache_len=64)
+    assert torch.equal(generate(model, ids, past_key_values=mine), expected)
+    state = mine.state()
+    assert torch.equal(generate(model, ids, **STATIC), expected)
+    assert torch.equal(mine.state().layers[-1].tensors["keys"], state.layers[-1].tensors["keys"])
+
+
+def test_a_cache_that_somebody_still_holds_is_left_to_them(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    held: list[Any] = []
+    original = type(model)._update_model_kwargs_for_generation
+
+    def update(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        held.append(outputs.past_key_values)
+        return original(model, outputs, *args, **kwargs)
+
+    model._update_model_kwargs_for_generation = update
+    expected = generate(model, ids)
+    held.clear()
+    assert torch.equal(generate(model, ids, **STATIC), expected)
+    kept = held[0]
+    state = kept.state()
+    assert torch.equal(generate(model, prompt(2, PROMPT, seed=1), **STATIC)[:, :PROMPT], prompt(2, PROMPT, seed=1))
+    assert held[-1] is not kept
+    assert kept.get_seq_length() == PROMPT + NEW_TOKENS - 1
+    assert torch.equal(kept.state().layers[-1].tensors["keys"], state.layers[-1].tensors["keys"])
+
+
+def test_models_do_not_share_memory(installed: None) -> None:
+    one, other = new_model("hybrid"), new_model("hybrid", seed=1)
+    ids = prompt(1, PROMPT)
+    expected = [generate(model, ids) for model in (one, other)]
+    caches = [Caches(model) for model in (one, other)]
+    for _ in range(3):
+        for model, tokens in zip((one, other), expected, strict=True):
+            assert torch.equal(generate(model, ids, **STATIC), tokens)
+    assert [len(seen.used) for seen in caches] == [1, 1]
+    assert caches[0].used[0]() is not caches[1].used[0]()
+    twin = copy.deepcopy(tiny_model("qwen2"))
+    assert torch.equal(generate(twin, ids, **STATIC), generate(twin, ids))
+
+
+class Calling(transformers.LogitsProcessor):
+    """Calls a function in the middle of generate()."""
+
+    def __init__(self, function: Callable[[], None], at: int = 3) -> None:
+        self.function, self.steps, self.at = function, 0, at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps == self.at:
+            self.function()
+        return scores
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_call_within_a_call_has_a_cache_of_its_own(installed: None, compiled: bool) -> None:
+    model, outer, inner = new_model("hybrid"), prompt(2, PROMPT), prompt(2, 6, seed=4)
+    how = compiling() if compiled else STATIC
+    expected = generate(model, outer), generate(model, inner)
+    generate(model, outer, **how)
+    caches = Caches(model)
+    nested: list[Tensor] = []
+    calling = Calling(lambda: nested.append(generate(model, inner, **how)))
+    seen = generate(model, outer, logits_processor=transformers.LogitsProcessorList([calling]), **how)
+    assert torch.equal(seen, expected[0])
+    assert torch.equal(nested[0], expected[1])
+    # The outer one, the inner one, and the outer one again.
+    assert len({id(cache()) for cache in caches.used[:2]}) == 2
+    assert len(caches.used) == 3
+    assert torch.equal(generate(model, outer, **how), expected[0])
+    assert caches.alive() <= 3
+
+
+def test_threads_that_generate_with_one_model_have_caches_of_their_own(installed: None) -> None:
+    model = new_model("hybrid")
+    prompts = [prompt(2, PROMPT, seed=seed) for seed in range(3)]
+    expected = [generate(model, ids) for ids in prompts]
+    generate(model, prompts[0], **STATIC)
+    caches, barrier = Caches(model), threading.Barrier(len(prompts), timeout=60)
+    seen: dict[int, list[Tensor]] = {index: [] for index in range(len(prompts))}
+    together: list[set[int]] = []
+
+    def work(index: int) -> None:
+        def meet() -> None:
+            barrier.wait()
+            together.append({id(cache()) for cache in caches.used if cache() is not None})
+            barrier.wait()
+
+        for _ in range(3):
+            processors = transformers.LogitsProcessorList([Calling(meet, at=5)])
+            seen[index].append(generate(model, prompts[index], logits_processor=processors, **STATIC))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, tokens in enumerate(expected):
+        assert len(seen[index]) == 3
+        assert all(torch.equal(output, tokens) for output in seen[index]), index
+    # All three were under way at once, with three caches.
+    assert all(len(caches_then) >= len(prompts) for caches_then in together)
+
+
+def test_an_error_within_a_call_leaves_later_calls_right(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    expected = generate(model, ids)
+
+    def fail() -> None:
+        raise ArithmeticError("of the user's own")
+
+    for how in (STATIC, compiling()):
+        for at in (1, 4, 30):
+            processors = transformers.LogitsProcessorList([Calling(fail, at)])
+            with pytest.raises(ArithmeticError):
+                generate(model, ids, logits_processor=processors, **how)
+            assert torch.equal(generate(model, ids, **how), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
+    installed: None, family: str, compiled: bool
+) -> None:
+    model, ids = new_model(family), prompt(2, PROMPT)
+    expected, how = generate(model, ids), compiling() if compiled else STATIC
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=r"at most 20 tokens.*20 held and 1 new"):
+            generate(model, ids, cache_config={"max_cache_len": 20}, **how)
+        with pytest.raises(CapacityError, match=r"at most 6 tokens.*0 held and 9 new"):
+            generate(model, ids, cache_config={"max_cache_len": 6}, **how)
+        with pytest.raises(CapacityError, match=r"at most 1 sequences.* saw 2"):
+            generate(model, ids, cache_config={"max_batch_size": 1}, **how)
+        assert torch.equal(generate(model, ids, **how), expected)
+        grown = generate(model, ids, cache_config={"max_cache_len": 6, "grow": True}, **how)
+        assert torch.equal(grown, expected)
+
+
+# Letting go
+
+
+def test_memory_is_let_go_of_when_it_is_asked_for() -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    with kvlayers.installed():
+        caches = Caches(model)
+        generate(model, ids, **STATIC)
+        assert caches.alive() == 1
+        kvlayers.free_reservations()
+        assert caches.alive() == 0
+        generate(model, ids, **STATIC)
+        assert caches.alive() == 1
+        kvlayers.uninstall()
+        assert caches.alive() == 0
+    kvlayers.install()
+    generate(model, ids, **STATIC)
+    kvlayers.uninstall()
+    assert caches.alive() == 0
+    kvlayers.free_reservations()
+
+
+def test_dynamic_caches_are_not_kept(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    caches = Caches(model)
+    generate(model, ids)
+    generate(model, ids, cache_implementation="dynamic")
+    assert caches.alive() == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_is_collected_although_its_memory_was_kept(counted: None, installed: None, compiled: bool) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    caches = Caches(model)
+    generate(model, ids, **(compiling() if compiled else STATIC))
+    known = weakref.ref(model)
+    assert caches.alive() == 1
+    del model
+    # What was compiled knows the model, and is let go of by torch alone.
+    torch._dynamo.reset()
+    gc.collect()
+    assert known() is None
+    assert caches.alive() == 0
+
+
+def test_the_tests_count_graphs_in_one_place() -> None:
+    assert counted_graphs.COUNTS is COUNTS
+
+
+def test_who_says_how_much_is_reserved_gets_no_more(installed: None) -> None:
+    model = tiny_model("llama")
+    options = {"do_sample": False, "cache_implementation": "static"}
+    model.generate(prompt(1, 12), max_new_tokens=20, **options)
+    with pytest.raises(kvlayers.CapacityError, match="at most 16 tokens"):
+        model.generate(prompt(1, 12), max_new_tokens=12, cache_config={"max_cache_len": 16}, **options)

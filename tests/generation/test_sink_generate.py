@@ -1,0 +1,284 @@
+"""Sink caches through `generate()`: by name, given, in batches, in chats, and where they are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import kvlayers
+import versions
+from families import model_and_inputs
+from kvlayers import SinkCache, SinkLayer
+from kvlayers.caches.from_config import attention_part, recurrent_part
+from kvlayers.upstream import compat
+from models import fresh_model, prompt, tiny_model
+
+OPTIONS = {"window_length": 20, "num_sink_tokens": 3}
+
+
+def generated(model: Any, ids: Tensor, tokens: int = 50, **how: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens, **how}
+    return model.generate(ids, return_dict_in_generate=True, **options)
+
+
+def decoded(model: Any, ids: Tensor, tokens: int = 50, cache: SinkCache | None = None) -> Tensor:
+    """Greedy tokens of a loop that gives the model one token at a time after the prompt, of one sequence."""
+    cache = SinkCache(**OPTIONS, config=model.config) if cache is None else cache
+    new = ids[:, cache.get_seq_length() :]
+    with torch.no_grad():
+        for _ in range(tokens):
+            token = model(new, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids, new = torch.cat([ids, token], dim=1), token
+    return ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+def test_by_name_and_given_it_is_the_same_as_a_loop(family: str) -> None:
+    model, ids = tiny_model(family), prompt(1, 30)
+    expected = decoded(model, ids)
+    with kvlayers.installed():
+        output = generated(model, ids, cache_implementation="sink", cache_config=OPTIONS)
+        assert type(output.past_key_values) is SinkCache
+        assert output.past_key_values.window_length == 20
+        assert torch.equal(output.sequences, expected)
+        # As in transformers 4, where a cache was made without a config.
+        bare = SinkCache(20, 3)
+        assert torch.equal(generated(model, ids, past_key_values=bare).sequences, expected)
+    given = SinkCache(**OPTIONS, config=model.config)
+    assert torch.equal(generated(model, ids, past_key_values=given).sequences, expected)
+
+
+@pytest.mark.parametrize("way", ["by name", "given without a config", "given with a config"])
+def test_in_a_padded_batch_each_sequence_is_as_it_is_alone(way: str) -> None:
+    model = fresh_model("llama").double()
+    texts = [prompt(1, length, seed=length) for length in (30, 22, 5)]
+    width = max(ids.shape[1] for ids in texts)
+    ids = torch.cat([torch.nn.functional.pad(ids, (width - ids.shape[1], 0)) for ids in texts])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(ids), (width - ids.shape[1], 0)) for ids in texts])
+    how: dict[str, Any] = {
+        "by name": {"cache_implementation": "sink", "cache_config": OPTIONS},
+        "given without a config": {"past_key_values": SinkCache(**OPTIONS)},
+        "given with a config": {"past_key_values": SinkCache(**OPTIONS, config=model.config)},
+    }[way]
+    with kvlayers.installed():
+        sequences = generated(model, ids, attention_mask=mask, **how).sequences
+    for row, text in zip(sequences, texts, strict=True):
+        assert torch.equal(row[width:], decoded(model, text)[0, text.shape[1] :])
+
+
+def test_beams_and_samples_of_a_sequence_have_its_sinks() -> None:
+    model, ids = tiny_model("llama"), prompt(2, 15)
+    mask = torch.tensor([[0] * 4 + [1] * 11, [1] * 15])
+    beams: dict[str, Any] = {"num_beams": 3, "attention_mask": mask}
+    with kvlayers.installed():
+        # A window that nothing leaves is no window, and sinks are tokens as all others.
+        wide = {"cache_implementation": "sink", "cache_config": {"window_length": 200}}
+        assert torch.equal(generated(model, ids, **beams, **wide).sequences, generated(model, ids, **beams).sequences)
+        narrow = {"cache_implementation": "sink", "cache_config": OPTIONS}
+        output = generated(model, ids, **beams, **narrow)
+        assert output.past_key_values.layers[0].left_padding.tolist()[:3] == [4, 4, 4]
+        sampled: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "attention_mask": mask}
+        assert (
+            generated(model, ids, **sampled, **narrow).past_key_values.layers[0].left_padding.tolist()
+            == [4] * 3 + [0] * 3
+        )
+
+
+def test_beams_are_those_of_a_loop_that_scores_them_alone() -> None:
+    """Two beams, each of which is recomputed token by token in a cache of its own."""
+    model, ids = tiny_model("llama"), prompt(1, 18)
+    with kvlayers.installed():
+        output = generated(
+            model, ids, tokens=25, num_beams=2, output_scores=True, cache_implementation="sink", cache_config=OPTIONS
+        )
+    cache = SinkCache(**OPTIONS, config=model.config)
+    total, new = torch.zeros(()), ids
+    with torch.no_grad():
+        for token in output.sequences[0, 18:]:
+            logits = model(new, past_key_values=cache).logits[0, -1]
+            total, new = total + logits.log_softmax(-1)[token], token[None, None]
+    torch.testing.assert_close(output.sequences_scores[0], total / 25, rtol=1e-4, atol=1e-4)
+
+
+def test_the_chat_of_the_documentation_goes_on_beyond_the_window() -> None:
+    """Turn by turn with one cache, as the whole text that grows: each turn pays for its new tokens alone."""
+    model = fresh_model("llama").double()
+    for implementation in (SinkCache(**OPTIONS, config=model.config), SinkCache(**OPTIONS)):
+        with kvlayers.installed():
+            assert implementation.get_max_length() == OPTIONS["window_length"]
+            text = prompt(1, 6)
+            loop = SinkCache(**OPTIONS, config=model.config)
+            for turn in range(6):
+                expected = decoded(model, text, tokens=9, cache=loop)
+                text = generated(model, text, tokens=9, past_key_values=implementation).sequences
+                assert torch.equal(text, expected)
+                text = torch.cat([text, prompt(1, 5, seed=turn)], dim=1)
+            assert implementation.get_seq_length() == text.shape[1] - 6
+
+
+@pytest.mark.parametrize("kind", ["sink", "dynamic"])
+def test_a_text_that_is_shorter_than_the_cache_is_refused(kind: str) -> None:
+    """transformers counts new tokens from the end, and would go on from others than those that are new."""
+    model, ids = tiny_model("llama"), prompt(1, 40)
+    cache = SinkCache(**OPTIONS, config=model.config) if kind == "sink" else kvlayers.DynamicCache()
+    with kvlayers.installed():
+        text = generated(model, ids, tokens=5, past_key_values=cache).sequences
+        seen = cache.get_seq_length()
+        with pytest.raises(kvlayers.StateMismatchError, match="44 tokens that the cache has seen already, but saw 20"):
+            generated(model, text[:, -20:], past_key_values=cache)
+        assert cache.get_seq_length() == seen
+        # New tokens alone, with the mask of all, are another way to say the same.
+        more = prompt(1, 3, seed=5)
+        if compat.LOOPS_COUNT_CACHE_POSITION:
+            with pytest.raises(kvlayers.StateMismatchError, match="does not go on from new tokens alone"):
+                generated(model, more, past_key_values=cache, attention_mask=torch.ones(1, 48))
+            return
+        whole = torch.cat([text, more], dim=1)
+        expected = generated(model, whole, past_key_values=cache.fork()).sequences[:, 48:]
+        new = torch.cat([text[:, -1:], more], dim=1)
+        short = generated(model, new, attention_mask=torch.ones_like(whole), past_key_values=cache).sequences[:, 4:]
+        assert torch.equal(short, expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantization": {"nbits": 8}}, {"offloading": True}], ids=["quantized", "offloaded"]
+)
+def test_other_ways_to_hold_the_window(options: dict[str, Any]) -> None:
+    model, ids = tiny_model("llama"), prompt(1, 30)
+    wide = {"window_length": 120, "num_sink_tokens": 3}
+    with kvlayers.installed():
+        expected = generated(model, ids, cache_implementation="sink", cache_config=wide)
+        output = generated(model, ids, cache_implementation="sink", cache_config={**wide, **options})
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+def test_chunked_prefill_keeps_every_token_within_the_window() -> None:
+    model, ids = tiny_model("llama"), prompt(1, 100)
+    with kvlayers.installed():
+        output = generated(model, ids, cache_implementation="sink", cache_config=OPTIONS, prefill_chunk_size=1)
+    assert torch.equal(output.sequences[:, :101], one_by_one(model, ids))
+
+
+def one_by_one(model: Any, ids: Tensor) -> Tensor:
+    cache = SinkCache(**OPTIONS, config=model.config)
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            logits = model(token, past_key_values=cache).logits
+    return torch.cat([ids, logits.argmax(-1)], dim=1)
+
+
+def test_models_that_cannot_have_sinks_are_refused_by_name() -> None:
+    with kvlayers.installed():
+        for family in ("gpt2", "jamba"):
+            with pytest.raises(kvlayers.ConfigError):
+                generated(tiny_model(family), prompt(), cache_implementation="sink")
+        with pytest.raises(kvlayers.OptionError, match="larger than num_sink_tokens"):
+            generated(tiny_model("llama"), prompt(), cache_implementation="sink", cache_config={"window_length": 4})
+
+
+def test_a_model_that_slides_anyway_has_no_use_for_them() -> None:
+    with pytest.raises(kvlayers.ConfigError, match="forgets by itself"):
+        SinkCache(64, config=tiny_model("mistral").config)
+
+
+def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
+    model = fresh_model("llama").to(torch.bfloat16)
+    with kvlayers.installed():
+        for how in ({"cache_implementation": "sink"}, {"past_key_values": SinkCache(20, config=model.config)}):
+            with pytest.raises(kvlayers.ConfigError, match="rounded to torch.bfloat16"):
+                generated(model, prompt(), **how)
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "zamba2", "falcon_h1", "lfm2"])
+def test_models_with_recurrent_states_keep_them_beside_the_sinks(family: str) -> None:
+    model, inputs = model_and_inputs(family)
+    ids = inputs["input_ids"][:1]
+    with kvlayers.installed():
+        wide = {"cache_implementation": "sink", "cache_config": {"window_length": 200}}
+        expected = generated(model, ids, cache_implementation="dynamic")
+        assert torch.equal(generated(model, ids, **wide).sequences, expected.sequences)
+        narrow = generated(model, ids, cache_implementation="sink", cache_config={"window_length": 8})
+        assert any(isinstance(attention_part(layer), SinkLayer) for layer in narrow.past_key_values.layers)
+        recurrent = [part for layer in narrow.past_key_values.layers if (part := recurrent_part(layer)) is not None]
+        assert recurrent
+        assert all(part.length == ids.shape[1] + 49 for part in recurrent)
+
+
+@pytest.mark.parametrize("window", [6, 12])
+def test_a_window_shorter_than_the_models_own_has_sinks_in_all_layers(window: int) -> None:
+    cache = SinkCache(window, 2, config=tiny_model("gemma3").config)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    slides = "SinkLayer" if window < 8 else "SlidingLayer"
+    assert kinds == [slides, slides, "SinkLayer", slides]
+    assert cache.get_max_length() == window
+    ids = prompt(1, 30)
+    with torch.no_grad():
+        model = tiny_model("gemma3")
+        for token in ids.split(1, dim=1):
+            assert model(token, past_key_values=cache).logits.isfinite().all()
+
+
+def test_sink_caches_of_transformers_are_gone_and_ours_is_no_other_kind() -> None:
+    assert not isinstance(SinkCache(20, config=tiny_model("llama").config), tf.StaticCache | tf.QuantizedCache)
+
+
+HOLES = {"a hole": [1, 0, 1, 1, 1, 1], "on the right": [1, 1, 1, 1, 0, 0], "both sides": [0, 1, 1, 1, 1, 0]}
+
+
+@pytest.mark.parametrize("case", HOLES)
+def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
+    """Masks go by position, and sinks stand at those of other tokens: such padding would be seen, or hide a sink."""
+    model, ids, mask = tiny_model("llama"), prompt(1, 6), torch.tensor([HOLES[case]])
+    given = SinkCache(20, 3, config=model.config)
+    with kvlayers.installed():
+        for how in ({"past_key_values": given}, {"cache_implementation": "sink"}):
+            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+                generated(model, ids, attention_mask=mask, **how)
+        assert given.get_seq_length() == 0
+        text = generated(model, ids, past_key_values=given, tokens=4).sequences
+        later = torch.cat([torch.ones_like(text), mask], dim=1)
+        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+            generated(model, torch.cat([text, ids], dim=1), attention_mask=later, past_key_values=given)
+
+
+def test_an_empty_cache_of_another_model_is_prepared_anew() -> None:
+    llama, other = tiny_model("llama"), fresh_model("llama", seed=1)
+    versions.set_rope_theta(other.config, 50.0)
+    other.model.rotary_emb = type(other.model.rotary_emb)(other.config)
+    expected = decoded(other, prompt(1, 30))
+    with kvlayers.installed():
+        given = SinkCache(**OPTIONS, config=llama.config)
+        assert torch.equal(generated(other, prompt(1, 30), past_key_values=given).sequences, expected)
+        with pytest.raises(kvlayers.ConfigError):
+            generated(tiny_model("gpt2"), prompt(1, 30), past_key_values=SinkCache(**OPTIONS, config=llama.config))
+
+
+def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
+    model = tiny_model("llama")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    cache = SinkCache(8, 2, config=model.config)
+    cache.activate_past_recording()
+    cache.prepare(model.config, mask)
+    layer = cache.layers[0]
+    assert layer.record_past
+    assert layer.left_padding.tolist() == [5, 0]
+    cache.reset()
+    cache.prepare(model.config)
+    assert cache.layers[0] is layer
+    assert layer.left_padding is None
+    unbound = SinkCache(8, 2, left_padding=[5, 0])
+    unbound.reset()
+    unbound.prepare(model.config)
+    assert unbound.layers[0].left_padding is None
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(2, 0), torch.ones(1, 1, 3, 3), "x"], ids=str)
+def test_what_is_no_mask_is_refused(mask: Any) -> None:
+    cache = SinkCache(8, 2)
+    with pytest.raises(kvlayers.StateMismatchError, match="expected an attention_mask"):
+        cache.prepare(tiny_model("llama").config, mask)
+    assert not cache.layers

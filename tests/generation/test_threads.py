@@ -1,0 +1,429 @@
+"""Threads that generate with one model: tokens are those of a thread on its own, and nothing is left on the model."""
+
+import copy
+import importlib
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers.generation.configuration_utils as configuration
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
+
+import kvlayers
+import versions
+from drafts import draft_of, spread
+from kvlayers import DynamicLayer, PrefixStore
+from kvlayers.quantizers import search
+from kvlayers.utils import native_library
+from models import fresh_model, prompt
+from oracle import states
+
+THREADS = 4
+ROUNDS = int(os.environ.get("KVLAYERS_TEST_ROUNDS", "1"))
+"""How often each thread goes through all modes. `KVLAYERS_TEST_ROUNDS=20 pytest tests/generation/test_threads.py` is
+the whole test: with 8 modes, 6 families and 4 threads that is 3,840 calls."""
+
+FAMILIES = ("llama", "gemma3", "qwen3_next", "bamba", "falcon_h1", "t5")
+RECURRENT = ("qwen3_next", "bamba", "falcon_h1")
+NEW_TOKENS = 6
+SECONDS = 300
+"""For threads to meet, and to end."""
+
+
+class Choosing(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Samples with a generator of its own, as torch's is that of all threads, and leaves but one token to choose."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        return torch.full_like(scores, -float("inf")).scatter_(1, chosen, 0.0)
+
+
+class Watching(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Notes at each token what is set on a model that was not set on it before."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._before = model, dict(vars(model))
+        self.seen: set[str] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen |= {name for name, value in vars(self._model).items() if self._before.get(name) is not value}
+        return scores
+
+
+class Untouched:
+    """A model that is not changed.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._set_on = self._find()
+        self._options = copy.deepcopy(self._find_options())
+
+    def check(self) -> None:
+        """Nothing has been set on the model, on its modules, on their classes or in its configs."""
+        now = self._find()
+        assert sorted(map(str, now.keys() ^ self._set_on.keys())) == []
+        assert [key for key, value in self._set_on.items() if now[key] is not value] == []
+        assert self._find_options() == self._options
+
+    def _find(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for path, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                parts = value.items() if isinstance(value, dict) else [("", value)]
+                found.update({(path, name, part): entry for part, entry in parts})
+        for base in {base for module in self._model.modules() for base in type(module).__mro__}:
+            found.update({(base, name): value for name, value in vars(base).items()})
+        return found
+
+    def _find_options(self) -> list[dict[str, Any]]:
+        return [dict(vars(self._model.config)), dict(vars(self._model.generation_config))]
+
+
+def in_threads(work: Callable[[int], None], threads: int = THREADS) -> None:
+    """Call `work` with the number of each thread in all of them at once, and raise what the first of them raises."""
+    barrier = threading.Barrier(threads)
+    raised: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(SECONDS)
+            work(index)
+        except BaseException as error:
+            raised.append(error)
+
+    crowd = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(threads)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in crowd), "a thread waits for ever"
+    if raised:
+        raise raised[0]
+
+
+@pytest.fixture(autouse=True)
+def _taking_turns_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def repetitive(seed: int = 0) -> Tensor:
+    """A prompt in which look-up finds something, long enough to be computed once for several samples."""
+    return torch.cat([prompt(1, 9, seed=seed)] * 4, dim=1)
+
+
+def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
+    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    tokens: Tensor = model.generate(ids, **{**defaults, **how})
+    return tokens
+
+
+def a_model(family: str) -> Any:
+    versions.need_recurrent_layers(family)
+    return spread(family)
+
+
+ASSISTED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "prompt look-up": lambda draft: {"prompt_lookup_num_tokens": 4},
+    "assisted": lambda draft: {"assistant_model": draft},
+}
+
+
+@pytest.mark.parametrize("mode", ASSISTED)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_threads_have_drafts_of_their_own(installed: None, family: str, mode: str) -> None:
+    model = a_model(family)
+    draft = draft_of(model)
+    how = ASSISTED[mode](draft)
+    prompts = [repetitive(0), repetitive(1)]
+    expected = [tokens_of(model, ids, **how) for ids in prompts]
+    untouched = [Untouched(model), Untouched(draft)]
+    wrong: list[int] = []
+    watching = Watching(model)
+
+    def work(index: int) -> None:
+        seen = tokens_of(model, prompts[index % 2], logits_processor=LogitsProcessorList([watching]), **how)
+        if not torch.equal(seen, expected[index % 2]):
+            wrong.append(index)
+
+    in_threads(work)
+    assert wrong == []
+    assert watching.seen == set()
+    for each in untouched:
+        each.check()
+
+
+@pytest.mark.parametrize("mode", ASSISTED)
+def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: str) -> None:
+    model = a_model("qwen3_next")
+    how = ASSISTED[mode](draft_of(model))
+    ids = repetitive()
+    expected = tokens_of(model, ids, **how)
+    untouched = Untouched(model)
+
+    def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > ids.shape[1] + 2:
+            raise ZeroDivisionError
+        return scores
+
+    def work(index: int) -> None:
+        if index % 2:
+            with pytest.raises(ZeroDivisionError):
+                tokens_of(model, ids, logits_processor=[broken], **how)
+        else:
+            assert torch.equal(tokens_of(model, ids, **how), expected)
+
+    in_threads(work)
+    untouched.check()
+
+
+def by_prefixes(model: Any, draft: Any, ids: Tensor, store: PrefixStore, seed: int) -> Tensor:
+    with kvlayers.installed(prefix_store=store):
+        return tokens_of(model, ids)
+
+
+def by_names(model: Any, draft: Any, ids: Tensor, store: PrefixStore, seed: int) -> Tensor:
+    return torch.cat([tokens_of(model, ids, cache_implementation=name) for name in ("static", "int4", "offloaded")])
+
+
+def by_options(options: Callable[[Any, int], dict[str, Any]]) -> Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]:
+    def call(model: Any, draft: Any, ids: Tensor, store: PrefixStore, seed: int) -> Tensor:
+        return tokens_of(model, ids, **options(draft, seed))
+
+    return call
+
+
+MODES: dict[str, Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]] = {
+    "greedy": by_options(lambda draft, seed: {}),
+    "prompt look-up": by_options(lambda draft, seed: {"prompt_lookup_num_tokens": 4}),
+    "sampling": by_options(lambda draft, seed: {"do_sample": True, "logits_processor": [Choosing(seed)]}),
+    "assisted": by_options(lambda draft, seed: {"assistant_model": draft}),
+    "beams": by_options(lambda draft, seed: {"num_beams": 3}),
+    "prefix store": by_prefixes,
+    "samples of one prompt": by_options(
+        lambda draft, seed: {"do_sample": True, "num_return_sequences": 3, "logits_processor": [Choosing(seed)]}
+    ),
+    "static, quantized and offloaded": by_names,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_may_generate_in_every_mode_with_one_model(installed: None, family: str) -> None:
+    model = a_model(family)
+    draft = draft_of(model)
+    prompts = [repetitive(0), repetitive(1)]
+    expected = {
+        (name, which): mode(model, draft, ids, PrefixStore(2**24), which)
+        for name, mode in MODES.items()
+        for which, ids in enumerate(prompts)
+    }
+    untouched, store = Untouched(model), PrefixStore(2**24)
+    wrong: list[tuple[str, int]] = []
+    calls: list[str] = []
+
+    def work(index: int) -> None:
+        names, which = [*MODES], index % 2
+        for number in range(ROUNDS):
+            # All threads are in the same mode, or half of them in another one.
+            shift = number % 2 * (index // 2) * 4
+            for name in names[shift:] + names[:shift]:
+                if not torch.equal(MODES[name](model, draft, prompts[which], store, which), expected[name, which]):
+                    wrong.append((name, index))
+                calls.append(name)
+
+    in_threads(work)
+    assert wrong == []
+    assert len(calls) == len(MODES) * THREADS * ROUNDS
+    untouched.check()
+
+
+# Installing and uninstalling
+
+METHODS = ("generate", "_prepare_generation_config", "_prepare_cache_for_generation", "_validate_generation_mode")
+
+
+@pytest.fixture
+def _leaving_transformers_as_it_was() -> Iterator[None]:
+    def found() -> list[Any]:
+        methods = [vars(GenerationMixin)[name] for name in (*METHODS, "_assisted_decoding")]
+        return [*methods, transformers.PreTrainedModel.__call__, configuration.ALL_CACHE_IMPLEMENTATIONS]
+
+    before = found()
+    yield
+    assert not kvlayers.is_installed()
+    assert found() == before
+
+
+def cache_of(model: Any, **how: Any) -> Any:
+    return tokens_of(model, prompt(), return_dict_in_generate=True, max_new_tokens=2, **how).past_key_values  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_leaving_transformers_as_it_was")
+def test_blocks_of_many_threads_overlap() -> None:
+    model = fresh_model("llama")
+
+    def work(index: int) -> None:
+        for _ in range(8):
+            with kvlayers.installed(legacy_names=bool(index % 2)):
+                assert type(cache_of(model, cache_implementation="int8")) is kvlayers.QuantizedCache
+
+    in_threads(work)
+
+
+@pytest.mark.usefixtures("_leaving_transformers_as_it_was")
+def test_tokens_are_right_while_another_thread_installs_and_uninstalls() -> None:
+    model, ids = fresh_model("gemma3"), repetitive()
+    expected = tokens_of(model, ids)
+    ended = threading.Event()
+
+    def work(index: int) -> None:
+        if index == 0:
+            while not ended.is_set():
+                kvlayers.install(legacy_names=True)
+                kvlayers.uninstall()
+            return
+        try:
+            for _ in range(2):
+                assert torch.equal(tokens_of(model, ids), expected)
+                assert torch.equal(kvlayers.generate(model, ids, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
+        finally:
+            if index == 1:
+                ended.set()
+
+    in_threads(work)
+
+
+@pytest.mark.usefixtures("_leaving_transformers_as_it_was")
+def test_a_call_ends_as_it_began_though_another_thread_uninstalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had been allowed to draft, as its cache would have been one that can go back: so it must get that cache."""
+    model, ids = a_model("qwen3_next"), repetitive()
+    original = GenerationMixin._prepare_special_tokens
+    caches: list[Any] = []
+
+    def elsewhere() -> None:
+        kvlayers.uninstall()
+        assert not kvlayers.is_installed()
+        caches.append(cache_of(fresh_model("llama")))
+
+    def prepare_special_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is model and not caches:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join(SECONDS)
+        return original(self, *args, **kwargs)
+
+    expected = tokens_of(model, ids)
+    monkeypatch.setattr(GenerationMixin, "_prepare_special_tokens", prepare_special_tokens)
+    kvlayers.install()
+    output = tokens_of(model, ids, prompt_lookup_num_tokens=4, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)  # type: ignore[attr-defined]
+    assert type(output.past_key_values) is kvlayers.DynamicCache  # type: ignore[attr-defined]
+    # What began after that had nothing to do with kvlayers.
+    assert [type(cache) for cache in caches] == [transformers.DynamicCache]
+
+
+@pytest.mark.usefixtures("_leaving_transformers_as_it_was")
+def test_a_call_of_its_own_is_nothing_to_other_threads() -> None:
+    model, ids = fresh_model("llama"), prompt()
+    caches: list[Any] = []
+
+    def elsewhere(input_ids: Tensor, scores: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: caches.append(cache_of(model)))
+        thread.start()
+        thread.join(SECONDS)
+        return scores
+
+    how = {"max_new_tokens": 2, "return_dict_in_generate": True, "logits_processor": [elsewhere]}
+    assert type(kvlayers.generate(model, ids, **how).past_key_values) is kvlayers.DynamicCache
+    assert [type(cache) for cache in caches] == [transformers.DynamicCache] * 2
+
+
+@pytest.mark.usefixtures("_leaving_transformers_as_it_was")
+def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
+    for _ in range(20):
+        decorators = [kvlayers.register("contested") for _ in range(THREADS)]
+        owners: list[int] = []
+
+        def work(index: int, decorators: list[Any] = decorators, owners: list[int] = owners) -> None:
+            with kvlayers.installed():
+                try:
+                    decorators[index](lambda request: kvlayers.DynamicCache())
+                    owners.append(index)
+                except kvlayers.RegistryError:
+                    pass
+
+        in_threads(work)
+        assert len(owners) == 1
+        kvlayers.unregister("contested")
+
+
+# What is made when it is first needed
+
+
+def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    asked: list[pathlib.Path] = []
+    original = native_library._compiled
+
+    def counted(source: pathlib.Path) -> pathlib.Path:
+        asked.append(source)
+        return original(source)
+
+    monkeypatch.setattr(native_library, "_compiled", counted)
+    library = native_library.once(search.library.__wrapped__)  # type: ignore[attr-defined]
+    in_threads(lambda index: seen.append(library()))
+    assert len(asked) == 1
+    assert len(seen) == THREADS
+    assert len(set(map(id, seen))) == 1
+
+
+def test_one_thread_at_a_time_imports_what_a_public_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most = [0], [0]
+
+    def import_module(name: str, package: str | None = None) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return original(name, package)
+
+    original = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    names = ("Cache", "generate", "PrefixStore", "plan")
+    in_threads(lambda index: kvlayers.__getattr__(names[index]))
+    assert most == [1]
+
+
+def test_threads_may_fork_one_cache_at_once() -> None:
+    """All forks must be told of each other before one of them writes behind what they share."""
+    for _ in range(40):
+        layer = DynamicLayer()
+        layer.update(*states(1, 100, torch.Generator().manual_seed(0)))
+        forks: dict[int, DynamicLayer] = {}
+
+        def work(index: int, layer: DynamicLayer = layer, forks: dict[int, DynamicLayer] = forks) -> None:
+            forks[index] = layer.fork()
+            for _ in range(5):
+                forks[index].update(torch.full((1, 2, 1, 4), float(index)), torch.full((1, 2, 1, 6), float(index)))
+
+        in_threads(work, 2 * THREADS)
+        for index, fork in forks.items():
+            assert torch.equal(fork.keys[:, :, 100:], torch.full((1, 2, 5, 4), float(index)))

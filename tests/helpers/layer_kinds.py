@@ -1,0 +1,240 @@
+"""Every kind of layer beside its oracle, the states it can be in, and the operations that it supports."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from agreement import check_at_rest, continue_decoding, step
+from kvlayers import (
+    CacheLayer,
+    DynamicLayer,
+    OffloadedLayer,
+    Prefetcher,
+    Quantization,
+    QuantizedLayer,
+    QuantizedStore,
+    RollbackError,
+    Rotary,
+    SinkLayer,
+    SlidingLayer,
+    StaticLayer,
+    StaticSlidingLayer,
+)
+from kvlayers.layers import TokenLayer
+from oracle import Oracle
+from quantized_oracle import QuantizedOracle
+from recording_transfers import RecordingTransfers
+from sink_oracle import INV_FREQ, SinkOracle
+
+WINDOW = 8
+
+
+QUANTIZATION = Quantization(nbits=8, q_group_size=2, residual_length=5, sink_tokens=3)
+
+
+# Groups along tokens on both sides, so that blocks are cut within groups, and 3 bits, whose codes are in two planes.
+QUANTIZATION_ALONG_TOKENS = Quantization(nbits=3, q_group_size=2, residual_length=0, sink_tokens=0)
+
+
+def _quantized_window(window: int) -> tuple[SlidingLayer, Oracle]:
+    quantization = dataclasses.replace(QUANTIZATION, sink_tokens=0)
+    layer = SlidingLayer(window, QuantizedStore(quantization))
+    return layer, QuantizedOracle(quantization, window=window, room=layer.room)
+
+
+def _recording_transfers(device: torch.device) -> RecordingTransfers:
+    return RecordingTransfers()
+
+
+def _offloaded(layer: TokenLayer, oracle: Oracle) -> tuple[CacheLayer, Oracle]:
+    return OffloadedLayer(layer, Prefetcher(transfers=_recording_transfers)), oracle
+
+
+def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[SinkLayer, SinkOracle]:
+    layer = SinkLayer(window, sinks, Rotary(INV_FREQ, "halves"), left_padding=padding)
+    return layer, SinkOracle(window, sinks, padding)
+
+
+KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
+    "dynamic": lambda: (DynamicLayer(), Oracle()),
+    "dynamic with a hint": lambda: (DynamicLayer(length_hint=20), Oracle()),
+    "sliding": lambda: (SlidingLayer(WINDOW), Oracle(WINDOW)),
+    # Longer than its spare room, so that it moves to the front in several pieces.
+    "sliding over a long window": lambda: (SlidingLayer(40), Oracle(40)),
+    "sliding over one token": lambda: (SlidingLayer(1), Oracle(1)),
+    "sliding over more than is seen": lambda: (SlidingLayer(500), Oracle(500)),
+    "static": lambda: (StaticLayer(90, max_batch_size=8), Oracle(capacity=90)),
+    "static that grows": lambda: (StaticLayer(4, grow=True), Oracle()),
+    "static sliding": lambda: (StaticSlidingLayer(90, WINDOW, max_batch_size=8), Oracle(WINDOW)),
+    "static sliding over a long window": lambda: (StaticSlidingLayer(90, 40, max_batch_size=8), Oracle(40)),
+    "static sliding over less than the window": lambda: (
+        StaticSlidingLayer(90, 500, max_batch_size=8),
+        Oracle(500, capacity=90),
+    ),
+    "static sliding that grows": lambda: (StaticSlidingLayer(4, WINDOW, grow=True), Oracle(WINDOW)),
+    "sink": lambda: _sink(WINDOW, 3),
+    "sink over a long window": lambda: _sink(40, 4),
+    "sink that is nearly all of the window": lambda: _sink(WINDOW, WINDOW - 1),
+    "sink of padded sequences": lambda: _sink(WINDOW, 3, [0, 6]),
+    "quantized": lambda: (QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
+    "quantized without sinks": lambda: (
+        QuantizedLayer(QUANTIZATION_ALONG_TOKENS, length_hint=100),
+        QuantizedOracle(QUANTIZATION_ALONG_TOKENS),
+    ),
+    "quantized sliding": lambda: _quantized_window(100),
+    "quantized sliding within the residual": lambda: _quantized_window(WINDOW),
+    "offloaded": lambda: _offloaded(DynamicLayer(), Oracle()),
+    "offloaded sliding": lambda: _offloaded(SlidingLayer(40), Oracle(40)),
+    "offloaded sink": lambda: _offloaded(*_sink(40, 4)),
+    "offloaded static": lambda: _offloaded(StaticLayer(90, max_batch_size=8), Oracle(capacity=90)),
+    "offloaded static that grows": lambda: _offloaded(StaticLayer(4, grow=True), Oracle()),
+    "offloaded static sliding": lambda: _offloaded(StaticSlidingLayer(90, 40, max_batch_size=8), Oracle(40)),
+    "offloaded quantized": lambda: _offloaded(QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
+    "offloaded quantized sliding": lambda: _offloaded(*_quantized_window(100)),
+}
+
+
+STATES: dict[str, list[int]] = {
+    "empty": [],
+    "after prefill": [5],
+    "decoding": [5, 1, 1],
+    "past the window": [5, *[1] * 40],
+    "prefilled past the window": [70],
+    "after several chunks": [3, 4, 1, 9, 2, 30, 1],
+    "after long chunks": [30, 50, 1, 220, 1, 40, *[1] * 30],
+}
+
+
+Operation = Callable[[CacheLayer, Oracle], CacheLayer]
+
+
+def _reset(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.reset()
+    oracle.reset()
+    return layer
+
+
+def _crop_to(length_of: Callable[[int], int]) -> Operation:
+    def crop(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        length = length_of(oracle.length)
+        argument = length if length > 0 else -oracle.length
+        if oracle.can_truncate(length):
+            layer.crop(argument)
+            oracle.truncate(length)
+        else:
+            with pytest.raises(RollbackError):
+                layer.crop(argument)
+        return layer
+
+    return crop
+
+
+def _remove(count_of: Callable[[int], int]) -> Operation:
+    def remove(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        count = count_of(oracle.length)
+        if oracle.can_truncate(oracle.length - count):
+            layer.crop(-count)
+            oracle.truncate(oracle.length - count)
+        else:
+            with pytest.raises(RollbackError):
+                layer.crop(-count)
+        return layer
+
+    return remove
+
+
+def _record_and_roll_back(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.activate_past_recording()
+    oracle.recording = True
+    generator = torch.Generator().manual_seed(7)
+    for tokens in (1, 4, 1):
+        if oracle.fits(tokens):
+            step(layer, oracle, tokens, generator)
+    taken_back = min(4, oracle.length)
+    layer.crop(-taken_back)
+    oracle.truncate(oracle.length - taken_back)
+    check_at_rest(layer, oracle)
+    layer.crop(0)
+    return layer
+
+
+def _select(rows: list[int]) -> Operation:
+    def select(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        layer.batch_select_indices(torch.tensor(rows))
+        oracle.select(rows)
+        return layer
+
+    return select
+
+
+def _reorder(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.reorder_cache(torch.tensor([1, 1]))
+    oracle.select([1, 1])
+    return layer
+
+
+def _mask(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.batch_select_indices(torch.tensor([False, True]))
+    oracle.select([1])
+    return layer
+
+
+def _repeat(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.batch_repeat_interleave(3)
+    oracle.select([0, 0, 0, 1, 1, 1])
+    return layer
+
+
+def _expand(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    layer.expand(3)
+    oracle.select([0, 0, 0, 1, 1, 1])
+    # What sequences have in common may be held once.
+    oracle.least_bytes = lambda tokens: 0
+    return layer
+
+
+def _twin(make: Callable[[CacheLayer], CacheLayer]) -> Operation:
+    def twin(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        other, other_oracle = make(layer), oracle.copy()
+        check_at_rest(other, other_oracle)
+        # The original goes another way: neither may notice the other.
+        continue_decoding(layer, oracle.copy(), torch.Generator().manual_seed(5))
+        return other
+
+    return twin
+
+
+def _state_round_trip(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+    state = layer.state()
+    fresh = layer.fork()
+    fresh.reset()
+    continue_decoding(fresh, oracle.empty(), torch.Generator().manual_seed(6))
+    fresh.load_state(state)
+    return fresh
+
+
+OPERATIONS: dict[str, Operation] = {
+    "nothing": lambda layer, oracle: layer,
+    "reset": _reset,
+    "crop to nothing": _crop_to(lambda length: 0),
+    "crop to half": _crop_to(lambda length: length // 2),
+    "crop to all": _crop_to(lambda length: length),
+    "remove none": _remove(lambda length: 0),
+    "remove one": _remove(lambda length: min(1, length)),
+    "remove three": _remove(lambda length: min(3, length)),
+    "record and roll back": _record_and_roll_back,
+    "reorder": _reorder,
+    "select one": _select([1]),
+    "select by a mask": _mask,
+    "select more": _select([1, 0, 1, 1, 0]),
+    "repeat": _repeat,
+    "expand": _expand,
+    "fork": _twin(lambda layer: layer.fork()),
+    "deepcopy": _twin(copy.deepcopy),
+    "pickle": _twin(lambda layer: pickle.loads(pickle.dumps(layer))),
+    "state": _state_round_trip,
+}

@@ -1,0 +1,158 @@
+"""Streams that are only pretended, on the host: for tests of what is ordered, and for counting."""
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvlayers.offload.transfers import Mark, Rows, Transfers
+
+FILLING = 0xAB
+"""Bytes of memory that nothing was copied to: as a float, nothing that attention could take for a state."""
+
+Progress = Callable[[int], int]
+
+
+@dataclass(eq=False)
+class _Copy:
+    """A copy that was asked for, and is done some time later."""
+
+    run: Callable[[], None]
+    after: list["_Copy"]
+    queue: deque["_Copy"]
+    done: bool = field(default=False)
+
+
+class RecordingTransfers(Transfers):
+    """Copies between two memories of the host, done no sooner than allowed and as late as `progress` likes.
+
+    "Device" memory is given out again as soon as nobody holds it, as an allocator for streams does, and is overwritten
+    when a copy to it begins. So what is read too early or let go too early comes out wrong.
+
+    What the device computes, the host computes at once: only copies are late.
+
+    Args:
+        progress: how many of so many copies that could be done are done whenever something is asked. At random where
+            not given, from `seed`.
+        seed: of the random numbers.
+
+    Attributes:
+        peak_bytes: the most device memory that was held at a time.
+    """
+
+    def __init__(self, progress: Progress | None = None, seed: int = 0) -> None:
+        numbers = random.Random(seed)
+        self._progress = (lambda waiting: numbers.randint(0, waiting)) if progress is None else progress
+        self._inbound: deque[_Copy] = deque()
+        self._outbound: deque[_Copy] = deque()
+        self._blocks: list[Tensor] = []
+        self.peak_bytes = 0
+
+    @override
+    def computed(self) -> Mark:
+        return None
+
+    @override
+    def bring(self, sources: Sequence[Rows], after: Sequence[Mark]) -> tuple[list[Tensor], Mark]:
+        brought, copies = [], []
+        for rows in sources:
+            block = self._block(rows.tensor.numel() * rows.tensor.element_size())
+            with torch.inference_mode(False):
+                brought.append(_typed(block, rows.tensor))
+            copies.append((block, rows))
+        self.peak_bytes = max(self.peak_bytes, self.cache_nbytes)
+
+        def run() -> None:
+            for block, rows in copies:
+                block.fill_(FILLING)
+                _typed(block, rows.tensor)[rows.start : rows.end].copy_(rows.states)
+
+        return brought, self._ask(self._inbound, run, after)
+
+    @override
+    def send(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Mark]) -> Mark:
+        # What is on the device is not held by being sent: whoever asks for that sees to it.
+        found = [(home, self._without_holding(rows)) for home, rows in pairs]
+
+        def run() -> None:
+            for home, read in found:
+                home.states.copy_(read())
+
+        return self._ask(self._outbound, run, after)
+
+    @override
+    def computing_waits(self, mark: Mark) -> None:
+        self.host_waits(mark)
+
+    @override
+    def host_waits(self, mark: Mark) -> None:
+        if mark is not None:
+            _finish(mark)
+
+    @override
+    def is_reached(self, mark: Mark) -> bool:
+        return mark is None or mark.done
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Device memory that somebody holds."""
+        return sum(block.numel() for block in self._blocks if not _is_free(block))
+
+    def _ask(self, queue: deque[_Copy], run: Callable[[], None], after: Sequence[Mark]) -> _Copy:
+        copy = _Copy(torch.no_grad()(run), [mark for mark in after if mark is not None], queue)
+        queue.append(copy)
+        for waiting in (self._inbound, self._outbound):
+            for _ in range(self._progress(len(waiting))):
+                if waiting and all(before.done for before in waiting[0].after):
+                    _finish(waiting[0])
+        return copy
+
+    def _block(self, nbytes: int) -> Tensor:
+        for block in self._blocks:
+            if block.numel() == nbytes and _is_free(block):
+                return block
+        with torch.inference_mode(False):
+            block = torch.full((nbytes,), FILLING, dtype=torch.uint8)
+        self._blocks = [*(block for block in self._blocks if not _is_free(block)), block]
+        return block
+
+    def _without_holding(self, rows: Rows) -> Callable[[], Tensor]:
+        start, end, tensor = rows.start, rows.end, rows.tensor
+        for block in self._blocks:
+            if block.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and block.numel():
+                like = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+                return lambda: _typed(block, like)[start:end]
+        held = weakref.ref(tensor)
+
+        def read() -> Tensor:
+            found = held()
+            if found is None:
+                raise RuntimeError("memory was let go before it was sent")
+            return found[start:end]
+
+        return read
+
+
+def _finish(copy: _Copy) -> None:
+    while not copy.done:
+        first = copy.queue[0]
+        for before in first.after:
+            _finish(before)
+        if not first.done:
+            first.run()
+            first.done = True
+            copy.queue.popleft()
+
+
+def _typed(block: Tensor, like: Tensor) -> Tensor:
+    return block.view(like.dtype).view(like.shape)
+
+
+def _is_free(block: Tensor) -> bool:
+    """Whether nothing but the block itself refers to its memory."""
+    return torch._C._storage_Use_Count(block.untyped_storage()._cdata) <= 2

@@ -1,0 +1,301 @@
+"""Keys and values of another length that are assigned to a layer, as libraries do that evict tokens after a prefill."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+from agreement import check_at_rest, step
+from kvlayers import StateMismatchError
+from layer_kinds import KINDS
+from models import fresh_model, prompt, tiny_model
+from oracle import Oracle, states
+
+pytestmark = pytest.mark.fast
+
+
+def evict_from(layer: Any, kept: int, generator: torch.Generator) -> None:
+    """Keep a random subset of the tokens, another one in each head, as an eviction library does."""
+    batch, kv_heads, tokens, head_dim = layer.keys.shape
+    scores = torch.rand(batch, kv_heads, tokens, generator=generator)
+    indices = scores.topk(kept, dim=-1).indices.sort(-1).values[..., None].expand(-1, -1, -1, head_dim)
+    layer.keys = layer.keys.gather(2, indices).contiguous()
+    layer.values = layer.values.gather(2, indices).contiguous()
+
+
+def evict(cache: Any, kept: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for layer in cache.layers:
+        evict_from(layer, kept, generator)
+
+
+def decode(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of single tokens at the positions that they have in the text, and of a chunk behind them."""
+    start, logits = 12, []
+    for piece in (*ids[:, :4].split(1, dim=1), ids[:, 4:]):
+        positions = torch.arange(start, start + piece.shape[1])[None]
+        start += piece.shape[1]
+        logits.append(model(piece, past_key_values=cache, position_ids=positions).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("offloading", [False, True], ids=["", "offloaded"])
+def test_a_pruned_cache_decodes_as_that_of_transformers(attention: str, offloading: bool) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation(attention)
+    ids, more = prompt(2, 12), prompt(2, 7, seed=1)
+    logits = []
+    for cache in (kvlayers.DynamicCache(config=model.config, offloading=offloading), tf.DynamicCache()):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            evict(cache, 5)
+            assert cache.get_seq_length() == 5
+            assert cache.get_mask_sizes(2 if isinstance(cache, kvlayers.Cache) else _asked(cache, 2), 0) == (7, 0)
+            logits.append(decode(model, cache, more))
+            evict(cache, 8, seed=1)
+            logits.append(decode(model, cache, more))
+    torch.testing.assert_close(logits[0], logits[2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[1], logits[3], rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_are_pruned_to_other_lengths_as_the_prompt_passes_decode_as_those_of_transformers() -> None:
+    """As libraries do with a hook behind each attention layer. One query at a time needs no mask."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation("sdpa")
+    ids, more = prompt(1, 12), prompt(1, 5, seed=1)
+    logits = []
+    for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache()):
+        generator = torch.Generator().manual_seed(0)
+        hooks = [
+            layer.self_attn.register_forward_hook(
+                lambda *_, cache=cache, index=index, generator=generator: evict_from(
+                    cache.layers[index], 7 - 3 * index, generator
+                )
+            )
+            for index, layer in enumerate(model.model.layers)
+        ]
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            for hook in hooks:
+                hook.remove()
+            assert [layer.get_seq_length() for layer in cache.layers] == [7, 4]
+            logits.append(
+                torch.cat(
+                    [
+                        model(token, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
+                        for position, token in enumerate(more.split(1, dim=1), start=12)
+                    ],
+                    dim=1,
+                )
+            )
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def _asked(cache: Any, tokens: int) -> Any:
+    return torch.arange(tokens) if kvlayers.upstream.compat.MASKS_BY_CACHE_POSITION else tokens
+
+
+def test_a_pruned_window_decodes_as_that_of_transformers() -> None:
+    """A window counts on what it has seen: what is left are its newest tokens, and all of them are attended to."""
+    model = copy.deepcopy(fresh_model("mistral"))
+    model.config.sliding_window = 40
+    model.set_attn_implementation("sdpa")
+    ids, more = prompt(2, 12), prompt(2, 6, seed=1)
+    logits = []
+    for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache(config=model.config)):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            evict(cache, 5)
+            assert cache.get_seq_length() == 12
+            # Single tokens alone: the masks of transformers are longer than its keys from here on.
+            logits.append(torch.cat([model(token, past_key_values=cache).logits for token in more.split(1, dim=1)], 1))
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_of_a_pruned_window_are_those_of_what_is_left() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = kvlayers.SlidingLayer(8)
+    layer.update(*states(1, 20, generator))
+    keys, values = layer.keys[:, :, [0, 3, 4]], layer.values[:, :, [0, 3, 4]]
+    layer.keys, layer.values = keys, values
+    for held in (3, 4, 5, 6, 7, 7):
+        seen = layer.length
+        assert layer.mask_sizes(1) == (held + 1, seen - held)
+        new = states(1, 1, generator)
+        attended = layer.update(*new)
+        keys, values = torch.cat([keys, new[0]], dim=2), torch.cat([values, new[1]], dim=2)
+        assert torch.equal(attended[0], keys[:, :, -held - 1 :])
+        assert torch.equal(attended[1], values[:, :, -held - 1 :])
+    with pytest.raises(kvlayers.RollbackError):
+        layer.crop(-8)
+
+
+FULL = ["dynamic", "static", "static that grows", "offloaded", "offloaded static"]
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("half", ["keys", "values"])
+def test_a_layer_goes_on_from_what_was_assigned(kind: str, half: str) -> None:
+    """In either order, from views of its own states or from others, and behind forks that keep theirs."""
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS[kind]()
+    step(layer, oracle, 12, generator)
+    fork, fork_oracle = layer.fork(), oracle.copy()
+    for chosen in (slice(2, None), [0, 1, 5, 8], slice(0, 3)):
+        for side in ("keys", "values") if half == "keys" else ("values", "keys"):
+            setattr(layer, side, getattr(layer, side)[:, :, chosen])
+        oracle.keys, oracle.values = oracle.keys[:, :, chosen].clone(), oracle.values[:, :, chosen].clone()
+        check_at_rest(layer, oracle)
+        for tokens in (1, 2):
+            step(layer, oracle, tokens, generator)
+    layer.crop(-2)
+    oracle.truncate(oracle.length - 2)
+    step(layer, oracle, 3, generator)
+    step(fork, fork_oracle, 1, generator)
+
+
+def test_packed_layers_pack_what_was_assigned() -> None:
+    generator = torch.Generator().manual_seed(0)
+    quantization = kvlayers.Quantization(nbits=8, residual_length=4, sink_tokens=2)
+    layer = kvlayers.QuantizedLayer(quantization)
+    layer.update(*(torch.randn(1, 2, 300, 64, generator=generator) for _ in range(2)))
+    chosen = torch.arange(0, 300, 2)
+    keys, values = layer.keys[:, :, chosen], layer.values[:, :, chosen]
+    layer.keys, layer.values = keys, values
+    assert layer.length == 150
+    # Rounded once more, to 8 bits.
+    torch.testing.assert_close(layer.keys.clone(), keys, rtol=0, atol=0.05)
+    torch.testing.assert_close(layer.values.clone(), values, rtol=0, atol=0.05)
+    assert layer.update(*(torch.randn(1, 2, 1, 64, generator=generator) for _ in range(2)))[0].shape[2] == 151
+
+
+USES = {
+    "update": lambda cache: cache.update(*states(2, 1, torch.Generator().manual_seed(0)), 0),
+    "masks": lambda cache: cache.get_mask_sizes(1, 0),
+    "crop": lambda cache: cache.crop(-1),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "fork": lambda cache: cache.fork(),
+    "state": lambda cache: cache.state(),
+    "tuples": lambda cache: cache.to_legacy_cache(),
+}
+
+
+@pytest.mark.parametrize("kind", [*FULL, "sliding over a long window", "quantized"])
+@pytest.mark.parametrize("use", USES)
+def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS[kind]()
+    cache = kvlayers.Cache(layers=[layer])
+    step(layer, oracle, 7, generator)
+    layer.keys = oracle.keys[:, :, 2:5]
+    assert torch.equal(layer.keys, oracle.keys[:, :, 2:5])
+    assert layer.nbytes > 0
+    with pytest.raises(StateMismatchError, match=r"saw keys \[2, 2, 3, 4\] beside values \[2, 2, 7, 6\]: assign"):
+        USES[use](cache)
+    # A debugger shows it all the same.
+    assert "[2, 2, 3, 4] beside values [2, 2, 7, 6]" in repr(cache)
+    assert type(layer).__name__ in repr(layer)
+    # What matches again is as if nothing had been assigned.
+    layer.keys = oracle.keys
+    step(layer, oracle, 1, generator)
+    layer.values = oracle.values[:, :, 1:]
+    with pytest.raises(StateMismatchError, match=r"keys \[2, 2, 8, 4\] beside values \[2, 2, 7, 6\]"):
+        USES[use](cache)
+    cache.reset()
+    oracle.reset()
+    step(layer, oracle, 4, generator)
+
+
+def test_another_batch_size_can_be_assigned() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS["dynamic"]()
+    step(layer, oracle, 7, generator)
+    layer.keys = layer.keys[:1]
+    with pytest.raises(StateMismatchError, match="of one batch size"):
+        layer.update(*states(1, 1, generator))
+    layer.values = layer.values[:1]
+    oracle.select([0])
+    step(layer, oracle, 1, generator)
+
+
+def test_an_empty_layer_that_grows_is_filled_by_assignment() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = kvlayers.DynamicLayer(), Oracle()
+    oracle.update(*states(2, 5, generator))
+    layer.keys = oracle.keys
+    layer.values = oracle.values
+    step(layer, oracle, 2, generator)
+
+
+def test_lists_of_another_length_are_assigned_as_a_whole() -> None:
+    cache = kvlayers.DynamicCache()
+    for index in range(2):
+        cache.update(*states(1, 6, torch.Generator().manual_seed(index)), index)
+    expected = [states[:, :, 4:].clone() for states in (*cache.key_cache, *cache.value_cache)]
+    cache.key_cache = [keys[:, :, 4:] for keys in cache.key_cache]
+    cache.value_cache = [values[:, :, 4:] for values in cache.value_cache]
+    assert cache.get_seq_length() == 2
+    assert all(map(torch.equal, (*cache.key_cache, *cache.value_cache), expected))
+    cache.key_cache[1], cache.value_cache[1] = expected[1][:, :, :1], expected[3][:, :, :1]
+    assert [keys.shape[2] for keys in cache.key_cache] == [2, 1]
+
+
+def test_a_static_layer_keeps_its_address_and_takes_a_whole_reservation() -> None:
+    """A tensor of the reservation's shape has the tokens in its first slots, as those of transformers have."""
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS["static"]()
+    step(layer, oracle, 7, generator)
+    address = layer.tensors()["keys"].data_ptr()
+    whole = layer.tensors()["keys"] * 2, layer.tensors()["values"] * 3
+    layer.keys, layer.values = whole
+    oracle.keys, oracle.values = oracle.keys * 2, oracle.values * 3
+    step(layer, oracle, 1, generator)
+    layer.keys, layer.values = layer.keys[:, :, 5:], layer.values[:, :, 5:]
+    assert layer.tensors()["keys"].data_ptr() == address
+    assert int(layer.tensors()["position"]) == 3
+    assert not layer.tensors()["keys"][:, :, 3:].any()
+    oracle.keys, oracle.values = oracle.keys[:, :, 5:].clone(), oracle.values[:, :, 5:].clone()
+    step(layer, oracle, 2, generator)
+
+
+REFUSED = {
+    "nothing": ("dynamic", lambda keys: None, "saw a NoneType: pass a tensor, or use reset"),
+    "a matrix": ("dynamic", lambda keys: keys[0, 0], r"saw \[12, 4\]: pass a tensor"),
+    "more than a window has seen": (
+        "sliding",
+        lambda keys: torch.cat([keys, keys], 2)[:, :, :13],
+        "12 tokens that were",
+    ),
+    "less than a static window attends to": ("static sliding", lambda keys: keys[:, :, :6], "at least the 7 tokens"),
+    "more than a static layer holds": ("static", lambda keys: torch.cat([keys, keys], 2), "of the 12 tokens"),
+    "fewer among sinks": ("sink over a long window", lambda keys: keys[:, :, 1:], "all 12 tokens, as keys are turned"),
+    "sinks after eviction": ("sink", lambda keys: keys, "some have been evicted"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_kind_cannot_go_on_from_is_refused_before_anything_changes(case: str) -> None:
+    kind, of, message = REFUSED[case]
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS[kind]()
+    step(layer, oracle, 12, generator)
+    for side in ("keys", "values"):
+        with pytest.raises(StateMismatchError, match=message if side == "keys" else None):
+            setattr(layer, side, of(getattr(oracle, side)))
+    step(layer, oracle, 1, generator)
+
+
+@pytest.mark.parametrize("kind", ["static sliding", "static sliding over a long window"])
+def test_a_static_window_takes_other_states_of_what_it_attends_to(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS[kind]()
+    step(layer, oracle, 60, generator)
+    step(layer, oracle, 1, generator)
+    layer.keys, layer.values = layer.keys * 2, layer.values * 2
+    oracle.keys, oracle.values = oracle.keys * 2, oracle.values * 2
+    for tokens in (1, 1, 5, *[1] * 20):
+        step(layer, oracle, tokens, generator)

@@ -1,0 +1,55 @@
+"""Every kind of layer, in every state, through every operation, against the concatenating oracle."""
+
+import pytest
+import torch
+
+from agreement import check_at_rest, continue_decoding, step
+from kvlayers import (
+    CacheLayer,
+)
+from layer_kinds import KINDS, OPERATIONS, STATES
+from oracle import Oracle, states
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize("past", STATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_agrees_with_the_oracle_on_its_way_into_every_state(kind: str, past: str) -> None:
+    layer, oracle = KINDS[kind]()
+    generator = torch.Generator().manual_seed(1)
+    for tokens in STATES[past]:
+        if oracle.fits(tokens):
+            step(layer, oracle, tokens, generator)
+
+
+def _in_state(kind: str, past: str, generator: torch.Generator) -> tuple[CacheLayer, Oracle]:
+    """A layer and its oracle, whose way there the test above checks step by step, once for all operations."""
+    layer, oracle = KINDS[kind]()
+    for tokens in STATES[past]:
+        if oracle.fits(tokens):
+            new = states(2, tokens, generator)
+            layer.update(*new)
+            oracle.update(*new)
+    return layer, oracle
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("past", STATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_decodes_as_the_oracle_does_after_an_operation(kind: str, past: str, operation: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer, oracle = _in_state(kind, past, generator)
+    check_at_rest(layer, oracle)
+    layer = OPERATIONS[operation](layer, oracle)
+    check_at_rest(layer, oracle)
+    continue_decoding(layer, oracle, generator)
+
+
+@pytest.mark.parametrize("grow", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_agrees_with_the_oracle_at_every_length(kind: str, grow: int) -> None:
+    layer, oracle = KINDS[kind]()
+    generator = torch.Generator().manual_seed(2)
+    while oracle.fits(grow) and oracle.length < 300:
+        step(layer, oracle, grow, generator)

@@ -1,0 +1,648 @@
+"""Layers with recurrent states, against a slow oracle that holds all columns ever seen."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from agreement import bytes_reached
+from kvlayers import Checkpoints, HybridLayer, LinearAttentionLayer
+from models import prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+CHANNELS, KERNEL = 6, 4
+
+
+class Oracle:
+    """All columns that were ever seen. The recurrent state is a sum over them, which decays."""
+
+    def __init__(self, batch: int = 2) -> None:
+        self.columns = torch.zeros(batch, CHANNELS, 0)
+
+    @property
+    def length(self) -> int:
+        return self.columns.shape[-1]
+
+    @property
+    def conv_state(self) -> Tensor:
+        return torch.nn.functional.pad(self.columns, (KERNEL, 0))[..., -KERNEL:]
+
+    @property
+    def recurrent_state(self) -> Tensor:
+        state = torch.zeros(self.columns.shape[0], CHANNELS, 3)
+        for column in self.columns.unbind(-1):
+            state = 0.5 * state + column[..., None] * torch.arange(1.0, 4)
+        return state
+
+
+def step(layer: Any, oracle: Oracle, tokens: int, seed: int = 0, in_place: bool = False) -> None:
+    """Give both the same columns, as a model does: what comes back is what a convolution needs."""
+    generator = torch.Generator().manual_seed(1000 * oracle.length + seed)
+    columns = torch.randn(oracle.columns.shape[0], CHANNELS, tokens, generator=generator)
+    before = oracle.conv_state
+    is_first = oracle.length == 0
+    oracle.columns = torch.cat([oracle.columns, columns], dim=-1)
+    full = layer.update_conv_state(columns, conv_kernel_size=KERNEL)
+    if is_first:
+        missing = max(KERNEL - tokens, 0)
+        assert torch.equal(full, torch.nn.functional.pad(columns, (missing, 0)))
+    else:
+        assert torch.equal(full, torch.cat([before, columns], dim=-1))
+    if in_place and tokens == 1 and not is_first:
+        # As kernels for a single token do it.
+        layer.recurrent_states[0].copy_(oracle.recurrent_state)
+    else:
+        held = layer.update_recurrent_state(oracle.recurrent_state)
+        assert torch.equal(held, oracle.recurrent_state)
+
+
+def check(layer: Any, oracle: Oracle) -> None:
+    assert layer.length == oracle.length
+    assert layer.nbytes == bytes_reached(layer)
+    if oracle.length:
+        assert torch.equal(layer.conv_states[0], oracle.conv_state)
+        assert torch.equal(layer.recurrent_states[0], oracle.recurrent_state)
+        assert layer.has_previous_state == {0: True}
+        assert layer.batch_size == oracle.columns.shape[0]
+    else:
+        assert layer.has_previous_state == {0: False}
+
+
+def at(oracle: Oracle, length: int) -> Oracle:
+    earlier = Oracle()
+    earlier.columns = oracle.columns[..., :length]
+    return earlier
+
+
+def filled(*updates: int, **options: Any) -> tuple[LinearAttentionLayer, Oracle]:
+    layer, oracle = LinearAttentionLayer(**options), Oracle()
+    for tokens in updates:
+        step(layer, oracle, tokens, in_place=True)
+        check(layer, oracle)
+    return layer, oracle
+
+
+@pytest.mark.parametrize("updates", [(1,), (2, 1), (3, 1, 1), (4, 1), (5, 1, 3, 1), (1, 1, 1, 1, 1, 1), (12, 7, 1)])
+def test_states_are_those_of_all_columns(updates: tuple[int, ...]) -> None:
+    filled(*updates)
+
+
+def test_states_stay_at_their_address() -> None:
+    layer, oracle = filled(5)
+    addresses = layer.conv_states[0].data_ptr(), layer.recurrent_states[0].data_ptr()
+    for tokens in (1, 3, 1):
+        step(layer, oracle, tokens)
+    layer.select(torch.tensor([1, 0]))
+    layer.truncate(5)
+    layer.reset()
+    step(layer, Oracle(), 2)
+    assert (layer.conv_states[0].data_ptr(), layer.recurrent_states[0].data_ptr()) == addresses
+
+
+def test_states_that_came_in_inference_mode_are_written_to_outside_of_it() -> None:
+    layer, oracle = LinearAttentionLayer(), Oracle()
+    for tokens in (5, 1, 1):
+        with torch.inference_mode():
+            step(layer, oracle, tokens)
+        step(layer, oracle, 1)
+        check(layer, oracle)
+    assert layer.truncate(5) == 0
+
+
+def test_autograd_follows_the_states() -> None:
+    layer = LinearAttentionLayer()
+    weight = torch.randn(2, CHANNELS, 5, requires_grad=True)
+    layer.update_conv_state(weight * 2, conv_kernel_size=KERNEL)
+    first = layer.update_recurrent_state(weight.sum(-1))
+    # A backward pass needs these states as they are now.
+    loss = (first**2).sum() + (layer.conv_states[0] ** 2).sum()
+    full = layer.update_conv_state(torch.randn(2, CHANNELS, 1), conv_kernel_size=KERNEL)
+    state = layer.update_recurrent_state(first * 3)
+    (loss + full.sum() + state.sum()).backward()
+    expected = 2 * weight.detach().sum(-1) + 8 * weight.detach()[..., -1] + 2 + 3
+    torch.testing.assert_close(weight.grad[..., -1], expected)
+    # Those of the graph are not written to afterwards.
+    with torch.no_grad():
+        layer.update_conv_state(torch.randn(2, CHANNELS, 1), conv_kernel_size=KERNEL)
+        layer.update_recurrent_state(torch.zeros(2, CHANNELS))
+    assert not layer.recurrent_states[0].requires_grad
+
+
+# Counting
+
+
+def test_a_token_whose_column_the_model_writes_itself_is_counted() -> None:
+    """As kimi_linear does it: for a single token it gives the recurrent state alone."""
+    layer = LinearAttentionLayer(checkpoints=Checkpoints(every=2, most=3))
+    layer.update_conv_state(torch.randn(2, CHANNELS, 5), conv_kernel_size=KERNEL)
+    layer.update_recurrent_state(torch.zeros(2, 3))
+    for token in range(6, 11):
+        layer.conv_states[0].fill_(token)
+        layer.update_recurrent_state(torch.full((2, 3), float(token)))
+        assert layer.length == token
+    assert layer.truncate(9) == 1
+    assert (layer.conv_states[0] == 8).all()
+    assert (layer.recurrent_states[0] == 8).all()
+
+
+def test_columns_that_need_not_be_tokens_are_not_counted() -> None:
+    layer = LinearAttentionLayer()
+    for _ in range(2):
+        layer.update_conv_state(torch.randn(2, CHANNELS, KERNEL))
+        layer.update_recurrent_state(torch.zeros(2, 3))
+    assert layer.length is None
+    assert layer.conv_states[0].shape[-1] == KERNEL
+    for roll_back in (lambda: layer.truncate(1), lambda: layer.check_removal(1), layer.get_seq_length):
+        with pytest.raises((kvlayers.RollbackError, kvlayers.UnsupportedLayerError), match="counts its tokens"):
+            roll_back()
+    layer.reset()
+    assert layer.length == 0
+
+
+def test_the_first_state_counts_whatever_the_order() -> None:
+    layer = LinearAttentionLayer(number_of_states=3)
+    for _ in range(2):
+        layer.update_conv_state(torch.zeros(1, 4, dtype=torch.int64), state_idx=2, conv_kernel_size=4)
+        for index in (1, 0):
+            layer.update_conv_state(torch.randn(1, CHANNELS, 3), state_idx=index, conv_kernel_size=KERNEL)
+    assert layer.length == 6
+    assert layer.truncate(3) == 0
+    assert layer.length == 3
+
+
+# Checkpoints
+
+
+def lengths(layer: LinearAttentionLayer) -> list[int]:
+    return sorted({layer.nearest_restorable(length) for length in range(layer.length + 1)} - {layer.length, 0})
+
+
+def test_checkpoints_are_taken_at_the_end_of_several_tokens() -> None:
+    assert lengths(filled(5, 1, 1)[0]) == [5]
+    assert lengths(filled(5, 1, 3, 1)[0]) == [5, 9]
+    assert lengths(filled(5, 2, 3, 1)[0]) == [7, 10]
+    assert lengths(filled(1, 1, 1)[0]) == []
+    assert lengths(filled(5, 2, 3, 1, checkpoints=Checkpoints(most=5))[0]) == [5, 7, 10]
+    assert lengths(filled(5, 2, 3, 1, checkpoints=Checkpoints(most=1))[0]) == [10]
+    assert lengths(filled(5, 2, 3, 1, checkpoints=Checkpoints(most=0))[0]) == []
+
+
+def test_checkpoints_are_taken_every_so_many_tokens() -> None:
+    assert lengths(filled(3, *[1] * 10, checkpoints={"every": 4, "most": 9})[0]) == [3, 4, 8, 12]
+    assert lengths(filled(3, *[1] * 10, checkpoints={"every": 4})[0]) == [8, 12]
+    assert lengths(filled(4, *[1] * 5, checkpoints={"every": 4, "most": 9})[0]) == [4, 8]
+
+
+@pytest.mark.parametrize("target", range(12))
+def test_a_rollback_restores_the_latest_state_before_and_says_what_is_missing(target: int) -> None:
+    layer, oracle = filled(4, 1, 1, 2, 1, 1, 1, checkpoints={"every": 3, "most": 9})
+    taken = [0, 4, 6, 8, 9, 11]
+    expected = max(length for length in taken if length <= target)
+    assert layer.truncate(target) == target - expected
+    oracle = at(oracle, expected)
+    check(layer, oracle)
+    assert layer.nearest_restorable(expected) == expected
+    for tokens in (1, 3, 1):
+        step(layer, oracle, tokens, seed=1)
+        check(layer, oracle)
+
+
+def test_checkpoints_that_were_rolled_back_are_gone() -> None:
+    layer, oracle = filled(4, 3, 2, 1, checkpoints=Checkpoints(most=5))
+    layer.truncate(7)
+    oracle = at(oracle, 7)
+    for _ in range(4):
+        step(layer, oracle, 1, seed=3)
+    assert lengths(layer) == [4, 7]
+
+
+def test_layers_that_have_other_checkpoints_agree_on_one() -> None:
+    layers = [LinearAttentionLayer(checkpoints={"every": every, "most": 9}) for every in (2, 3)]
+    cache, oracles = kvlayers.Cache(layers=layers), [Oracle(), Oracle()]
+    for _ in range(12):
+        for layer, oracle in zip(layers, oracles, strict=True):
+            step(layer, oracle, 1)
+    assert [layer.nearest_restorable(11) for layer in layers] == [10, 9]
+    assert cache.truncate(11) == 5
+    for layer, oracle in zip(layers, oracles, strict=True):
+        check(layer, at(oracle, 6))
+
+
+def test_recording_keeps_where_it_began_whatever_the_number_of_checkpoints() -> None:
+    layer, oracle = filled(4, 1, 1, checkpoints=Checkpoints(most=0))
+    layer.activate_past_recording()
+    for rejected in (3, 2, 0, 5):
+        begin = oracle.length
+        step(layer, oracle, 5, seed=2)
+        layer.crop(-5 if rejected else 0)
+        oracle = at(oracle, begin if rejected else begin + 5)
+        check(layer, oracle)
+    layer.deactivate_past_recording()
+    assert not layer.is_recording
+    assert layer.record_past
+
+
+def test_an_update_that_broke_off_is_not_taken_for_a_state() -> None:
+    layer, oracle = filled(4, 1)
+    layer.update_conv_state(torch.randn(2, CHANNELS, 3), conv_kernel_size=KERNEL)
+    assert layer.length == 8
+    assert layer.nearest_restorable(8) == 4
+    assert layer.truncate(8) == 4
+    check(layer, at(oracle, 4))
+
+
+def test_memory_of_checkpoints_is_counted_and_bounded() -> None:
+    layer, oracle = filled(5, checkpoints=Checkpoints(every=1, most=3))
+    for _ in range(3):
+        step(layer, oracle, 1)
+    held = layer.nbytes
+    for _ in range(20):
+        step(layer, oracle, 1)
+        assert layer.nbytes == held == bytes_reached(layer)
+    without = filled(5, checkpoints=Checkpoints(most=0))[0].nbytes
+    states = 4 * 2 * CHANNELS * (KERNEL + 3)
+    assert held - without == 3 * states
+
+
+def test_columns_are_recorded_where_there_is_nothing_else() -> None:
+    layer = LinearAttentionLayer()
+    columns = torch.randn(2, CHANNELS, 30)
+    layer.update_conv_state(columns[..., :2], conv_kernel_size=KERNEL)
+    layer.activate_past_recording()
+    layer.update_conv_state(columns[..., 2:3], conv_kernel_size=KERNEL)
+    layer.update_conv_state(columns[..., 3:9], conv_kernel_size=KERNEL)
+    assert layer.is_croppable
+    assert layer.nbytes == bytes_reached(layer)
+    for removed, length in ((2, 7), (0, 7)):
+        layer.crop(-removed)
+        assert layer.length == length
+        assert torch.equal(layer.conv_states[0], columns[..., length - KERNEL : length])
+    layer.update_conv_state(columns[..., 7:9], conv_kernel_size=KERNEL)
+    assert layer.nearest_restorable(8) == 8
+    layer.deactivate_past_recording()
+    assert layer.nearest_restorable(8) < 8
+
+
+# Operations
+
+
+def _twin(make: Callable[[Any], Any]) -> Callable[[Any, Oracle], Any]:
+    def operation(layer: Any, oracle: Oracle) -> Any:
+        other = make(layer)
+        mine = at(oracle, oracle.length)
+        for tokens in (1, 4, 1):
+            step(layer, mine, tokens, seed=9)
+        return other
+
+    return operation
+
+
+def _state(layer: Any, oracle: Oracle) -> Any:
+    fresh = layer.fork()
+    fresh.reset()
+    step(fresh, Oracle(), 7)
+    fresh.load_state(layer.state())
+    layer.reset()
+    return fresh
+
+
+TWINS: dict[str, Callable[[Any, Oracle], Any]] = {
+    "fork": _twin(lambda layer: layer.fork()),
+    "deepcopy": _twin(copy.deepcopy),
+    "pickle": _twin(lambda layer: pickle.loads(pickle.dumps(layer))),
+    "state": _state,
+}
+
+
+@pytest.mark.parametrize("operation", TWINS)
+@pytest.mark.parametrize("updates", [(), (1,), (6,), (6, 1, 1, 3, 1)])
+def test_a_copy_goes_its_own_way_and_back(updates: tuple[int, ...], operation: str) -> None:
+    layer, oracle = filled(*updates)
+    places = lengths(layer)
+    other = TWINS[operation](layer, oracle)
+    check(other, oracle)
+    assert lengths(other) == places
+    for tokens in (1, 2):
+        step(other, oracle, tokens, seed=4)
+        check(other, oracle)
+    if places:
+        assert other.truncate(places[-1]) == 0
+        check(other, at(oracle, places[-1]))
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1], [0], [1, 0, 1]])
+def test_checkpoints_follow_the_sequences(rows: list[int]) -> None:
+    layer, oracle = filled(4, 1, 1)
+    for turn in ([1, 0], rows):
+        layer.batch_select_indices(torch.tensor(turn))
+        oracle.columns = oracle.columns[turn]
+        check(layer, oracle)
+    twin = layer.fork()
+    twin.load_state(layer.state())
+    assert twin.truncate(4) == 0
+    check(twin, at(oracle, 4))
+    step(layer, oracle, 1)
+    check(layer, oracle)
+    assert layer.truncate(4) == 0
+    check(layer, at(oracle, 4))
+
+
+def test_recorded_columns_follow_the_sequences() -> None:
+    layer = LinearAttentionLayer()
+    layer.activate_past_recording()
+    columns = torch.randn(2, CHANNELS, 9)
+    layer.update_conv_state(columns, conv_kernel_size=KERNEL)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    layer.crop(-2)
+    assert torch.equal(layer.conv_states[0], columns[[1, 0], :, 3:7])
+
+
+def test_an_empty_layer_takes_another_batch() -> None:
+    layer, _ = filled(4, 1)
+    layer.reset()
+    oracle = Oracle(batch=3)
+    for tokens in (3, 1):
+        step(layer, oracle, tokens)
+        check(layer, oracle)
+
+
+# Compiled code
+
+
+def test_compiled_code_counts_without_being_compiled_for_each_number() -> None:
+    layer, oracle = filled(5)
+    compiled = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def decode(columns: Tensor, state: Tensor) -> Tensor:
+        return (
+            layer.update_conv_state(columns, conv_kernel_size=KERNEL).sum() + layer.update_recurrent_state(state).sum()
+        )
+
+    for turn in range(12):
+        columns = torch.randn(2, CHANNELS, 1)
+        oracle.columns = torch.cat([oracle.columns, columns], dim=-1)
+        decode(columns, oracle.recurrent_state)
+        if turn % 5 == 4:
+            check(layer, oracle)
+    check(layer, oracle)
+    assert compiled == 1
+    assert layer.truncate(16) == 11
+    check(layer, at(oracle, 5))
+    torch._dynamo.reset()
+
+
+# Hybrid layers
+
+
+def hybrid() -> HybridLayer:
+    return HybridLayer(kvlayers.DynamicLayer(), LinearAttentionLayer())
+
+
+def both(layer: HybridLayer, oracle: Oracle, tokens: int) -> None:
+    layer.update(*torch.randn(2, oracle.columns.shape[0], 2, tokens, 4))
+    step(layer, oracle, tokens, in_place=True)
+
+
+def test_a_hybrid_layer_takes_both_back() -> None:
+    layer, oracle = hybrid(), Oracle()
+    for tokens in (5, 1, 1, 1):
+        both(layer, oracle, tokens)
+    check(layer, oracle)
+    keys = layer.keys[:, :, :5].clone()
+    with pytest.raises(kvlayers.RollbackError, match="use truncate"):
+        layer.crop(-1)
+    check(layer, oracle)
+    twin, state = layer.fork(), layer.state()
+    assert layer.truncate(7) == 2
+    check(layer, at(oracle, 5))
+    assert torch.equal(layer.keys, keys)
+    check(twin, oracle)
+    layer.load_state(state)
+    check(layer, oracle)
+    layer.batch_repeat_interleave(2)
+    layer.expand(2)
+    oracle.columns = oracle.columns.repeat_interleave(4, 0)
+    both(layer, oracle, 1)
+    assert layer.attention.batch_size == 8
+    check(layer, oracle)
+    layer.reset()
+    check(layer, Oracle())
+
+
+def test_a_hybrid_layer_is_made_of_one_layer_of_each_sort() -> None:
+    for parts in ((LinearAttentionLayer(), kvlayers.DynamicLayer()), (hybrid(), LinearAttentionLayer())):
+        with pytest.raises(kvlayers.UnsupportedLayerError, match="expected a"):
+            HybridLayer(*parts)
+
+
+# Bad input
+
+
+def _update(layer: LinearAttentionLayer, *shape: int, kernel: int = KERNEL, idx: int = 0, **form: Any) -> Tensor:
+    return layer.update_conv_state(torch.zeros(*shape, **form), idx, conv_kernel_size=kernel)
+
+
+MISUSES: dict[str, tuple[type[Exception], Callable[[LinearAttentionLayer], object]]] = {
+    "another batch size": (kvlayers.StateMismatchError, lambda layer: _update(layer, 3, CHANNELS, 1)),
+    "other channels": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS + 1, 1)),
+    "another dtype": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, dtype=torch.float64)),
+    "another device": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, device="meta")),
+    "another kernel": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, kernel=3)),
+    "a state index too high": (kvlayers.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=1)),
+    "a negative state index": (kvlayers.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=-1)),
+    "a recurrent state of another shape": (
+        kvlayers.StateMismatchError,
+        lambda layer: layer.update_recurrent_state(torch.zeros(2, CHANNELS, 4)),
+    ),
+    "a recurrent state of another dtype": (
+        kvlayers.StateMismatchError,
+        lambda layer: layer.update_recurrent_state(torch.zeros(2, CHANNELS, 3, dtype=torch.bfloat16)),
+    ),
+    "a recurrent state index too high": (
+        kvlayers.LayerIndexError,
+        lambda layer: layer.update_recurrent_state(torch.zeros(2, CHANNELS, 3), 1),
+    ),
+    "keys and values": (kvlayers.UnsupportedLayerError, lambda layer: layer.update(*torch.zeros(2, 1, 2, 3, 4))),
+    "a length that was not reached": (kvlayers.RollbackError, lambda layer: layer.truncate(7)),
+    "a negative length": (kvlayers.RollbackError, lambda layer: layer.truncate(-1)),
+    "a length that is no number": (kvlayers.OptionError, lambda layer: layer.truncate(1.5)),
+    "an option that does not exist": (TypeError, lambda layer: layer.update_conv_state(torch.zeros(2, 6, 1), kernel=4)),
+    "the state of another kind": (
+        kvlayers.StateMismatchError,
+        lambda layer: layer.load_state(kvlayers.DynamicLayer().state()),
+    ),
+    "the state of more states": (
+        kvlayers.StateMismatchError,
+        lambda layer: layer.load_state(LinearAttentionLayer(number_of_states=2).state()),
+    ),
+    "a sequence that does not exist": (kvlayers.BatchIndexError, lambda layer: layer.batch_select_indices([2])),
+    "moving": (kvlayers.UnsupportedLayerError, lambda layer: layer.offload()),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_a_named_error_and_changes_nothing(misuse: str) -> None:
+    layer, oracle = filled(4, 1, 1)
+    error, act = MISUSES[misuse]
+    with pytest.raises(error):
+        act(layer)
+    check(layer, oracle)
+    step(layer, oracle, 1)
+    check(layer, oracle)
+    assert layer.truncate(4) == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LinearAttentionLayer(number_of_states=0),
+        lambda: LinearAttentionLayer(number_of_states=True),
+        lambda: LinearAttentionLayer(states=2),
+        lambda: LinearAttentionLayer(checkpoints=3),
+        lambda: LinearAttentionLayer(checkpoints={"evry": 3}),
+        lambda: Checkpoints(every=0),
+        lambda: Checkpoints(most=-1),
+        lambda: Checkpoints(every=1.5),
+        lambda: kvlayers.DynamicCache(checkpoints=Checkpoints()),
+        lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config, checkpoints="often"),
+        lambda: kvlayers.StaticCache(tiny_model("jamba").config, 8, checkpoints={"most": None}),
+    ],
+)
+def test_options_that_say_nothing_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(kvlayers.OptionError):
+        make()
+
+
+FORWARD: dict[str, tuple[str, str, Callable[[], kvlayers.Cache], type[Exception]]] = {
+    "mamba without a config": ("mamba", "cache_params", kvlayers.DynamicCache, kvlayers.UnsupportedLayerError),
+    "jamba without a config": ("jamba", "past_key_values", kvlayers.DynamicCache, kvlayers.UnsupportedLayerError),
+    "llama with the cache of mamba": (
+        "llama",
+        "past_key_values",
+        lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config),
+        kvlayers.UnsupportedLayerError,
+    ),
+    "llama with the cache of jamba": (
+        "llama",
+        "past_key_values",
+        lambda: kvlayers.DynamicCache(config=tiny_model("jamba").config),
+        kvlayers.UnsupportedLayerError,
+    ),
+    "mamba with the cache of llama": (
+        "mamba",
+        "cache_params",
+        lambda: kvlayers.DynamicCache(config=tiny_model("llama").config),
+        kvlayers.UnsupportedLayerError,
+    ),
+    "jamba with a static cache of llama": (
+        "jamba",
+        "past_key_values",
+        lambda: kvlayers.StaticCache(tiny_model("llama").config, max_cache_len=32),
+        kvlayers.UnsupportedLayerError,
+    ),
+    "jamba with the cache of mamba": (
+        "jamba",
+        "past_key_values",
+        lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config),
+        kvlayers.UnsupportedLayerError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_the_cache_of_another_model_is_refused_and_stays_as_it_was(case: str) -> None:
+    family, name, make, error = FORWARD[case]
+    cache = make()
+    with pytest.raises(error, match="config"), torch.no_grad():
+        tiny_model(family)(prompt(1, 6), **{name: cache}, use_cache=True)
+    assert all(not layer.length for layer in cache.adapted_layers())
+
+
+def test_indices_out_of_range_are_named_errors() -> None:
+    cache = kvlayers.DynamicCache(config=tiny_model("jamba").config)
+    for act in (
+        lambda: cache.get_conv_state(4),
+        lambda: cache.get_recurrent_state(9),
+        lambda: cache.get_conv_state(0, state_idx=1),
+        lambda: cache.get_recurrent_state(0, state_idx=-1),
+        lambda: cache.has_previous_state(0, state_idx=3),
+        lambda: cache.update_conv_state(torch.zeros(1, 4, 1), 7, conv_kernel_size=4),
+        lambda: cache.update_recurrent_state(torch.zeros(1, 4), 0, state_idx=2),
+    ):
+        with pytest.raises(kvlayers.LayerIndexError):
+            act()
+    for act in (lambda: cache.get_conv_state(1), lambda: cache.update_recurrent_state(torch.zeros(1, 4), 1)):
+        with pytest.raises(kvlayers.UnsupportedLayerError, match="another model"):
+            act()
+    with pytest.raises(kvlayers.UnsupportedLayerError, match="saw none"):
+        kvlayers.DynamicCache(config=tiny_model("llama").config).has_previous_state()
+
+
+def test_a_cache_of_recurrent_layers_counts_its_tokens() -> None:
+    model = tiny_model("mamba")
+    cache = kvlayers.DynamicCache(config=model.config)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        for ids in (prompt(2, 7), prompt(2, 1), prompt(2, 1)):
+            model(ids, cache_params=cache, use_cache=True)
+    assert cache.get_seq_length() == cache.get_seq_length(1) == 9
+    assert cache.is_linear == [True, True]
+    assert cache.is_sliding == cache.is_dummy == [False, False]
+    assert cache.batch_size == 2
+    assert cache.nbytes == bytes_reached(cache.layers)
+
+
+# Names of transformers 4
+
+
+def test_the_old_names_construct_the_caches_of_their_models() -> None:
+    mamba, jamba = tiny_model("mamba"), tiny_model("jamba")
+    old = kvlayers.MambaCache(mamba.config, max_batch_size=2, dtype=torch.float32, device="cpu")
+    new = kvlayers.DynamicCache(config=mamba.config)
+    with torch.no_grad():
+        for ids in (prompt(2, 7), prompt(2, 1)):
+            expected = mamba(ids, cache_params=new, use_cache=True).logits
+            assert torch.equal(mamba(ids, cache_params=old, use_cache=True).logits, expected)
+    assert len(old.conv_states) == len(old.ssm_states) == 2
+    assert old.conv_states[0].shape == (2, 64, 4)
+    assert old.ssm_states[-1].shape == (2, 64, 4)
+    hybrid_cache = kvlayers.HybridMambaAttentionDynamicCache(jamba.config, 2, torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        jamba(prompt(2, 7), past_key_values=hybrid_cache)
+    assert [states is None for states in hybrid_cache.conv_states] == [False, True, False, True]
+    assert hybrid_cache.key_cache[1].shape[2] == hybrid_cache.get_seq_length() == 7
+    assert [states is None for states in hybrid_cache.ssm_states[:2]] == [False, True]
+    with pytest.raises(kvlayers.LayerIndexError):
+        hybrid_cache.ssm_states[4]
+
+
+@pytest.mark.parametrize(
+    ("error", "make"),
+    [
+        (kvlayers.ConfigError, lambda: kvlayers.MambaCache(tiny_model("jamba").config)),
+        (kvlayers.ConfigError, lambda: kvlayers.MambaCache(None)),
+        (kvlayers.ConfigError, lambda: kvlayers.HybridMambaAttentionDynamicCache(tiny_model("llama").config, 2)),
+        (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, max_batch_size=0)),
+        (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, dtype="float17")),
+        (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, device=1.5)),
+        (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, batch=2)),
+        (kvlayers.OptionError, lambda: kvlayers.HybridMambaAttentionDynamicCache()),
+    ],
+)
+def test_the_old_names_refuse_what_they_cannot_be_made_from(error: type[Exception], make: Callable[[], object]) -> None:
+    with pytest.raises(error):
+        make()

@@ -1,0 +1,294 @@
+"""Recurrent states go back to checkpoints: what is decoded then is what a run that never went further decodes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from families import FAMILIES, model_and_inputs
+from kvlayers import Checkpoints, RollbackError
+from kvlayers.upstream import model_types
+from models import CONFIGS, fresh_model, prompt
+from versions import RECURRENT_FAMILIES
+
+CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
+    "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),
+    "static": lambda config, **options: kvlayers.StaticCache(config, max_cache_len=64, **options),
+    "quantized": lambda config, **options: kvlayers.QuantizedCache(config=config, residual_length=64, **options),
+}
+PROMPT, DECODED = 10, 9
+TOLERANCE = {"bamba": 2e-3, "mamba": 5e-5}
+"""How far one forward pass is from several, with any cache: bamba clips its time steps over several tokens, and not
+over one; the random mamba has logits of about 6, so that 1e-5 is the last bit but a few."""
+
+
+class Decoder:
+    """A model and a loop of one's own around it.
+
+    Several tokens go one by one to a model whose scan over them begins from zero.
+    """
+
+    def __init__(self, family: str) -> None:
+        self.model = fresh_model(family) if family in CONFIGS else model_and_inputs(family)[0]
+        self.config = self.model.config
+        self._name = model_types.cache_argument(self.model)
+        self.one_by_one = model_types.tokens_at_once(self.config) is not None
+
+    @torch.no_grad()
+    def pass_at_once(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(ids, **{self._name: cache}, use_cache=True).logits
+        return logits
+
+    def pass_on(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        if not self.one_by_one or not cache.get_seq_length():
+            return self.pass_at_once(cache, ids)
+        return torch.cat([self.pass_at_once(cache, token) for token in ids.split(1, dim=1)], dim=1)
+
+    def decode(self, cache: Any, ids: torch.Tensor) -> None:
+        for token in ids.split(1, dim=1):
+            self.pass_at_once(cache, token)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_after_a_rollback_and_a_replay_logits_are_those_of_a_fresh_run(family: str, kind: str) -> None:
+    decoder, ids = Decoder(family), prompt(2, 30)
+    cache, fresh = CACHES[kind](decoder.config), CACHES[kind](decoder.config)
+    for started in (cache, fresh):
+        decoder.pass_on(started, ids[:, :PROMPT])
+    decoder.decode(cache, prompt(2, DECODED, seed=5))
+    length = PROMPT + 5
+    missing = cache.truncate(length)
+    assert cache.get_seq_length() == length - missing == PROMPT
+    expected = decoder.pass_on(fresh, ids[:, PROMPT:length])
+    seen = decoder.pass_on(cache, ids[:, length - missing : length])
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
+    for token in ids[:, length : length + 4].split(1, dim=1):
+        torch.testing.assert_close(
+            decoder.pass_at_once(cache, token), decoder.pass_at_once(fresh, token), rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_run_that_went_back_agrees_with_one_forward_pass(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(2, 24)
+    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(every=4, most=3))
+    decoder.pass_on(cache, ids[:, :PROMPT])
+    decoder.decode(cache, torch.cat([ids[:, PROMPT:18], prompt(2, 3, seed=5)], dim=1))
+    missing = cache.truncate(18)
+    assert missing == 2
+    assert cache.get_seq_length() == 16
+    seen = decoder.pass_on(cache, ids[:, 16:])
+    torch.testing.assert_close(seen, decoder.model(ids).logits[:, 16:], rtol=0, atol=TOLERANCE.get(family, 1e-5))
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_the_latest_checkpoint_at_or_before_a_length_is_found(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(1, 40)
+    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints={"every": 5, "most": 3})
+    decoder.pass_on(cache, ids[:, :7])
+    decoder.decode(cache, ids[:, 7:23])
+    assert cache.get_seq_length() == 23
+    assert [cache.nearest_restorable(length) for length in (23, 22, 20, 19, 15, 14, 10, 9)] == [
+        23,
+        20,
+        20,
+        15,
+        15,
+        10,
+        10,
+        0,
+    ]
+    twin = cache.fork()
+    assert (cache.truncate(19), cache.get_seq_length()) == (4, 15)
+    assert (twin.truncate(9), twin.get_seq_length()) == (9, 0)
+    whole = decoder.model(ids[:, :20]).logits
+    tolerance = TOLERANCE.get(family, 1e-5)
+    for one, start in ((cache, 15), (twin, 0)):
+        torch.testing.assert_close(decoder.pass_on(one, ids[:, start:20]), whole[:, start:], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", [family for family in RECURRENT_FAMILIES if family != "lfm2"])
+def test_what_follows_the_start_of_recording_can_be_taken_back_exactly(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(1, 30)
+    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(most=0))
+    decoder.pass_on(cache, ids[:, :7])
+    decoder.decode(cache, ids[:, 7:12])
+    assert cache.fork().truncate(11) == 11
+    cache.activate_past_recording()
+    twin = cache.fork()
+    for _ in range(3):
+        decoder.pass_on(cache, prompt(1, 4, seed=5))
+        cache.crop(-4)
+        assert cache.get_seq_length() == 12
+    assert torch.equal(decoder.pass_on(cache, ids[:, 12:16]), decoder.pass_on(twin, ids[:, 12:16]))
+    cache.crop(0)
+    assert cache.truncate(14) == 2
+    assert cache.get_seq_length() == 12
+
+
+def test_convolutions_alone_need_no_replay_while_they_are_recorded() -> None:
+    decoder, ids = Decoder("lfm2"), prompt(2, 30)
+    cache = kvlayers.DynamicCache(config=decoder.config)
+    cache.activate_past_recording()
+    decoder.pass_on(cache, ids[:, :2])
+    cache.crop(0)
+    whole = decoder.model(ids).logits
+    seen = 2
+    for rejected in (0, 3, 5, 1, 4):
+        decoder.pass_on(cache, torch.cat([ids[:, seen : seen + 5 - rejected], prompt(2, rejected, seed=5)], dim=1))
+        assert cache.truncate(seen + 5 - rejected) == 0
+        seen += 5 - rejected
+    torch.testing.assert_close(decoder.pass_on(cache, ids[:, seen:]), whole[:, seen:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(2, 20)
+    cache, other = kvlayers.DynamicCache(config=decoder.config), kvlayers.DynamicCache(config=decoder.config)
+    for one in (cache, other):
+        decoder.pass_on(one, ids[:, :PROMPT])
+        decoder.decode(one, ids[:, PROMPT:15])
+    for removed in (1, 3):
+        with pytest.raises(RollbackError, match=r"latest before that is at 10: use truncate\(\)"):
+            cache.crop(-removed)
+    with pytest.raises(RollbackError, match="between 0 and the 15 tokens"):
+        cache.truncate(16)
+    assert torch.equal(decoder.pass_at_once(cache, ids[:, 15:16]), decoder.pass_at_once(other, ids[:, 15:16]))
+    cache.crop(PROMPT)
+    assert cache.get_seq_length() == PROMPT
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(2, 16)
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    expected = decoder.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    cache = kvlayers.DynamicCache(config=decoder.config)
+    decoder.pass_on(cache, ids[:, :PROMPT])
+    decoder.decode(cache, prompt(2, 7, seed=5))
+    assert cache.truncate(12) == 2
+    name = model_types.cache_argument(decoder.model)
+    with kvlayers.installed():
+        seen = decoder.model.generate(ids, attention_mask=torch.ones_like(ids), **{name: cache}, **how)
+    assert torch.equal(seen, expected)
+    assert cache.get_seq_length() == 16 + 7
+
+
+@pytest.mark.parametrize("family", [f for f in RECURRENT_FAMILIES if f in ("mamba", "jamba", "falcon_mamba")])
+def test_several_tokens_are_refused_where_the_scan_would_forget_those_before(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(2, 20)
+    cache = kvlayers.DynamicCache(config=decoder.config)
+    decoder.pass_at_once(cache, ids[:, :PROMPT])
+    with pytest.raises(kvlayers.UnsupportedLayerError, match="at most 1 token at once"):
+        decoder.pass_at_once(cache, ids[:, PROMPT:])
+    assert cache.truncate(PROMPT) == 0
+    seen = decoder.pass_on(cache, ids[:, PROMPT:])
+    expected = decoder.model(ids).logits[:, PROMPT:]
+    torch.testing.assert_close(seen, expected, rtol=0, atol=TOLERANCE.get(family, 1e-5))
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_models_take_several_tokens_at_once_where_the_table_says_so(family: str) -> None:
+    """With transformers' own cache, which does not refuse them."""
+    decoder, ids = Decoder(family), prompt(2, 20)
+    cache = transformers.DynamicCache(config=decoder.config)
+    decoder.pass_at_once(cache, ids[:, :PROMPT])
+    off = (decoder.pass_at_once(cache, ids[:, PROMPT:]) - decoder.model(ids).logits[:, PROMPT:]).abs().max()
+    assert (off > 2e-3) == decoder.one_by_one
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next", "lfm2", "falcon_h1"])
+def test_a_conversation_goes_on_from_its_cache(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(1, 12)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with kvlayers.installed():
+        for name in CACHES:
+            cache = CACHES[name](decoder.config)
+            first = decoder.model.generate(ids, past_key_values=cache, **how)
+            longer = torch.cat([first, prompt(1, 5, seed=9)], dim=1)
+            expected = decoder.model.generate(longer, **how)
+            assert torch.equal(decoder.model.generate(longer, past_key_values=cache, **how), expected), name
+
+
+def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
+    decoder, ids = Decoder("recurrent_gemma"), prompt(1, 6)
+    cache = kvlayers.DynamicCache(config=decoder.config)
+    if not any(cache.is_linear):
+        pytest.skip(f"the config of transformers {transformers.__version__} does not tell these layers from others")
+    decoder.pass_at_once(cache, ids)
+    for roll_back in (cache.truncate, cache.crop):
+        with pytest.raises(RollbackError, match="keeps its states elsewhere"):
+            roll_back(4)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "qwen3_next", "falcon_h1", "zamba2", "lfm2"])
+def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
+    decoder, ids = Decoder(family), prompt(2, 24)
+    cache, other = kvlayers.StaticCache(decoder.config, max_cache_len=40), kvlayers.DynamicCache(config=decoder.config)
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder.model.forward, backend=backend)
+    name = model_types.cache_argument(decoder.model)
+    for one in (cache, other):
+        decoder.pass_on(one, ids[:, :PROMPT])
+    with torch.no_grad():
+        for token in ids[:, PROMPT:20].split(1, dim=1):
+            seen = compiled(token, **{name: cache}, use_cache=True).logits
+            torch.testing.assert_close(seen, decoder.pass_at_once(other, token), rtol=0, atol=1e-5)
+    assert graphs == 1
+    assert [layer.length for layer in cache.adapted_layers()] == [20] * len(cache.layers)
+    assert cache.truncate(15) == 5
+    missing = decoder.pass_on(cache, ids[:, PROMPT:15])
+    assert other.truncate(15) == 5
+    torch.testing.assert_close(missing, decoder.pass_on(other, ids[:, PROMPT:15]), rtol=0, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_every_family_of_the_tests_is_known() -> None:
+    assert set(RECURRENT_FAMILIES) <= {*FAMILIES, *CONFIGS}
+
+
+def logits_of(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    given = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found: torch.Tensor = model.generate(ids, **{**given, **how}).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("chunk", [3, 5, 7])
+def test_padding_stays_padding_where_a_prompt_is_passed_in_pieces(chunk: int) -> None:
+    """One by one, the model does not look at the mask."""
+    model, ids = fresh_model("jamba"), prompt(2, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with kvlayers.installed():
+        whole = logits_of(model, ids, attention_mask=mask)
+        pieces = logits_of(model, ids, attention_mask=mask, prefill_chunk_size=chunk)
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "jamba"])
+def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: str) -> None:
+    decoder = Decoder(family)
+    model, ids = decoder.model, prompt(1, 15)
+    mask = torch.ones_like(ids)
+    mask[0, 9:12] = 0
+    cache = kvlayers.DynamicCache(config=model.config)
+    name = model_types.cache_argument(model)
+    with kvlayers.installed():
+        model.generate(ids[:, :8], **{name: cache}, max_new_tokens=1, do_sample=False)
+        seen = cache.get_seq_length()
+        with pytest.raises(kvlayers.StateMismatchError, match="no padding behind"):
+            logits_of(model, ids, attention_mask=mask, **{name: cache})
+        assert cache.get_seq_length() == seen
+        expected = logits_of(model, ids)
+        torch.testing.assert_close(logits_of(model, ids, **{name: cache}), expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,666 @@
+"""Offloaded caches: the same tokens, no more traffic than what is new, and nothing read before it is there."""
+
+import copy
+import errno
+import functools
+import os
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+import kvlayers.caches.base
+import kvlayers.upstream.compat
+from families import model_and_inputs
+from kvlayers import CapacityError, OffloadedLayer, OptionError, Prefetcher, UnsupportedLayerError
+from kvlayers.layers import TokenLayer
+from kvlayers.offload import HostMemory, Traffic
+from models import CONFIGS, fresh_model, prompt, tiny_model
+from oracle import states
+from recording_transfers import RecordingTransfers
+
+QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 4}
+STEPS = 60
+CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
+    "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),
+    "static": lambda config, **options: kvlayers.StaticCache(config, max_cache_len=160, **options),
+    "quantized": lambda config, **options: kvlayers.QuantizedCache(config=config, **QUANTIZED, **options),
+    "quantized windows": lambda config, **options: kvlayers.QuantizedCache(
+        config=config, quantize_sliding=True, **QUANTIZED, **options
+    ),
+}
+PROGRESS: dict[str, Any] = {
+    "at once": lambda waiting: waiting,
+    "as late as can be": lambda waiting: 0,
+    "at random": None,
+}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingTransfers]:
+    """Caches that are made with `offloading=True` move their states between two memories of the host."""
+    return record(monkeypatch, None)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, progress: Any) -> list[RecordingTransfers]:
+    made: list[RecordingTransfers] = []
+
+    def transfers(device: torch.device) -> RecordingTransfers:
+        made.append(RecordingTransfers(progress, seed=len(made)))
+        return made[-1]
+
+    monkeypatch.setattr(kvlayers.caches.base, "Prefetcher", functools.partial(Prefetcher, transfers=transfers))
+    return made
+
+
+def recording_transfers(device: torch.device) -> RecordingTransfers:
+    """Of a module, so that it can be pickled."""
+    return RecordingTransfers()
+
+
+def decode(model: Any, cache: Any, ids: Tensor, steps: int = STEPS) -> Tensor:
+    """Logits of a prompt's last token, and of each token that follows greedily."""
+    logits = []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits.append(model(ids, past_key_values=cache).logits[:, -1])
+            ids = logits[-1].argmax(-1, keepdim=True)
+    return torch.stack(logits)
+
+
+def pair(kind: str, family: str = "gemma3") -> tuple[Any, kvlayers.Cache, kvlayers.Cache]:
+    """A model, a cache, and one that is offloaded."""
+    model = tiny_model(family)
+    make = CACHES[kind]
+    return model, make(model.config), make(model.config, offloading=True, offload_only_non_sliding=False)
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize("progress", PROGRESS)
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_logits_are_those_of_the_same_cache_on_its_device(
+    monkeypatch: pytest.MonkeyPatch, family: str, kind: str, progress: str
+) -> None:
+    record(monkeypatch, PROGRESS[progress])
+    model, plain, offloaded = pair(kind, family)
+    ids = prompt(2, 21)
+    assert torch.equal(decode(model, offloaded, ids), decode(model, plain, ids))
+    assert offloaded.traffic is not None
+    assert offloaded.traffic.total.to_device > 0
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_decoding_goes_on_after_every_operation(recorded: list[RecordingTransfers], kind: str) -> None:
+    model, plain, offloaded = pair(kind)
+    both = plain, offloaded
+    for cache in both:
+        cache.activate_past_recording()
+    follow(model, both, prompt(2, 21), 20)
+    for cache in both:
+        cache.crop(-3)
+        cache.deactivate_past_recording()
+    follow(model, both, prompt(2, 4, seed=1), 10)
+    for cache in both:
+        cache.batch_select_indices([1, 0])
+    follow(model, both, prompt(2, 1, seed=2), 10)
+    for cache in both:
+        cache.batch_repeat_interleave(2) if kind != "static" else cache.reorder_cache(torch.tensor([1, 1]))
+    rows = 2 if kind == "static" else 4
+    follow(model, both, prompt(rows, 1, seed=3), 10)
+    twins = plain.fork(), copy.deepcopy(offloaded)
+    follow(model, twins, prompt(rows, 3, seed=4), 10)
+    follow(model, both, prompt(rows, 2, seed=5), 10)
+    saved = plain.state(), offloaded.state()
+    follow(model, both, prompt(rows, 2, seed=6), 5)
+    for cache, state in zip(both, saved, strict=True):
+        cache.load_state(state)
+    follow(model, both, prompt(rows, 2, seed=7), 5)
+    twins[1]._prefetcher._make_transfers = recording_transfers
+    follow(model, (twins[0], pickle.loads(pickle.dumps(twins[1]))), prompt(rows, 2, seed=8), 5)
+    for cache in both:
+        cache.reset()
+    follow(model, both, prompt(rows, 9, seed=9), 20)
+
+
+def follow(model: Any, caches: tuple[kvlayers.Cache, kvlayers.Cache], ids: Tensor, steps: int) -> None:
+    expected, seen = (decode(model, cache, ids, steps) for cache in caches)
+    assert torch.equal(seen, expected)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length()
+
+
+def test_states_go_from_a_plain_cache_to_an_offloaded_one_and_back(recorded: list[RecordingTransfers]) -> None:
+    model, plain, offloaded = pair("dynamic")
+    expected = decode(model, plain, prompt(2, 21), 10)
+    ids = expected[-1].argmax(-1, keepdim=True)
+    offloaded.load_state(plain.state())
+    other = kvlayers.DynamicCache(config=model.config)
+    other.load_state(offloaded.state())
+    expected = decode(model, plain, ids, 10)
+    assert torch.equal(decode(model, offloaded, ids, 10), expected)
+    assert torch.equal(decode(model, other, ids, 10), expected)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_is_read_stays_true_while_other_layers_are_read(recorded: list[RecordingTransfers], kind: str) -> None:
+    model, plain, offloaded = pair(kind)
+    for cache in (plain, offloaded):
+        decode(model, cache, prompt(2, 21), 30)
+    seen = [(layer.keys, layer.values) for layer in offloaded.layers]
+    for layer, (keys, values) in zip(plain.layers, seen, strict=True):
+        torch.testing.assert_close(keys + 0, layer.keys + 0, rtol=0, atol=0)
+        torch.testing.assert_close(values + 0, layer.values + 0, rtol=0, atol=0)
+    offloaded.layers[0].keys = offloaded.layers[0].keys * 2
+    torch.testing.assert_close(offloaded.layers[0].keys + 0, plain.layers[0].keys * 2)
+
+
+def test_gradients_flow_as_without_offloading(recorded: list[RecordingTransfers]) -> None:
+    model = fresh_model("llama")
+    ids = prompt(2, 9)
+    gradients = []
+    for offloading in (False, True):
+        cache = kvlayers.DynamicCache(config=model.config, offloading=offloading)
+        model.zero_grad()
+        model(ids, past_key_values=cache)
+        model(ids[:, :2], past_key_values=cache).logits.sum().backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_inference_mode_and_no_grad_may_take_turns(recorded: list[RecordingTransfers]) -> None:
+    model, plain, offloaded = pair("dynamic")
+    ids = prompt(2, 21)
+    expected = decode(model, plain, ids, 12)
+    logits = []
+    for step in range(12):
+        with torch.inference_mode() if step // 2 % 2 == 0 else torch.no_grad():
+            logits.append(model(ids, past_key_values=offloaded).logits[:, -1].clone())
+        ids = logits[-1].argmax(-1, keepdim=True)
+    assert torch.equal(torch.stack(logits), expected)
+    offloaded.reorder_cache(torch.tensor([1, 0]))
+
+
+# generate()
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several answers": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "a prefill in chunks": {"do_sample": False, "prefill_chunk_size": 5},
+}
+NAMES = {
+    "offloaded": "dynamic",
+    "offloaded_static": "static",
+    "offloaded_hybrid": "hybrid",
+    "offloaded_hybrid_chunked": "hybrid_chunked",
+    "offloaded_quantized": "quantized",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "offloaded_quantized"])
+def test_generate_gives_the_tokens_of_the_cache_that_is_not_offloaded(
+    installed: None, recorded: list[RecordingTransfers], name: str, way: str
+) -> None:
+    model = tiny_model("gemma3")
+    ids = prompt(1, 14)
+    tokens = []
+    for implementation in (NAMES[name], name):
+        torch.manual_seed(0)
+        options = QUANTIZED if "quantized" in name else None
+        tokens.append(
+            model.generate(
+                ids, max_new_tokens=24, cache_implementation=implementation, cache_config=options, **WAYS[way]
+            )
+        )
+    assert torch.equal(*tokens)
+    assert recorded
+    assert sum(made.peak_bytes for made in recorded) > 0
+
+
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_quantized"])
+def test_assisted_decoding_gives_the_same_tokens(
+    installed: None, recorded: list[RecordingTransfers], name: str
+) -> None:
+    model, assistant = tiny_model("gemma3"), tiny_model("gemma3", seed=1)
+    tokens = [
+        model.generate(
+            prompt(1, 14),
+            max_new_tokens=24,
+            do_sample=False,
+            cache_implementation=implementation,
+            cache_config=QUANTIZED if "quantized" in name else None,
+            assistant_model=assistant,
+        )
+        for implementation in (NAMES[name], name)
+    ]
+    assert torch.equal(*tokens)
+    assert recorded
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4"])
+def test_every_name_works_where_nothing_has_to_travel(installed: None, name: str, family: str) -> None:
+    model = tiny_model(family)
+    tokens = [
+        model.generate(prompt(2, 9), max_new_tokens=20, do_sample=False, cache_implementation=implementation)
+        for implementation in (NAMES[name], name)
+    ]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "offloaded_quantized"])
+def test_encoder_decoders_send_cross_attention_once(
+    installed: None, recorded: list[RecordingTransfers], family: str, name: str
+) -> None:
+    model = tiny_model(family)
+    ids = prompt(2, 14)
+    outputs = [
+        model.generate(
+            ids, max_new_tokens=12, do_sample=False, cache_implementation=implementation, return_dict_in_generate=True
+        )
+        for implementation in (NAMES[name], name)
+    ]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    cross = outputs[1].past_key_values.cross_attention_cache
+    own = outputs[1].past_key_values.self_attention_cache
+    assert own.offloading
+    assert cross.offloading
+    bytes_held = sum(layer.layer.keys.nbytes + layer.layer.values.nbytes for layer in cross.layers)
+    if name != "offloaded_quantized":
+        assert cross.traffic.total.to_host == bytes_held
+
+
+# Traffic
+
+
+def live_bytes(layer: Any) -> int:
+    """Bytes of the tokens that a layer holds, without spare room."""
+    found = []
+    layer.layer.swap_buffers(lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer)
+    return sum(found)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
+def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[RecordingTransfers], kind: str) -> None:
+    model = fresh_model("llama", num_hidden_layers=6)
+    cache = CACHES[kind](model.config, offloading=True)
+    new_token = 2 * 2 * 2 * 8 * 4
+    ids = decode(model, cache, prompt(2, 61), 3)[-1].argmax(-1, keepdim=True)
+    packing_steps = 0
+    for _ in range(80):
+        held = [live_bytes(layer) for layer in cache.layers]
+        ids = decode(model, cache, ids, 1)[-1].argmax(-1, keepdim=True)
+        step = cache.traffic.steps[-1]
+        assert [step[index].to_device for index in range(6)] == held
+        if kind == "quantized" and any(traffic.to_host != new_token for traffic in step.values()):
+            # A step that packs a block sends its codes, and what of the residual has moved.
+            packing_steps += 1
+            continue
+        assert [step[index].to_host for index in range(6)] == [new_token] * 6
+        assert cache.traffic.of_step() == Traffic(6 * new_token, sum(held))
+    assert packing_steps <= 80 / 16 if kind == "quantized" else packing_steps == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
+def test_a_device_holds_two_layers_at_most(recorded: list[RecordingTransfers], kind: str) -> None:
+    model = fresh_model("llama", num_hidden_layers=6)
+    cache = CACHES[kind](model.config, offloading=True)
+    decode(model, cache, prompt(2, 90), 40)
+    assert recorded[0].peak_bytes <= 2 * max(layer.nbytes for layer in cache.layers)
+
+
+def test_packed_bytes_travel_packed(recorded: list[RecordingTransfers]) -> None:
+    model = fresh_model("llama", num_hidden_layers=2, head_dim=32)
+    makers = {
+        "dynamic": kvlayers.DynamicCache,
+        "quantized": functools.partial(kvlayers.QuantizedCache, residual_length=16),
+    }
+    traffic = {}
+    for kind in ("dynamic", "quantized"):
+        options = {"q_group_size": 32} if kind == "quantized" else {}
+        cache = makers[kind](config=model.config, offloading=True, **options)
+        decode(model, cache, prompt(1, 240), 4)
+        traffic[kind] = cache.traffic.of_step().to_device
+    assert traffic["quantized"] < traffic["dynamic"] / 2
+
+
+def test_windows_stay_on_the_device_where_they_are_asked_to(recorded: list[RecordingTransfers]) -> None:
+    config = tiny_model("gemma3").config
+    kinds = [type(layer).__name__ for layer in kvlayers.StaticCache(config, max_cache_len=64, offloading=True).layers]
+    assert kinds == ["StaticSlidingLayer", "StaticSlidingLayer", "OffloadedLayer", "StaticSlidingLayer"]
+    assert {type(layer) for layer in kvlayers.OffloadedCache(config=config).layers} == {OffloadedLayer}
+    model = tiny_model("gemma3")
+    plain, offloaded = (kvlayers.StaticCache(config, 64, offloading=offloading) for offloading in (False, True))
+    follow(model, (plain, offloaded), prompt(2, 21), 30)
+    assert set(offloaded.traffic.steps[-1]) == {0}
+
+
+def test_a_static_cache_stays_at_its_addresses(recorded: list[RecordingTransfers]) -> None:
+    model, _, cache = pair("static", "llama")
+    decode(model, cache, prompt(2, 21), 2)
+    addresses = [layer.layer.keys.data_ptr() for layer in cache.layers]
+    decode(model, cache, prompt(2, 1), 60)
+    cache.crop(-5)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    decode(model, cache, prompt(2, 1), 5)
+    assert [layer.layer.keys.data_ptr() for layer in cache.layers] == addresses
+
+
+def test_layers_that_are_left_out_or_come_in_another_order_cost_traffic_and_nothing_else() -> None:
+    transfers = RecordingTransfers(seed=3)
+    prefetcher = Prefetcher(transfers=lambda device: transfers)
+    layers = [OffloadedLayer(kvlayers.DynamicLayer(), prefetcher) for _ in range(4)]
+    plain = [kvlayers.DynamicLayer() for _ in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(200):
+        order = torch.randperm(4, generator=generator).tolist()
+        for index in order[: 4 - step % 3]:
+            new = states(2, 1 + step % 5, generator)
+            for one, other in zip(layers[index].update(*new), plain[index].update(*new), strict=True):
+                assert torch.equal(one, other)
+
+
+# Races
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "quantized"])
+def test_delays_of_either_stream_change_no_output_in_a_thousand_steps(kind: str) -> None:
+    transfers = RecordingTransfers(seed=1)
+    prefetcher = Prefetcher(transfers=lambda device: transfers)
+    layers = [OffloadedLayer(_layer(kind, index), prefetcher) for index in range(3)]
+    plain = [_layer(kind, index) for index in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1000):
+        tokens = 1 if step else 20
+        query = torch.randn(1, 4, tokens, 8, generator=generator)
+        for one, other in zip(layers, plain, strict=True):
+            new = torch.randn(2, 1, 2, tokens, 8, generator=generator)
+            attended = [
+                torch.nn.functional.scaled_dot_product_attention(query, *layer.update(*new), enable_gqa=True)
+                for layer in (one, other)
+            ]
+            assert torch.equal(*attended)
+        if step % 97 == 96:
+            for layer in (layers[0], layers[2], plain[0], plain[2]):
+                layer.crop(-5)
+
+
+def _layer(kind: str, index: int) -> TokenLayer:
+    if index == 1:
+        return kvlayers.SlidingLayer(40)
+    if kind == "quantized":
+        return kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4, residual_length=16, q_group_size=8))
+    return kvlayers.DynamicLayer() if index else kvlayers.StaticLayer(1100)
+
+
+# Disk
+
+
+def test_a_cache_on_disk_decodes_and_leaves_no_file(tmp_path: pathlib.Path) -> None:
+    model = tiny_model("gemma3")
+    for kind in CACHES:
+        plain = CACHES[kind](model.config)
+        on_disk = CACHES[kind](
+            model.config,
+            offloading=True,
+            offload_only_non_sliding=False,
+            offload_device="disk",
+            offload_directory=tmp_path,
+        )
+        follow(model, (plain, on_disk), prompt(2, 21), 40)
+        for cache in (plain, on_disk):
+            cache.crop(0) if kind == "static" else cache.batch_select_indices([1])
+        follow(model, (plain, on_disk), prompt(plain.batch_size, 1), 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_on_disk_with_another_device_decodes(
+    recorded: list[RecordingTransfers], tmp_path: pathlib.Path
+) -> None:
+    model = tiny_model("gemma3")
+    on_disk = kvlayers.OffloadedCache(config=model.config, offload_device="disk", offload_directory=tmp_path)
+    follow(model, (kvlayers.DynamicCache(config=model.config), on_disk), prompt(2, 21), 200)
+    assert recorded[0].peak_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(params=["full disk", "no memory"])
+def runs_out(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that lets allocations fail after so many more."""
+    left = [10**9]
+
+    def fail() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    if request.param == "full disk":
+        take = os.posix_fallocate
+
+        def fallocate(*arguments: int) -> None:
+            if fail():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            take(*arguments)
+
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    else:
+        allocate = HostMemory.empty
+
+        def empty(self: HostMemory, *arguments: Any) -> Tensor:
+            if fail():
+                raise CapacityError("expected 1 byte of the host for offloaded states, but could not have them")
+            return allocate(self, *arguments)
+
+        monkeypatch.setattr(HostMemory, "empty", empty)
+    return functools.partial(left.__setitem__, 0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="takes space on disk as Linux does")
+def test_where_there_is_no_room_the_error_says_so_and_the_layer_is_as_it_was(
+    recorded: list[RecordingTransfers],
+    runs_out: Callable[[int], None],
+    request: Any,
+    tmp_path: pathlib.Path,
+    kind: str,
+    after: int,
+) -> None:
+    model = tiny_model("llama")
+    disk = "full disk" in request.node.name
+    place = {"offload_device": "disk", "offload_directory": tmp_path} if disk else {}
+    plain, cache = CACHES[kind](model.config), CACHES[kind](model.config, offloading=True, **place)
+    follow(model, (plain, cache), prompt(2, 21), 3)
+    runs_out(after)
+    layer, other = cache.layers[0], plain.layers[0]
+    generator = torch.Generator().manual_seed(0)
+    failed = False
+    for _ in range(600):
+        new = torch.randn(2, 2, 2, 1, 8, generator=generator)
+        length = layer.length
+        try:
+            seen = layer.update(*new)
+        except CapacityError:
+            failed = True
+            assert layer.length == length
+            break
+        for one, expected in zip(seen, other.update(*new), strict=True):
+            assert torch.equal(one + 0, expected + 0)
+    if kind == "static":
+        # Its memory is there from the beginning.
+        assert failed
+        assert layer.length == 160
+        return
+    assert failed
+    for one, expected in zip((layer.keys, layer.values), (other.keys, other.values), strict=True):
+        assert torch.equal(one + 0, expected + 0)
+    runs_out(10**9)
+    for _ in range(3):
+        new = torch.randn(2, 2, 2, 1, 8, generator=generator)
+        for one, expected in zip(layer.update(*new), other.update(*new), strict=True):
+            assert torch.equal(one + 0, expected + 0)
+
+
+# Bad input
+
+CONFIG = CONFIGS["llama"]()
+BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    "a directory that is not there": (
+        OptionError,
+        "expected a directory that files can be made in",
+        lambda: kvlayers.OffloadedCache(offload_device="disk", offload_directory="/proc/nowhere"),
+    ),
+    "a device that is none": (
+        OptionError,
+        "expected offload_device to be one of 'cpu', 'disk', but saw 'tape'",
+        lambda: kvlayers.DynamicCache(offloading=True, offload_device="tape"),
+    ),
+    "disk without a directory": (
+        OptionError,
+        "expected offload_directory together with",
+        lambda: kvlayers.StaticCache(CONFIG, 8, offloading=True, offload_device="disk"),
+    ),
+    "a directory without disk": (
+        OptionError,
+        "expected offload_directory together with",
+        lambda: kvlayers.QuantizedCache(offloading=True, offload_directory="/tmp"),
+    ),
+    "disk without offloading": (
+        OptionError,
+        "expected offloading=True",
+        lambda: kvlayers.DynamicCache(offload_device="disk", offload_directory="/tmp"),
+    ),
+    "a name that is nearly one": (
+        kvlayers.RegistryError,
+        "did you mean .static.",
+        lambda: kvlayers.make_cache("Statc", CONFIG),
+    ),
+    "a misspelt option": (
+        OptionError,
+        "but was given 'offload_dir'",
+        lambda: kvlayers.OffloadedCache(offload_dir="/tmp"),
+    ),
+    "a layer that cannot": (
+        UnsupportedLayerError,
+        "expected a layer that holds tokens",
+        lambda: OffloadedLayer(transformers.cache_utils.DynamicLayer()),
+    ),
+    "a layer of transformers that holds tokens": (
+        UnsupportedLayerError,
+        "expected layers that can be offloaded",
+        lambda: kvlayers.Cache(layers=[transformers.cache_utils.DynamicLayer()], offloading=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_named_error(case: str) -> None:
+    error, message, act = BAD[case]
+    with pytest.raises(error, match=message):
+        act()
+
+
+def test_states_that_do_not_match_leave_an_offloaded_layer_as_it_was(recorded: list[RecordingTransfers]) -> None:
+    model, plain, offloaded = pair("dynamic", "llama")
+    follow(model, (plain, offloaded), prompt(2, 21), 3)
+    with pytest.raises(kvlayers.StateMismatchError):
+        offloaded.layers[0].update(*torch.randn(2, 3, 2, 1, 8))
+    follow(model, (plain, offloaded), prompt(2, 2), 10)
+
+
+@pytest.mark.parametrize(("family", "offloaded"), [("mamba", 0), ("jamba", 2)])
+def test_recurrent_states_stay_on_the_device(
+    installed: None, recorded: list[RecordingTransfers], family: str, offloaded: int
+) -> None:
+    model = tiny_model(family)
+    outputs = [
+        model.generate(
+            prompt(2, 9),
+            max_new_tokens=12,
+            do_sample=False,
+            cache_implementation=name,
+            return_dict_in_generate=True,
+        )
+        for name in ("dynamic", "offloaded")
+    ]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    if offloaded:
+        layers = outputs[1].past_key_values.layers
+        assert sum(isinstance(layer, OffloadedLayer) for layer in layers) == offloaded
+
+
+@pytest.mark.parametrize("family", ["zamba2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
+def test_layers_that_attend_and_have_a_state_besides_are_offloaded_in_part(
+    installed: None, recorded: list[RecordingTransfers], family: str, name: str
+) -> None:
+    model, inputs = model_and_inputs(family)
+    how = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **how)
+    output = model.generate(**inputs, **how, cache_implementation=name)
+    assert torch.equal(output.sequences, expected.sequences)
+    cache = output.past_key_values
+    hybrids = [layer for layer in cache.layers if isinstance(layer, kvlayers.HybridLayer)]
+    assert hybrids
+    assert all(isinstance(layer.attention, OffloadedLayer) for layer in hybrids)
+    assert cache.traffic.total.to_device > 0
+    assert cache.truncate(14) >= 0
+
+
+def test_a_fork_and_its_origin_share_what_travels(recorded: list[RecordingTransfers]) -> None:
+    model, _, cache = pair("dynamic", "llama")
+    decode(model, cache, prompt(2, 9), 3)
+    before = cache.traffic.total.to_device
+    decode(model, cache.fork(), prompt(2, 1), 3)
+    assert cache.traffic.total.to_device > before
+    assert "to_device=" in repr(cache.traffic)
+
+
+def test_forks_are_brought_by_prefetchers_of_their_own(recorded: list[RecordingTransfers]) -> None:
+    """As each may be in a thread of its own, and a prefetcher is one thread's."""
+    model, _, cache = pair("dynamic", "llama")
+    decode(model, cache, prompt(2, 9), 3)
+    forks = [cache, *cache.fork(2), copy.deepcopy(cache)]
+    prefetchers = [{id(layer.prefetcher) for layer in fork.layers} for fork in forks]
+    assert [len(own) for own in prefetchers] == [1] * 4
+    assert len(set.union(*prefetchers)) == 4
+    grown = kvlayers.OffloadedCache()
+    twin = grown.fork()
+    twin.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), layer_idx=0)
+    assert twin.layers[0].prefetcher is twin._prefetcher is not grown._prefetcher
+
+
+def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -> None:
+    model = tiny_model("llama")
+    for place in ({}, {"offload_device": "disk", "offload_directory": tmp_path}):
+        cache = kvlayers.OffloadedCache(config=model.config, **place)
+        decode(model, cache, prompt(2, 9), 3)
+        assert cache.traffic.total == Traffic()
+
+
+def test_compiled_code_that_calls_no_operators_breaks_its_graph_at_offloaded_layers(
+    recorded: list[RecordingTransfers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As before torch 2.13.
+    monkeypatch.setattr(kvlayers.upstream.compat, "COMPILES_TENSOR_SUBCLASSES", False)
+    torch._dynamo.reset()
+    model, plain, offloaded = pair("static", "llama")
+    forward = torch.compile(model.forward, backend="eager")
+    ids = prompt(2, 9)
+    with torch.no_grad():
+        for _ in range(4):
+            logits = forward(ids, past_key_values=offloaded).logits[:, -1]
+            assert torch.equal(logits, model(ids, past_key_values=plain).logits[:, -1])
+            ids = logits.argmax(-1, keepdim=True)

@@ -1,0 +1,520 @@
+"""Offloaded layers on a device that is not the CPU: what is on which of the two, and what crosses between them."""
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+import versions
+from fake_device import CPU, DEVICE, IS_SUPPORTED, Crossings, DeviceTransfers, device
+from kvlayers import OffloadedLayer, Prefetcher, StateMismatchError, Traffic
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.layers import LayerState, TokenLayer
+from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_for
+from kvlayers.stores.quantized import QuantizedStore
+from models import fresh_model, prompt
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
+
+KV_HEADS, HEAD_DIM = 2, 8
+WINDOW = 40
+QUANTIZATION = kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=4, q_group_size=8)
+IN_WINDOW = kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=0, q_group_size=8)
+LAYERS: dict[str, Callable[[], TokenLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "window": lambda: kvlayers.SlidingLayer(WINDOW),
+    "static": lambda: kvlayers.StaticLayer(700, max_batch_size=4),
+    "static that grows": lambda: kvlayers.StaticLayer(32, grow=True),
+    "static window": lambda: kvlayers.StaticSlidingLayer(700, WINDOW, max_batch_size=4),
+    "quantized": lambda: kvlayers.QuantizedLayer(QUANTIZATION),
+    "quantized window": lambda: kvlayers.SlidingLayer(WINDOW, store=QuantizedStore(IN_WINDOW)),
+}
+STATIC = ("static", "static that grows", "static window")
+COUNTS = 2 * torch.int64.itemsize
+"""Bytes that a reservation leaves on its device: how many tokens there are, as compiled code counts them."""
+
+TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
+    "at once": BlockingTransfers,
+    "late": lambda device: DeviceTransfers(),
+}
+
+
+class Pair:
+    """A layer on the CPU, and one that is offloaded from the device, which must always be equal."""
+
+    def __init__(
+        self,
+        kind: str,
+        transfers: Callable[[torch.device], Transfers | None] = BlockingTransfers,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
+        self.plain = LAYERS[kind]()
+        self.offloaded = OffloadedLayer(LAYERS[kind](), prefetcher or Prefetcher(transfers=transfers))
+        self.batch_size = 2
+        self.most_bytes: int | None = None
+        self.generator = torch.Generator().manual_seed(0)
+
+    def states(self, tokens: int) -> tuple[Tensor, Tensor]:
+        shape = (2, self.batch_size, KV_HEADS, tokens, HEAD_DIM)
+        keys, values = torch.randn(shape, generator=self.generator)
+        return keys, values
+
+    def update(self, tokens: int, steps: int = 1) -> None:
+        for _ in range(steps):
+            keys, values = self.states(tokens)
+            query = torch.randn(self.batch_size, 2 * KV_HEADS, tokens, HEAD_DIM, generator=self.generator)
+            expected = self.plain.update(keys, values)
+            new = keys.to(DEVICE), values.to(DEVICE)
+            with device.short_of_memory(self.most_bytes):
+                seen = self.offloaded.update(*new)
+            check_equal(seen, expected)
+            attended = [
+                scaled_dot_product_attention(query.to(states[0].device), *states, enable_gqa=True).to(CPU)
+                for states in (seen, expected)
+            ]
+            torch.testing.assert_close(*attended)
+
+    def both(self, act: Callable[[Any], Any]) -> None:
+        act(self.plain)
+        act(self.offloaded)
+        assert self.offloaded.length == self.plain.length
+        assert self.offloaded.batch_size == self.plain.batch_size
+        self.batch_size = self.plain.batch_size or self.batch_size
+
+    def check(self) -> None:
+        check_equal((self.offloaded.keys, self.offloaded.values), (self.plain.keys, self.plain.values))
+
+    def twin(self) -> "Pair":
+        other = copy.copy(self)
+        other.plain, other.offloaded = self.plain.fork(), self.offloaded.fork()
+        return other
+
+
+def check_equal(seen: Any, expected: Any) -> None:
+    for one, other in zip(seen, expected, strict=True):
+        assert one.device == DEVICE
+        # Matrix products, as quantizers have them, are not rounded alike on any two devices.
+        tolerance = 1e-5 if isinstance(other, PackedStates) else 0
+        torch.testing.assert_close((one + 0).to(CPU), other + 0, rtol=tolerance, atol=tolerance)
+
+
+def buffers_of(layer: OffloadedLayer) -> list[Tensor]:
+    """The tensors that hold a layer's states."""
+    found: list[Tensor] = []
+    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.tensor) or buffer)  # type: ignore[func-returns-value]
+    return found
+
+
+def live_bytes(layer: OffloadedLayer) -> int:
+    """Bytes of the tokens that a layer holds, without spare room."""
+    found: list[int] = []
+    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer)  # type: ignore[func-returns-value]
+    return sum(found)
+
+
+def bytes_in_use() -> int:
+    """Memory of the device that is taken, without what is garbage."""
+    gc.collect()
+    return device.live_bytes
+
+
+@pytest.fixture(scope="module", autouse=IS_SUPPORTED)
+def _what_is_made_once_for_a_device_is_there() -> None:
+    # Such as the matrix that quantizers rotate by.
+    Pair("quantized").update(200)
+
+
+# The device of the tests
+
+
+def test_the_device_refuses_what_another_device_would() -> None:
+    here, there = torch.ones(2, 3), torch.ones(2, 3, device=DEVICE)
+    assert there.device == DEVICE
+    for mixed in (
+        lambda: here + there,
+        lambda: torch.cat([there, here]),
+        lambda: there.index_select(0, torch.tensor([0])),
+        lambda: scaled_dot_product_attention(there[None], here[None], here[None]),
+    ):
+        with pytest.raises(RuntimeError, match="same device"):
+            mixed()
+    there.narrow(1, 1, 2).split(1, dim=1)[1].copy_(torch.zeros(2, 1))
+    there.as_strided((2,), (3,)).fill_(5)
+    assert torch.equal(there.to(CPU), torch.tensor([[5.0, 1.0, 0.0]] * 2))
+    assert not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != DEVICE
+
+
+# The same states
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_states_are_those_of_the_layer_on_the_cpu_after_every_operation(kind: str, transfers: str) -> None:
+    pair = Pair(kind, TRANSFERS[transfers])
+    pair.both(lambda layer: layer.activate_past_recording())
+    pair.update(21)
+    pair.update(1, steps=60)
+    pair.both(lambda layer: layer.crop(-5))
+    pair.check()
+    pair.both(lambda layer: layer.deactivate_past_recording())
+    pair.update(1, steps=30)
+    pair.update(7, steps=8)
+    pair.both(lambda layer: layer.batch_select_indices([1, 0]))
+    pair.update(1, steps=20)
+    pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
+    pair.update(1, steps=10)
+    pair.both(lambda layer: layer.batch_repeat_interleave(2))
+    pair.check()
+    pair.update(1, steps=10)
+    twin = pair.twin()
+    pair.update(1, steps=20)
+    twin.update(1, steps=30)
+    pair.both(lambda layer: layer.batch_select_indices([3]))
+    pair.update(50)
+    pair.update(1, steps=10)
+    pair.check()
+    twin.check()
+    pair.both(lambda layer: layer.reset())
+    pair.update(90)
+    pair.update(1, steps=30)
+    pair.check()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_few_tokens_in_much_memory_can_be_selected(kind: str) -> None:
+    pair = Pair(kind)
+    pair.update(90)
+    if pair.plain.is_croppable and not pair.plain.is_sliding:
+        pair.both(lambda layer: layer.crop(-70))
+    pair.both(lambda layer: layer.batch_repeat_interleave(2))
+    pair.check()
+    pair.update(1, steps=3)
+    pair.both(lambda layer: layer.batch_select_indices([2, 0]))
+    pair.update(1, steps=3)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_updates_without_tokens_change_nothing(kind: str) -> None:
+    pair = Pair(kind)
+    for tokens in (0, 0, 30, 0, 0, 1):
+        pair.update(tokens)
+    pair.both(lambda layer: layer.crop(-1))
+    pair.update(0)
+    pair.update(1, steps=3)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_indices_may_be_on_the_device(kind: str) -> None:
+    pair = Pair(kind)
+    pair.update(90)
+    pair.plain.reorder_cache(torch.tensor([1, 0]))
+    pair.offloaded.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+    pair.update(1, steps=3)
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_state_goes_to_a_layer_that_is_fresh_or_was_used_and_from_one_kind_of_placement_to_the_other(
+    kind: str, transfers: str
+) -> None:
+    pair, used = Pair(kind, TRANSFERS[transfers]), Pair(kind, TRANSFERS[transfers])
+    pair.update(90)
+    pair.update(1, steps=20)
+    used.update(70)
+    fresh = Pair(kind, TRANSFERS[transfers])
+    state = pair.offloaded.state()
+    assert {tensor.device for tensor in state.tensors.values()} == {CPU}
+    for other in (fresh, used):
+        other.plain.load_state(state)
+        other.offloaded.load_state(state)
+        other.check()
+        other.update(1, steps=20)
+        assert all(tensor.device == CPU for tensor in buffers_of(other.offloaded))
+    on_device = LayerState(
+        state.kind, {name: tensor.to(DEVICE) for name, tensor in state.tensors.items()}, {**state.facts}
+    )
+    used.offloaded.load_state(on_device)
+    used.plain.load_state(state)
+    used.update(1, steps=3)
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_states_that_are_put_in_place_of_others_come_home(kind: str, transfers: str) -> None:
+    pair = Pair(kind, TRANSFERS[transfers])
+    pair.update(90)
+    pair.update(1, steps=3)
+    if "quantized" in kind:
+        pair = Pair(kind, TRANSFERS[transfers])
+        pair.update(12)
+    pair.plain.keys = pair.plain.keys * 2
+    pair.offloaded.keys = pair.offloaded.keys * 2
+    pair.check()
+    pair.update(1, steps=3)
+
+
+@pytest.mark.parametrize("place", ["privateuseone:0", "privateuseone"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_form_that_is_reserved_early_is_that_of_the_states_to_come(kind: str, place: str) -> None:
+    pair = Pair(kind)
+    for layer, where in ((pair.plain, CPU), (pair.offloaded, torch.device(place))):
+        no_tokens = torch.empty((2, KV_HEADS, 0, HEAD_DIM), device=where)
+        layer.lazy_initialization(no_tokens, no_tokens)
+    assert all(tensor.device == CPU for tensor in buffers_of(pair.offloaded))
+    pair.check()
+    pair.check()
+    pair.update(21)
+    pair.update(1, steps=30)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_where_tensors_are_made_by_default_does_not_matter(kind: str) -> None:
+    with DEVICE:
+        layer = OffloadedLayer(LAYERS[kind](), Prefetcher(transfers=BlockingTransfers))
+        for tokens in (30, *itertools.repeat(1, 30)):
+            layer.update(*torch.randn(2, 2, KV_HEADS, tokens, HEAD_DIM).unbind())
+        layer.batch_select_indices([1, 0])
+        layer.batch_repeat_interleave(2)
+        twin = layer.fork()
+        twin.load_state(layer.state())
+        for one in (layer, twin):
+            one.update(*torch.randn(2, 4, KV_HEADS, 1, HEAD_DIM).unbind())
+            assert all(tensor.device == CPU for tensor in buffers_of(one))
+
+
+def test_a_device_without_streams_is_served_without() -> None:
+    pair = Pair("dynamic", transfers_for)
+    pair.update(30)
+    pair.update(1, steps=3)
+
+
+def test_states_without_memory_stay_where_they_are() -> None:
+    layer = OffloadedLayer(kvlayers.DynamicLayer())
+    keys, _ = layer.update(*torch.empty(2, 2, KV_HEADS, 3, HEAD_DIM, device="meta").unbind())
+    assert keys.shape[2] == 3
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_inference_mode_and_no_grad_may_take_turns(kind: str) -> None:
+    pair = Pair(kind)
+    for step in range(12):
+        with torch.inference_mode() if step // 2 % 2 == 0 else torch.no_grad():
+            pair.update(1 if step else 60)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_states_that_do_not_match_leave_the_layer_as_it_was(kind: str) -> None:
+    pair = Pair(kind)
+    pair.update(90)
+    keys, values = pair.states(1)
+    for bad in ((keys, values), (keys[:1].to(DEVICE), values[:1].to(DEVICE)), (keys.to(DEVICE), values.half())):
+        with pytest.raises(StateMismatchError):
+            pair.offloaded.update(*bad)
+        pair.check()
+    pair.update(1, steps=3)
+
+
+def test_many_layers_share_a_device_whatever_is_late() -> None:
+    transfers = DeviceTransfers(seed=5)
+    prefetcher = Prefetcher(transfers=lambda device: transfers)
+    pairs = [Pair(kind, prefetcher=prefetcher) for kind in LAYERS]
+    for step in range(60):
+        for pair in pairs:
+            pair.update(1 if step else 60)
+        if step % 20 == 19:
+            for pair in pairs[::2]:
+                pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
+def test_a_model_on_the_device_generates_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, kind: str, transfers: str
+) -> None:
+    monkeypatch.setattr(
+        kvlayers.caches.base, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers])
+    )
+    caches: dict[str, Callable[..., kvlayers.Cache]] = {
+        "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),
+        "static": lambda config, **options: kvlayers.StaticCache(config, max_cache_len=90, **options),
+        "quantized": lambda config, **options: kvlayers.QuantizedCache(
+            config=config, nbits=4, residual_length=16, sink_tokens=4, q_group_size=8, **options
+        ),
+    }
+    versions.need_since("5.0", "models on a device that torch.autocast does not know")
+    model = fresh_model("llama", num_hidden_layers=3)
+    ids = prompt(2, 21)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    expected = model.generate(ids, past_key_values=caches[kind](model.config), **options)
+    cache = caches[kind](model.config, offloading=True)
+    tokens = model.to(DEVICE).generate(ids.to(DEVICE), past_key_values=cache, **options)
+    assert cache.traffic.total.to_device > 0
+    assert torch.equal(tokens.to(CPU), expected)
+
+
+# What crosses
+
+
+def crossed(pair: Pair, act: Callable[[], object]) -> tuple[Crossings, Traffic]:
+    """What went over between the devices during an action, and what of that the meter has counted."""
+    before = copy.copy(pair.offloaded.prefetcher.meter.total)
+    with device.watched() as crossings:
+        act()
+    after = pair.offloaded.prefetcher.meter.total
+    return crossings, Traffic(after.to_host - before.to_host, after.to_device - before.to_device)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_update_moves_what_the_meter_counts_and_the_host_waits_for_no_number(kind: str) -> None:
+    pair = Pair(kind)
+    for tokens in (60, *itertools.repeat(1, 150), 9, 9, 80):
+        new = tuple(states.to(DEVICE) for states in pair.states(tokens))
+        held = live_bytes(pair.offloaded)
+        crossings, counted = crossed(pair, lambda new=new: pair.offloaded.update(*new))
+        assert (crossings.to_host, crossings.to_device) == (counted.to_host, counted.to_device)
+        assert crossings.to_device == held
+        assert crossings.numbers == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_token_sends_itself_alone_while_memory_does_not_grow(kind: str) -> None:
+    pair = Pair(kind)
+    # As many sequences as are reserved for: the others of a reservation travel with them.
+    pair.batch_size = 4
+    pair.update(60)
+    new = tuple(states.to(DEVICE) for states in pair.states(1))
+    crossings, _ = crossed(pair, lambda: pair.offloaded.update(*new))
+    assert crossings.to_host == 2 * new[0].nbytes
+
+
+OPERATIONS: dict[str, Callable[[OffloadedLayer], object]] = {
+    "crop": lambda layer: layer.crop(-3),
+    "crop to nothing": lambda layer: layer.crop(-layer.length),
+    "crop to little": lambda layer: layer.crop(10),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda layer: layer.batch_select_indices([1]),
+    "crop to little, select": lambda layer: (layer.crop(10), layer.batch_select_indices([1])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+    "crop to little, repeat": lambda layer: (layer.crop(10), layer.batch_repeat_interleave(2)),
+    "fork": lambda layer: layer.fork(),
+    "reset": lambda layer: layer.reset(),
+    "state": lambda layer: layer.state(),
+    "end the recording": lambda layer: layer.deactivate_past_recording(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_done_at_home_takes_nothing_of_the_device(kind: str, operation: str) -> None:
+    pair = Pair(kind)
+    pair.offloaded.activate_past_recording()
+    pair.update(200)
+    crossings, _ = crossed(pair, lambda: OPERATIONS[operation](pair.offloaded))
+    assert (crossings.to_host, crossings.to_device, crossings.numbers) == (0, 0, 0)
+    # A fork has counts of its own.
+    assert device.allocated_bytes <= COUNTS * (kind in STATIC)
+    assert all(tensor.device == CPU for tensor in buffers_of(pair.offloaded))
+
+
+# What is left on the device
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_between_updates_a_layer_has_nothing_on_the_device(kind: str) -> None:
+    pair = Pair(kind)
+    before = bytes_in_use()
+    for tokens in (60, *itertools.repeat(1, 150), 80, 1):
+        pair.offloaded.update(*(states.to(DEVICE) for states in pair.states(tokens)))
+        assert device.live_bytes - before <= COUNTS * (kind in STATIC)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_was_brought_is_let_go_when_the_layer_changes(kind: str) -> None:
+    pair = Pair(kind)
+    before = bytes_in_use()
+    pair.update(90)
+    pair.check()
+    pair.both(lambda layer: layer.reset())
+    assert device.live_bytes - before <= COUNTS * (kind in STATIC)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
+def test_a_device_holds_two_layers_at_most_while_tokens_are_decoded(kind: str) -> None:
+    prefetcher = Prefetcher(transfers=BlockingTransfers)
+    layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(6)]
+    pair = Pair(kind)
+    before = bytes_in_use()
+    for step in range(20):
+        new = [tuple(states.to(DEVICE) for states in pair.states(1 if step else 300)) for _ in layers]
+        with device.watched():
+            taken = device.live_bytes
+            for layer, (keys, values) in zip(layers, new, strict=True):
+                layer.update(keys, values)
+        largest = max(layer.nbytes for layer in layers)
+        if step > 1:
+            assert device.peak_bytes - taken <= 2 * largest
+            assert taken - before <= 2 * largest
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_nothing_is_left_on_the_device_of_layers_that_are_gone(kind: str, transfers: str) -> None:
+    before = bytes_in_use()
+    prefetcher = Prefetcher(transfers=TRANSFERS[transfers])
+    pairs = [Pair(kind, prefetcher=prefetcher) for _ in range(3)]
+    for tokens in (60, 1, 1):
+        for pair in pairs:
+            pair.update(tokens)
+    del pair, pairs, prefetcher
+    assert bytes_in_use() == before
+
+
+# Where there is little memory
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
+def test_layers_are_not_brought_ahead_where_there_is_memory_for_one_alone(kind: str) -> None:
+    before = bytes_in_use()
+    prefetcher = Prefetcher(transfers=BlockingTransfers)
+    pairs = [Pair(kind, prefetcher=prefetcher) for _ in range(3)]
+    for tokens in (300, 1, 1):
+        for pair in pairs:
+            pair.update(tokens)
+    for _ in range(3):
+        for pair in pairs:
+            pair.most_bytes = before + pair.offloaded.nbytes * 3 // 2
+            pair.update(1)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_update_that_runs_out_of_memory_leaves_the_layer_as_it_was(kind: str) -> None:
+    pair = Pair(kind)
+    pair.update(60)
+    for held in (60, 0):
+        keys, values = (states.to(DEVICE) for states in pair.states(100))
+        failures, taken = 0, device.live_bytes
+        for free_bytes in range(0, 1_000_000, 5_000):
+            try:
+                with device.short_of_memory(device.live_bytes + free_bytes):
+                    pair.offloaded.update(keys, values)
+            except torch.OutOfMemoryError:
+                failures += 1
+                assert pair.offloaded.length == pair.plain.length == held
+                assert all(tensor.device == CPU for tensor in buffers_of(pair.offloaded))
+            else:
+                pair.plain.update(keys.to(CPU), values.to(CPU))
+                break
+            assert device.live_bytes - taken <= COUNTS * (kind in STATIC)
+        else:
+            pytest.fail("no memory was enough")
+        assert failures
+        pair.check()
+        pair.update(1, steps=3)
+        pair = Pair(kind)

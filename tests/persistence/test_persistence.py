@@ -1,0 +1,957 @@
+"""Caches in files: what is loaded decodes on as what was saved, and a path that cannot be used changes nothing."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+import versions
+from kvlayers import (
+    CacheFileError,
+    CachePathError,
+    ModelMismatchError,
+    OptionError,
+    RollbackError,
+    StateMismatchError,
+    inspect_cache,
+    load_cache,
+    save_cache,
+)
+from kvlayers.persistence import atomic_file, fingerprint
+from models import CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+
+NEW = 6
+QUANTIZATION: dict[str, Any] = {"q_group_size": 8, "residual_length": 4, "sink_tokens": 2}
+SINKS: dict[str, Any] = {"window_length": 10, "num_sink_tokens": 2}
+
+Make = Callable[[Any], Any]
+
+KINDS: dict[str, tuple[str, Make]] = {
+    "dynamic": ("llama", lambda config: kvlayers.DynamicCache(config=config)),
+    "dynamic without a config": ("llama", lambda config: kvlayers.DynamicCache()),
+    "dynamic, sliding": ("mistral", lambda config: kvlayers.DynamicCache(config=config)),
+    "dynamic, mixed": ("gemma3", lambda config: kvlayers.DynamicCache(config=config)),
+    "dynamic, chunked": ("llama4", lambda config: kvlayers.DynamicCache(config=config)),
+    "dynamic, latent attention": ("deepseek_v3", lambda config: kvlayers.DynamicCache(config=config)),
+    "dynamic, learned positions": ("gpt2", lambda config: kvlayers.DynamicCache(config=config)),
+    "static": ("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=200)),
+    "static that grows": ("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=4, grow=True)),
+    "static with options": (
+        "llama",
+        lambda config: kvlayers.StaticCache(config, 200, max_batch_size=5, buckets=kvlayers.Buckets(8, 1.5)),
+    ),
+    "sliding window": ("mistral", lambda config: kvlayers.SlidingWindowCache(config, max_cache_len=200)),
+    "sliding window, reserved for less": ("long gemma3", lambda config: kvlayers.StaticCache(config, 150)),
+    "hybrid": ("gemma3", lambda config: kvlayers.HybridCache(config, max_cache_len=200)),
+    "hybrid chunked": ("llama4", lambda config: kvlayers.HybridChunkedCache(config, max_cache_len=200)),
+    "quantized": ("llama", lambda config: kvlayers.QuantizedCache(config=config, **QUANTIZATION)),
+    "quantized without a config": ("llama", lambda config: kvlayers.QuantizedCache(nbits=2, **QUANTIZATION)),
+    "quantized in three bits": (
+        "llama",
+        lambda config: kvlayers.QuantizedCache(config=config, nbits=3, **QUANTIZATION),
+    ),
+    "quantized to fp8": ("llama", lambda config: kvlayers.QuantizedCache("fp8", config=config, residual_length=4)),
+    "quantized windows": (
+        "gemma3",
+        lambda config: kvlayers.QuantizedCache(config=config, quantize_sliding=True, **QUANTIZATION),
+    ),
+    "offloaded": ("llama", lambda config: kvlayers.OffloadedCache(config=config)),
+    "offloaded windows": ("gemma3", lambda config: kvlayers.DynamicCache(config=config, offloading=True)),
+    "offloaded static": ("gemma3", lambda config: kvlayers.OffloadedStaticCache(config, max_cache_len=200)),
+    "offloaded quantized": (
+        "llama",
+        lambda config: kvlayers.QuantizedCache(config=config, offloading=True, **QUANTIZATION),
+    ),
+    "sinks": ("llama", lambda config: kvlayers.SinkCache(**SINKS, config=config)),
+    "sinks, quantized": (
+        "llama",
+        lambda config: kvlayers.SinkCache(
+            128, 2, config=config, quantization={"q_group_size": 8, "residual_length": 0}
+        ),
+    ),
+    "sinks without a config": ("llama", lambda config: kvlayers.SinkCache(**SINKS, rotary=_rotary(config))),
+    "sinks, offloaded": ("llama", lambda config: kvlayers.SinkCache(**SINKS, config=config, offloading=True)),
+    "recurrent": ("mamba", lambda config: kvlayers.DynamicCache(config=config)),
+    "recurrent and attending": ("jamba", lambda config: kvlayers.DynamicCache(config=config)),
+    "recurrent and static": ("jamba", lambda config: kvlayers.StaticCache(config, max_cache_len=200)),
+    "recurrent and quantized": ("jamba", lambda config: kvlayers.QuantizedCache(config=config, **QUANTIZATION)),
+}
+RECURRENT = ("mamba", "jamba")
+BACKENDS = ("quanto", "hqq")
+
+
+def _model(family: str) -> Any:
+    """A tiny model; "long" for one whose windows are of more tokens than a test reserves."""
+    return fresh_model(family.removeprefix("long "), sliding_window=160) if "long" in family else tiny_model(family)
+
+
+def _rotary(config: Any) -> kvlayers.Rotary:
+    from kvlayers.rope.from_config import rotaries
+
+    found = rotaries(config)[0]
+    assert found is not None
+    return found
+
+
+def _argument(model: Any) -> str:
+    return "cache_params" if model.config.model_type == "mamba" else "past_key_values"
+
+
+@torch.no_grad()
+def _logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of the newest token; a model whose scan begins from zero is given its tokens one by one."""
+    logits = torch.empty(0)
+    steps = 1 if model.config.model_type in RECURRENT and cache.get_seq_length() else ids.shape[1]
+    for some in ids.split(steps, dim=1):
+        extra: dict[str, Any] = {}
+        if mask is not None:
+            seen = cache.get_seq_length() + some.shape[1]
+            extra = {"attention_mask": mask[:, :seen], "position_ids": _positions(mask[:, :seen])[:, -some.shape[1] :]}
+        logits = model(some, use_cache=True, **{_argument(model): cache}, **extra).logits[:, -1]
+    return logits
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def _decoded(model: Any, cache: Any, first: torch.Tensor, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The logits of some steps, each of the token that the one before says."""
+    found, ids = [], first
+    for _ in range(NEW):
+        found.append(_logits(model, cache, ids, mask))
+        ids = found[-1].argmax(-1, keepdim=True)
+    return found
+
+
+def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+
+
+def _filled(kind: str, batch: int = 2, tokens: int = 100) -> tuple[Any, Any]:
+    family, make = KINDS[kind]
+    model = _model(family)
+    cache = make(model.config)
+    _logits(model, cache, prompt(batch, tokens))
+    _logits(model, cache, prompt(batch, 3, seed=1))
+    return model, cache
+
+
+def _described(cache: Any) -> str:
+    """A cache as it prints, but for its bytes: one that is loaded has other spare room."""
+    return re.sub(r", [\d.]+ \w*B\)", ")", repr(cache))
+
+
+def _small() -> kvlayers.DynamicCache:
+    return kvlayers.DynamicCache([(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))])
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "chat.safetensors"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("with_config", [False, True], ids=["from the file", "with a config"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_cache_decodes_as_the_saved_one(kind: str, with_config: bool, path: pathlib.Path) -> None:
+    model, cache = _filled(kind)
+    save_cache(cache, path, config=model.config)
+    if inspect_cache(path).needs_config and not with_config:
+        # Before transformers 5.15, recurrent layers are those of transformers.
+        assert KINDS[kind][0] in RECURRENT
+        with pytest.raises(CacheFileError, match=r"pass config=model\.config"):
+            load_cache(path)
+        return
+    loaded = load_cache(path, config=model.config if with_config else None)
+    assert type(loaded) is type(cache)
+    assert _described(loaded) == _described(cache)
+    assert loaded.offloading == cache.offloading
+    first = prompt(2, 1, seed=2)
+    for ours, theirs in zip(_decoded(model, loaded, first), _decoded(model, cache, first), strict=True):
+        assert torch.equal(ours, theirs)
+    if cache.get_max_length() < 0:
+        loaded.batch_repeat_interleave(2)
+        assert loaded.batch_size == 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_of_another_package_is_saved_as_it_packs(backend: str, path: pathlib.Path) -> None:
+    pytest.importorskip("hqq" if backend == "hqq" else "optimum.quanto")
+    model = tiny_model("llama")
+    cache = kvlayers.QuantizedCache(backend, config=model.config, q_group_size=8, residual_length=4)
+    _logits(model, cache, prompt(2, 100))
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    first = prompt(2, 1, seed=2)
+    assert loaded.quantization.facts() == cache.quantization.facts()
+    assert _same(_decoded(model, loaded, first), _decoded(model, cache, first))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("own", ["DynamicCache", "QuantizedCache", "StaticCache"])
+def test_a_pair_is_saved_in_one_file(family: str, own: str, path: pathlib.Path) -> None:
+    model = tiny_model(family)
+    makes: dict[str, Callable[[], Any]] = {
+        "DynamicCache": kvlayers.DynamicCache,
+        "QuantizedCache": lambda: kvlayers.QuantizedCache(**QUANTIZATION),
+        "StaticCache": lambda: kvlayers.StaticCache(model.config, max_cache_len=120),
+    }
+    self_attention = makes[own]()
+    cache = kvlayers.EncoderDecoderCache(self_attention, self_attention.for_cross_attention(80))
+    encoded = model.get_encoder()(prompt(2, 80)).last_hidden_state
+
+    def logits(cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(
+                encoder_outputs=(encoded,), decoder_input_ids=ids, past_key_values=cache, use_cache=True
+            ).logits[:, -1]
+
+    logits(cache, prompt(2, 90, seed=1))
+    save_cache(cache, path, config=model.config)
+    loaded = load_cache(path, config=model.config)
+    assert isinstance(loaded, kvlayers.EncoderDecoderCache)
+    assert type(loaded.self_attention_cache) is type(cache.self_attention_cache)
+    assert _described(loaded) == _described(cache)
+    assert [tuple(loaded.is_updated.values()), loaded.get_seq_length()] == [(True, True), 90]
+    for step in range(4):
+        assert torch.equal(logits(loaded, prompt(2, 1, seed=step)), logits(cache, prompt(2, 1, seed=step)))
+    prefix = load_cache(path, length=50)
+    assert (prefix.get_seq_length(), prefix.cross_attention_cache.get_seq_length()) == (50, 80)
+    assert load_cache(path, length=0).cross_attention_cache.get_seq_length() == 0
+    assert inspect_cache(path).layers == tuple(
+        type(layer).__name__ for layer in [*cache.layers, *cache.cross_attention_cache.layers]
+    )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_states_of_every_dtype_come_back_to_the_bit(dtype: torch.dtype, path: pathlib.Path) -> None:
+    states = torch.randn(2, 3, 1100, 4).to(dtype), torch.randn(2, 3, 1100, 6).to(dtype)
+    cache = kvlayers.DynamicCache([states, (states[1], states[0])])
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    for index in range(2):
+        for ours, theirs in zip(loaded[index], cache[index], strict=True):
+            assert ours.dtype == dtype
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    prefix = load_cache(path, length=700)
+    assert torch.equal(prefix.layers[0].keys.view(torch.uint8), states[0][:, :, :700].contiguous().view(torch.uint8))
+    assert inspect_cache(path).dtype == dtype
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "make",
+    [
+        kvlayers.DynamicCache,
+        lambda: kvlayers.DynamicCache(config=CONFIGS["gemma3"]()),
+        lambda: kvlayers.StaticCache(CONFIGS["gemma3"](), 10),
+        lambda: kvlayers.QuantizedCache(config=CONFIGS["llama"]()),
+        lambda: kvlayers.SinkCache(16, config=CONFIGS["llama"]()),
+        lambda: kvlayers.SinkCache(16, left_padding=[0, 3]),
+        lambda: kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache()),
+    ],
+)
+def test_an_empty_cache_comes_back_empty(make: Callable[[], Any], path: pathlib.Path) -> None:
+    cache = make()
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    assert (_described(loaded), loaded.batch_size, loaded.get_seq_length()) == (_described(cache), -1, 0)
+    assert inspect_cache(path).length == 0
+
+
+@pytest.mark.fast
+def test_layers_without_tokens_stay_without(path: pathlib.Path) -> None:
+    cache = kvlayers.DynamicCache()
+    cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=2)
+    cache.layers[1].lazy_initialization(torch.randn(1, 2, 0, 4), torch.randn(1, 2, 0, 4))
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    assert [layer.length for layer in loaded.layers] == [0, 0, 3]
+    loaded.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=3)
+    assert len(loaded) == 4
+
+
+@pytest.mark.fast
+def test_padding_on_the_left_is_kept_for_sinks(path: pathlib.Path) -> None:
+    model = tiny_model("llama")
+    mask = torch.ones(2, 80, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = kvlayers.SinkCache(**SINKS, config=model.config, left_padding=[0, 5])
+    ids = prompt(2, 40)
+    _logits(model, cache, ids[:, :9], mask)
+    for step in range(9, 20):
+        _logits(model, cache, ids[:, step : step + 1], mask)
+        save_cache(cache, path)
+        loaded = load_cache(path)
+        assert _same(_decoded(model, loaded.fork(), ids[:, :1], mask), _decoded(model, cache.fork(), ids[:, :1], mask))
+
+
+@pytest.mark.fast
+def test_a_cache_after_beams_is_saved_as_it_is(path: pathlib.Path) -> None:
+    model, cache = _filled("dynamic, mixed")
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([5, 0, 0, 2, 1, 4]))
+    save_cache(cache, path)
+    first = prompt(6, 1, seed=2)
+    assert _same(_decoded(model, load_cache(path), first), _decoded(model, cache, first))
+
+
+@pytest.mark.fast
+def test_sequences_that_share_a_prompt_are_saved_as_sequences(path: pathlib.Path) -> None:
+    model, cache = _filled("dynamic, mixed")
+    cache.expand(3)
+    _logits(model, cache, prompt(6, 2, seed=3))
+    save_cache(cache, path)
+    first = prompt(6, 1, seed=2)
+    for ours, theirs in zip(_decoded(model, load_cache(path), first), _decoded(model, cache, first), strict=True):
+        # A prompt that is read once for all is added up in another order.
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("offloading", [False, True])
+def test_a_recorded_past_can_be_taken_back_after_loading(offloading: bool, path: pathlib.Path) -> None:
+    model = tiny_model("mistral")
+    cache = kvlayers.DynamicCache(config=model.config, offloading=offloading, offload_only_non_sliding=False)
+    _logits(model, cache, prompt(1, 20))
+    cache.activate_past_recording()
+    _logits(model, cache, prompt(1, 5, seed=1))
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    for twin in (loaded, cache):
+        _logits(model, twin, prompt(1, 4, seed=3))
+        twin.crop(-8)
+    first = prompt(1, 1, seed=2)
+    assert _same(_decoded(model, loaded, first), _decoded(model, cache, first))
+    assert load_cache(path, length=21).get_seq_length() == 21
+
+
+@pytest.mark.fast
+def test_states_with_gradients_are_saved_without(path: pathlib.Path) -> None:
+    keys = torch.randn(1, 2, 3, 4, requires_grad=True)
+    cache = kvlayers.DynamicCache([(keys, keys * 2)])
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    assert not loaded.layers[0].keys.requires_grad
+    assert cache.layers[0].keys.requires_grad
+    assert torch.equal(loaded.layers[0].keys, keys)
+
+
+@pytest.mark.fast
+def test_inference_mode_leaves_no_mark(path: pathlib.Path) -> None:
+    with torch.inference_mode():
+        model, cache = _filled("quantized")
+        save_cache(cache, path)
+        loaded = load_cache(path)
+    first = prompt(2, 1, seed=2)
+    assert _same(_decoded(model, loaded, first), _decoded(model, cache, first))
+
+
+# What is written, and what is read
+
+
+@pytest.mark.fast
+def test_only_live_tokens_are_written_and_packed_ones_stay_packed(path: pathlib.Path) -> None:
+    form = (1, 2, 4096, 64)
+    states = torch.randn(form).bfloat16(), torch.randn(form).bfloat16()
+    window = kvlayers.DynamicCache(config=tf.MistralConfig(num_hidden_layers=1, sliding_window=16))
+    window.update(*states, layer_idx=0)
+    save_cache(window, path)
+    assert path.stat().st_size < 15 * 2 * 2 * 64 * 2 + 4096
+    packed = kvlayers.QuantizedCache(nbits=4)
+    packed.update(*states, layer_idx=0)
+    save_cache(packed, path)
+    assert path.stat().st_size < packed.nbytes + 4096
+    assert path.stat().st_size < 0.35 * 2 * 2 * 4096 * 64 * 2
+
+
+@pytest.mark.fast
+def test_a_loaded_cache_has_memory_of_its_own(path: pathlib.Path) -> None:
+    for kind in ("dynamic, mixed", "quantized", "sinks", "static", "recurrent and attending"):
+        model, cache = _filled(kind)
+        save_cache(cache, path, config=model.config)
+        loaded = load_cache(path, config=model.config)
+        before = loaded.state()
+        # Were it a view of the map, what is written to the file would show.
+        with open(path, "r+b") as file:
+            file.write(b"\xff" * path.stat().st_size)
+        after = loaded.state()
+        for one, other in zip(before.layers, after.layers, strict=True):
+            assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+        _decoded(model, loaded, prompt(2, 1))
+
+
+@pytest.mark.fast
+def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
+    config = tf.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    cache = kvlayers.DynamicCache(config=config)
+    cache.update(torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4), layer_idx=0)
+    save_cache(cache, path, token_ids=torch.tensor([[5, 6, 7]]), config=config, weights_id="mine")
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    assert {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} == {
+        "layers.0.keys": ("F32", [1, 2, 3, 4]),
+        "layers.0.values": ("F32", [1, 2, 3, 4]),
+        "token_ids": ("I64", [1, 3]),
+        "digests": ("U8", [3, 32]),
+    }
+    assert set(metadata) == {"format", "format_version", "description", "checksum"}
+    assert (metadata["format"], metadata["format_version"]) == ("kvlayers.cache", "1")
+    description = json.loads(metadata["description"])
+    model = description.pop("model")
+    assert model.pop("fields")["rope_parameters"] == {"rope_theta": 10000, "rope_type": "default"}
+    assert model == {"name": None, "commit": None, "weights_id": "mine"}
+    assert len(description.pop("fingerprint")) == 64
+    assert description == {
+        "cache": {
+            "batch_size": 1,
+            "kind": "DynamicCache",
+            "layers": [
+                {"facts": {"length": 3}, "kind": "DynamicLayer", "recording": False, "tensors": ["keys", "values"]}
+            ],
+            "length": 3,
+            "options": {"grows": False, "offloading": False, "only_non_sliding": False},
+            "parts": [],
+        },
+        "dtypes": ["torch.float32"],
+        "rotaries": {},
+        "versions": {
+            "kvlayers": kvlayers.__version__,
+            "torch": torch.__version__,
+            "transformers": tf.__version__,
+        },
+    }
+
+
+@pytest.mark.fast
+def test_a_file_says_what_is_in_it(path: pathlib.Path) -> None:
+    model, cache = _filled("dynamic, mixed")
+    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
+    save_cache(cache, path, token_ids=ids, config=model.config, weights_id=kvlayers.weights_id(model))
+    seen = inspect_cache(path)
+    assert (seen.kind, seen.length, seen.batch_size, seen.dtype) == ("DynamicCache", 103, 2, torch.float32)
+    assert seen.layers == ("SlidingLayer", "SlidingLayer", "DynamicLayer", "SlidingLayer")
+    assert seen.nbytes == path.stat().st_size
+    assert seen.model is not None
+    assert seen.model["sliding_window"] == WINDOW
+    assert seen.weights_id == kvlayers.weights_id(model)
+    found = seen.token_ids()
+    assert found is not None
+    assert torch.equal(found, ids)
+    save_cache(cache, path)
+    other = inspect_cache(path)
+    assert other.token_ids() is None
+    assert other.fingerprint != seen.fingerprint
+    with pytest.raises(CacheFileError, match="another one by now"):
+        seen.token_ids()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(2, 104), torch.zeros(2, 104, dtype=torch.int64), [[1]], torch.zeros(103, dtype=torch.int64)]
+)
+def test_ids_of_other_tokens_are_refused(ids: Any, path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    with pytest.raises(OptionError, match="token_ids"):
+        save_cache(cache, path, token_ids=ids)
+    assert list(path.parent.iterdir()) == []
+
+
+# A prefix
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("length", [0, 1, 7, 99, 103])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][0] not in RECURRENT])
+def test_a_prefix_is_what_a_crop_leaves(kind: str, length: int, path: pathlib.Path) -> None:
+    model, cache = _filled(kind)
+    save_cache(cache, path)
+    twin = cache.fork()
+    try:
+        twin.crop(length) if length else twin.truncate(0)
+    except RollbackError:
+        with pytest.raises(RollbackError):
+            load_cache(path, length=length)
+        return
+    loaded = load_cache(path, length=length)
+    assert _described(loaded) == _described(twin)
+    first = prompt(2, 1, seed=2)
+    assert _same(_decoded(model, loaded, first), _decoded(model, twin, first))
+
+
+@pytest.mark.fast
+def test_a_prefix_of_a_recurrent_model_is_exact_or_refused(path: pathlib.Path) -> None:
+    model = tiny_model("jamba")
+    cache = kvlayers.DynamicCache(config=model.config)
+    _logits(model, cache, prompt(1, 10))
+    _logits(model, cache, prompt(1, 5, seed=1))
+    save_cache(cache, path)
+    twin = cache.fork()
+    twin.crop(10)
+    loaded = load_cache(path, config=model.config, length=10)
+    assert _same(_decoded(model, loaded, prompt(1, 1)), _decoded(model, twin, prompt(1, 1)))
+    with pytest.raises(RollbackError):
+        load_cache(path, config=model.config, length=4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("length", [-1, 104, True, 2.0])
+def test_a_prefix_of_no_such_length_is_refused(length: Any, path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    save_cache(cache, path)
+    with pytest.raises(OptionError if isinstance(length, bool | float) else RollbackError, match="length"):
+        load_cache(path, length=length)
+
+
+@pytest.mark.fast
+def test_a_prefix_reads_its_own_bytes_alone(path: pathlib.Path) -> None:
+    states = torch.randn(1, 2, 2048, 8), torch.randn(1, 2, 2048, 8)
+    save_cache(kvlayers.DynamicCache([states]), path)
+    content = bytearray(path.read_bytes())
+    newest = states[0][0, -1, -1].numpy().tobytes()
+    content[content.index(newest)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CacheFileError, match="digest"):
+        load_cache(path)
+    assert load_cache(path, verify=False).get_seq_length() == 2048
+    # The damage is behind the run of 512 tokens that the prefix ends in.
+    prefix = load_cache(path, length=600)
+    assert torch.equal(prefix.layers[0].keys, states[0][:, :, :600])
+
+
+# Into a cache of the caller's
+
+
+@pytest.mark.fast
+def test_a_static_cache_may_be_loaded_into_a_larger_one(path: pathlib.Path) -> None:
+    model, cache = _filled("static")
+    save_cache(cache, path)
+    larger = kvlayers.StaticCache(model.config, max_cache_len=400)
+    first = prompt(2, 1, seed=2)
+    assert load_cache(path, into=larger) is larger
+    assert larger.get_max_length() == 400
+    assert _same(_decoded(model, larger, first), _decoded(model, cache, first))
+    smaller = kvlayers.StaticCache(model.config, max_cache_len=50)
+    with pytest.raises(kvlayers.CapacityError):
+        load_cache(path, into=smaller)
+    assert smaller.get_seq_length() == 0
+    assert load_cache(path, into=smaller, length=50).get_seq_length() == 50
+
+
+@pytest.mark.fast
+def test_what_cannot_be_loaded_leaves_the_callers_cache_alone(path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic, mixed")
+    save_cache(cache, path)
+    _, own = _filled("dynamic, mixed", tokens=12)
+    before = own.state()
+    with pytest.raises(RollbackError):
+        load_cache(path, into=own, length=50)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CacheFileError):
+        load_cache(path, into=own)
+    save_cache(_filled("dynamic")[1], path)
+    with pytest.raises(StateMismatchError):
+        load_cache(path, into=own)
+    with pytest.raises(OptionError):
+        load_cache(path, into=tf.DynamicCache())  # type: ignore[arg-type]
+    after = own.state()
+    for one, other in zip(before.layers, after.layers, strict=True):
+        assert one.facts == other.facts
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+@pytest.mark.fast
+def test_a_pair_is_not_loaded_into_a_single_cache_nor_the_other_way_round(path: pathlib.Path) -> None:
+    pair = kvlayers.EncoderDecoderCache(_small(), _small())
+    save_cache(pair, path)
+    own = _small()
+    with pytest.raises(StateMismatchError):
+        load_cache(path, into=own)
+    save_cache(own, path)
+    with pytest.raises(StateMismatchError):
+        load_cache(path, into=pair)
+    assert (own.get_seq_length(), pair.get_seq_length()) == (2, 2)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+def test_a_recurrent_cache_is_loaded_into_one_with_other_checkpoints(family: str, path: pathlib.Path) -> None:
+    model = tiny_model(family)
+    old = kvlayers.MambaCache if family == "mamba" else kvlayers.HybridMambaAttentionDynamicCache
+    cache = old(model.config)
+    _logits(model, cache, prompt(2, 20))
+    save_cache(cache, path)
+    first = prompt(2, 1, seed=2)
+    own = kvlayers.DynamicCache(config=model.config, checkpoints={"every": 4, "most": 8})
+    load_cache(path, into=own)
+    assert type(load_cache(path, config=model.config)) is old
+    assert _same(_decoded(model, own, first), _decoded(model, cache, first))
+
+
+@pytest.mark.fast
+def test_a_cache_on_disk_is_loaded_to_the_host_or_into_one_on_disk(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    model = tiny_model("llama")
+    cache = kvlayers.DynamicCache(
+        config=model.config, offloading=True, offload_device="disk", offload_directory=tmp_path
+    )
+    _logits(model, cache, prompt(2, 20))
+    save_cache(cache, path)
+    assert str(tmp_path).encode() not in path.read_bytes()
+    other = kvlayers.DynamicCache(
+        config=model.config, offloading=True, offload_device="disk", offload_directory=tmp_path
+    )
+    first = prompt(2, 1, seed=2)
+    expected = _decoded(model, cache.fork(), first)
+    assert _same(_decoded(model, load_cache(path), first), expected)
+    assert _same(_decoded(model, load_cache(path, into=other), first), expected)
+
+
+@pytest.mark.fast
+def test_a_layer_of_transformers_is_loaded_with_a_config(path: pathlib.Path) -> None:
+    cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()])
+    for index in range(2):
+        cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=index)
+    save_cache(cache, path)
+    other = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()])
+    load_cache(path, into=other)
+    assert torch.equal(other.layers[1].keys, cache.layers[1].keys)
+
+
+# Another model's
+
+
+@pytest.mark.fast
+def test_another_models_file_is_refused_with_the_first_difference(path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    config = CONFIGS["llama"]()
+    save_cache(cache, path, config=config)
+
+    def changed(**fields: Any) -> Any:
+        other = CONFIGS["llama"]()
+        for name, value in fields.items():
+            setattr(other, name, value)
+        return other
+
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    message = r"expected rope_parameters\.rope_theta 500000, but .* was made with 10000"
+    with pytest.raises(ModelMismatchError, match=message):
+        load_cache(path, config=changed(**versions.rope(**rope)))
+    for fields in ({"hidden_size": 64}, {"rms_norm_eps": 1e-5}, {"dtype": "bfloat16"}, {"num_key_value_heads": 4}):
+        with pytest.raises(ModelMismatchError, match=next(iter(fields))):
+            load_cache(path, config=changed(**fields))
+    with pytest.raises(ModelMismatchError):
+        load_cache(path, config=CONFIGS["qwen2"]())
+    with pytest.raises(kvlayers.ConfigError):
+        load_cache(path, config={})
+    irrelevant = changed(attention_dropout=0.5, pad_token_id=3, use_cache=False, id2label={0: "a"})
+    assert load_cache(path, config=irrelevant).get_seq_length() == 103
+
+
+@pytest.mark.fast
+def test_without_a_saved_config_the_layers_are_compared(path: pathlib.Path) -> None:
+    save_cache(_filled("dynamic, sliding")[1], path)
+    assert load_cache(path, config=CONFIGS["mistral"]()).get_seq_length() == 103
+    with pytest.raises(ModelMismatchError, match="4 layers"):
+        load_cache(path, config=CONFIGS["gemma3"]())
+    other = CONFIGS["mistral"]()
+    other.sliding_window = 9
+    with pytest.raises(ModelMismatchError, match="sliding_window of 9"):
+        load_cache(path, config=other)
+
+
+@pytest.mark.fast
+def test_fields_of_another_version_of_transformers_are_not_compared(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIGS["llama"]()
+    config.field_of_old = 3
+    save_cache(_filled("dynamic")[1], path, config=config)
+    with pytest.raises(ModelMismatchError, match="field_of_old"):
+        load_cache(path, config=CONFIGS["llama"]())
+    monkeypatch.setattr(fingerprint, "INSTALLED", "5.99.0")
+    assert load_cache(path, config=CONFIGS["llama"]()).get_seq_length() == 103
+
+
+@pytest.mark.fast
+def test_other_weights_are_refused_where_they_have_a_name(path: pathlib.Path) -> None:
+    model, other = fresh_model("llama"), fresh_model("llama", seed=1)
+    cache = kvlayers.DynamicCache(config=model.config)
+    _logits(model, cache, prompt())
+    one, two = kvlayers.weights_id(model), kvlayers.weights_id(other)
+    assert one == kvlayers.weights_id(fresh_model("llama"))
+    assert one != two
+    assert one != kvlayers.weights_id(fresh_model("llama").bfloat16())
+    save_cache(cache, path, weights_id=one)
+    assert load_cache(path, weights_id=one).get_seq_length() == 12
+    assert load_cache(path).get_seq_length() == 12
+    with pytest.raises(ModelMismatchError, match="weights"):
+        load_cache(path, weights_id=two)
+    save_cache(cache, path)
+    with pytest.raises(ModelMismatchError, match="weights"):
+        load_cache(path, weights_id=one)
+    with pytest.raises(OptionError):
+        save_cache(cache, path, weights_id="")
+    old = "0123456789abcdef" * 4
+    save_cache(cache, path, weights_id=old)
+    with pytest.raises(ModelMismatchError, match="a few elements of each weight"):
+        load_cache(path, weights_id=one)
+    assert load_cache(path, weights_id=old).get_seq_length() == 12
+
+
+@pytest.mark.fast
+def test_where_a_model_was_loaded_from_is_noted_unless_it_is_a_directory(path: pathlib.Path) -> None:
+    config = CONFIGS["llama"]()
+    config._name_or_path, config._commit_hash = "somebody/model", "abc"
+    save_cache(kvlayers.DynamicCache(), path, config=config)
+    seen = inspect_cache(path)
+    assert (seen.model_name, seen.model_commit) == ("somebody/model", "abc")
+    config._name_or_path = "/home/somebody/model"
+    save_cache(kvlayers.DynamicCache(), path, config=config)
+    assert inspect_cache(path).model_name is None
+    assert b"/home" not in path.read_bytes()
+
+
+@pytest.mark.fast
+def test_a_cache_of_anothers_is_refused_by_name(path: pathlib.Path) -> None:
+    with pytest.raises(OptionError, match="from_legacy_cache"):
+        save_cache(tf.DynamicCache(), path)  # type: ignore[arg-type]
+
+    class Own(kvlayers.DynamicCache):
+        pass
+
+    cache = Own([(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))])
+    save_cache(cache, path)
+    with pytest.raises(CacheFileError, match="into="):
+        load_cache(path)
+    assert load_cache(path, into=Own()).get_seq_length() == 2
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", 3.5])
+def test_a_device_that_is_none_is_refused(device: Any, path: pathlib.Path) -> None:
+    save_cache(kvlayers.DynamicCache(), path)
+    with pytest.raises(OptionError, match="device"):
+        load_cache(path, device=device)
+
+
+# Paths
+
+
+@pytest.fixture
+def readable() -> Iterator[pathlib.Path]:
+    """A directory that another user can look into."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        yield pathlib.Path(directory)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(os.geteuid() != 0, reason="a test that takes on another user must be root")
+def test_a_directory_that_is_read_only_is_named(readable: pathlib.Path) -> None:
+    path = readable / "chat.safetensors"
+    save_cache(_small(), path)
+    os.chmod(path, 0o444)
+    before = path.read_bytes()
+    os.seteuid(65534)
+    try:
+        with pytest.raises(CachePathError, match="write-protected"):
+            save_cache(_small(), path)
+        with pytest.raises(CachePathError, match="can be written to"):
+            save_cache(_small(), readable / "other.safetensors")
+        assert load_cache(path).get_seq_length() == 2
+    finally:
+        os.seteuid(0)
+    assert [path.read_bytes(), list(readable.iterdir())] == [before, [path]]
+
+
+@pytest.mark.fast
+def test_paths_that_are_no_files_are_named(tmp_path: pathlib.Path) -> None:
+    cache = _small()
+    for wrong in (tmp_path, tmp_path / "missing" / "chat", "/dev/null", tmp_path / ("x" * 300)):
+        with pytest.raises(CachePathError):
+            save_cache(cache, wrong)
+        with pytest.raises(CachePathError):
+            load_cache(wrong)
+        with pytest.raises(OSError):
+            inspect_cache(wrong)
+    for nothing in (3, None, "", "a\0b"):
+        with pytest.raises(OptionError):
+            save_cache(cache, nothing)  # type: ignore[arg-type]
+        with pytest.raises(OptionError):
+            load_cache(nothing)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    save_cache(cache, os.fsencode(tmp_path / "bytes"))  # type: ignore[arg-type]
+
+
+@pytest.mark.fast
+def test_a_link_or_a_pipe_is_not_followed(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    save_cache(_small(), path)
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    before = path.read_bytes()
+    for wrong in (link, pipe):
+        with pytest.raises(CachePathError):
+            load_cache(wrong)
+        with pytest.raises(CachePathError):
+            save_cache(_small(), wrong)
+    assert link.is_symlink()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.fast
+def test_the_mode_of_a_file_is_kept_and_that_of_a_new_one_is_the_systems(path: pathlib.Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_cache(_small(), path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    os.chmod(path, 0o600)
+    save_cache(_small(), path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.fast
+def test_a_file_that_cannot_be_put_in_place_leaves_the_old_one(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_cache(_small(), path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name, instead, error in (
+        ("replace", full, CachePathError),
+        ("fsync", full, CachePathError),
+        ("replace", interrupted, KeyboardInterrupt),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(atomic_file.os, name, instead)
+            with pytest.raises(error):
+                save_cache(kvlayers.DynamicCache(), path)
+        assert [path.read_bytes(), list(path.parent.iterdir())] == [before, [path]]
+
+
+def test_writers_at_the_same_time_leave_one_whole_file(path: pathlib.Path) -> None:
+    def cache_of(number: int) -> kvlayers.DynamicCache:
+        states = torch.full((1, 1, 600, 8), float(number))
+        return kvlayers.DynamicCache([(states, states)])
+
+    save_cache(cache_of(0), path)
+    wrong: list[BaseException] = []
+
+    def write(number: int) -> None:
+        try:
+            for _ in range(5):
+                save_cache(cache_of(number), path)
+        except BaseException as error:
+            wrong.append(error)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        # It is opened twice, and may be replaced between.
+        with contextlib.suppress(CacheFileError):
+            keys = load_cache(path).layers[0].keys
+            assert bool((keys == keys[0, 0, 0, 0]).all())
+    for writer in writers:
+        writer.join()
+    assert not wrong
+    assert list(path.parent.iterdir()) == [path]
+
+
+# Other processes
+
+
+def _cache_of(tokens: int) -> kvlayers.DynamicCache:
+    states = torch.full((1, 2, tokens, 32), float(tokens))
+    return kvlayers.DynamicCache([(states, states)] * 2)
+
+
+def _write_for_ever(path: pathlib.Path, ready: int) -> None:
+    try:
+        caches = [_cache_of(512), _cache_of(4096)]
+        os.write(ready, b"1")
+        while True:
+            for cache in caches:
+                save_cache(cache, path)
+    finally:
+        os._exit(1)
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_file(path: pathlib.Path) -> None:
+    save_cache(_cache_of(512), path)
+    for delay in torch.rand(20, generator=torch.Generator().manual_seed(0)).mul(0.1).tolist():
+        begun, ready = os.pipe()
+        writer = os.fork()
+        if not writer:
+            _write_for_ever(path, ready)
+        os.read(begun, 1)
+        time.sleep(delay)
+        os.kill(writer, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGKILL
+        os.close(begun)
+        os.close(ready)
+        keys = load_cache(path).layers[0].keys
+        assert keys.shape[2] in (512, 4096)
+        assert bool((keys == keys.shape[2]).all())
+
+
+HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
+
+DECODER = """
+import sys, torch, kvlayers
+sys.path[:0] = sys.argv[1].split(":")
+from models import prompt
+from test_persistence import KINDS, _decoded, _model
+logits = []
+for number, kind in enumerate(sys.argv[3:]):
+    model = _model(KINDS[kind][0])
+    cache = kvlayers.load_cache(f"{sys.argv[2]}/{number}", config=model.config)
+    logits += _decoded(model, cache, prompt(2, 1, seed=2))
+torch.save(torch.stack(logits), sys.argv[2] + "/logits")
+"""
+
+
+def test_another_process_decodes_on(tmp_path: pathlib.Path) -> None:
+    kinds = ["dynamic, mixed", "quantized", "sinks", "recurrent and attending"]
+    expected = []
+    for number, kind in enumerate(kinds):
+        model, cache = _filled(kind)
+        save_cache(cache, tmp_path / str(number), config=model.config)
+        expected += _decoded(model, cache, prompt(2, 1, seed=2))
+    command = [sys.executable, "-c", DECODER, f"{HELPERS}:{pathlib.Path(__file__).parent}", str(tmp_path), *kinds]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert _same(list(torch.load(tmp_path / "logits")), expected)

@@ -1,0 +1,541 @@
+"""Files that were damaged, or made to do harm: refused by name, whatever they claim, and nothing is reserved for it."""
+
+import copy
+import json
+import math
+import os
+import pathlib
+import pickle
+import resource
+import struct
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import kvlayers
+import versions
+from kvlayers import CacheFileError, KVLayersError, inspect_cache, load_cache, save_cache
+from kvlayers.persistence.checksums import checksum, digest_table
+from kvlayers.persistence.format import canonical, read_description
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
+from models import CONFIGS
+
+ROOM = 192 * 2**20
+"""Bytes that a process may take besides while it reads a file that claims far more."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _states(tokens: int = 5, heads: int = 2, dim: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    form = (2, heads, tokens, dim)
+    return torch.randn(form, generator=generator), torch.randn(form, generator=generator)
+
+
+def _cache(kind: str) -> Any:
+    config = CONFIGS["mistral"]()
+    quantization: dict[str, Any] = {"residual_length": 0, "sink_tokens": 2, "q_group_size": 8}
+    makes: dict[str, Callable[[], Any]] = {
+        "dynamic": kvlayers.DynamicCache,
+        "sliding": lambda: kvlayers.DynamicCache(config=config),
+        "static": lambda: kvlayers.StaticCache(CONFIGS["llama"](), max_cache_len=300),
+        "static sliding": lambda: kvlayers.StaticCache(config, max_cache_len=300),
+        "quantized": lambda: kvlayers.QuantizedCache(**quantization),
+        "sink": lambda: kvlayers.SinkCache(16, 2, config=CONFIGS["llama"](), left_padding=[0, 1]),
+        "pair": lambda: kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache()),
+    }
+    cache = makes[kind]()
+    for part in [cache.self_attention_cache, cache.cross_attention_cache] if kind == "pair" else [cache]:
+        for index in range(2):
+            part.update(*_states(150 if kind == "quantized" else 20), layer_idx=index)
+    return cache
+
+
+class Forged:
+    """A file as somebody would make it who knows the format: what is changed in it has the right checksums."""
+
+    def __init__(self, content: bytes) -> None:
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        self.metadata: dict[str, str] = header.pop("__metadata__")
+        self.description: dict[str, Any] = json.loads(self.metadata["description"])
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            data = bytearray(content[8 + length + begin : 8 + length + end])
+            flat = torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]) if data else torch.empty(0)
+            self.tensors[name] = flat.view(entry["shape"])
+        del self.tensors["digests"]
+
+    @classmethod
+    def of(cls, kind: str) -> "Forged":
+        with tempfile.TemporaryDirectory() as directory:
+            path = pathlib.Path(directory) / "chat"
+            save_cache(_cache(kind), path)
+            return cls(path.read_bytes())
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.description["cache"]
+        return found
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.cache["layers"][0]["facts"]
+        return found
+
+    def content(self) -> bytes:
+        self.description["fingerprint"] = "0" * 64
+        try:
+            read_description("it", canonical(self.description))
+        except CacheFileError as error:
+            if "fingerprint" in str(error):
+                self.description["fingerprint"] = str(error).split("the fingerprint ")[1][:64]
+        text = canonical(self.description)
+        entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        digests = digest_table(self.tensors)
+        metadata = {**self.metadata, "description": text, "checksum": checksum(text, entries, digests)}
+        return raw({**self.tensors, "digests": digests}, metadata)
+
+
+def raw(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    data = b""
+    for name, tensor in tensors.items():
+        own = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        offsets = [len(data), len(data) + len(own)]
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        data += own
+    return framed(json.dumps(header).encode()) + data
+
+
+def framed(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header
+
+
+def _one(entry: Any, data: bytes = b"") -> bytes:
+    return framed(json.dumps({"x": entry}).encode()) + data
+
+
+def _entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+RAW: dict[str, bytes] = {
+    "nothing": b"",
+    "less than a length": b"\x08\0\0",
+    "no header": struct.pack("<Q", 0),
+    "a header of 2**60 bytes": struct.pack("<Q", 2**60) + b"{}",
+    "a header of 2**64 - 1 bytes": b"\xff" * 8 + b"{}",
+    "a header of more bytes than there are": struct.pack("<Q", 3) + b"{}",
+    "a header beyond any need": framed(b" " * (5 * 2**20) + b"{}"),
+    "a header that is no text": framed(b'{"\xff": 1}'),
+    "a header that is no JSON": framed(b"{'a': 1}"),
+    "a header that is a list": framed(b"[]"),
+    "a header of lists in lists": framed(b"[" * 10**6),
+    "a header of objects in objects": framed(b'{"a":' * 10**5),
+    "a header of many lists": framed(b'{"a": [' + b"[]," * 10**6 + b"[]]}"),
+    "a name that comes twice": framed(b'{"x": {}, "x": {}}'),
+    "a field that comes twice": framed(b'{"x": {"dtype": "F32", "dtype": "F32", "shape": [], "data_offsets": [0, 4]}}')
+    + bytes(4),
+    "not a number": framed(b'{"x": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 0]}}'),
+    "infinity": framed(b'{"x": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 0]}}'),
+    "a number of many digits": framed(
+        b'{"x": {"dtype": "F32", "shape": [' + b"9" * 10**6 + b'], "data_offsets": [0, 0]}}'
+    ),
+    "metadata that is no mapping": framed(b'{"__metadata__": [1]}'),
+    "metadata that is no text": framed(b'{"__metadata__": {"format": 1}}'),
+    "an entry that is none": _one([]),
+    "an entry with more fields": _one({**_entry([1], [0, 4]), "strides": [1]}, bytes(4)),
+    "an unknown dtype": _one(_entry([1], [0, 4], "F1024"), bytes(4)),
+    "a dtype that is none": _one(_entry([1], [0, 4], []), bytes(4)),
+    "a dtype that lies": _one(_entry([2], [0, 8], "F64"), bytes(8)),
+    "a shape that overflows": _one(_entry([2**32, 2**32], [0, 0])),
+    "a shape that overflows to its own size": _one(_entry([2**62 + 1], [0, 4]), bytes(4)),
+    "a shape that is negative": _one(_entry([-1, -1], [0, 4]), bytes(4)),
+    "a shape of fractions": _one(_entry([1.0], [0, 4]), bytes(4)),
+    "a shape of truths": _one(_entry([True], [0, 4]), bytes(4)),
+    "a shape of many dimensions": _one(_entry([1] * 9, [0, 4]), bytes(4)),
+    "a shape of nothing, and of far too much": _one(_entry([2**40, 0, 2**40], [0, 0])),
+    "bytes beyond the end": _one(_entry([2**40], [0, 2**42])),
+    "bytes that end before they begin": _one(_entry([1], [4, 0]), bytes(4)),
+    "bytes before the beginning": _one(_entry([1], [-4, 0]), bytes(4)),
+    "bytes of one place": _one(_entry([1], [0]), bytes(4)),
+    "bytes that nobody claims": _one(_entry([1], [0, 4]), bytes(5)),
+    "bytes that two claim": framed(json.dumps({"x": _entry([2], [0, 8]), "y": _entry([1], [4, 8])}).encode())
+    + bytes(8),
+    "bytes between two": framed(json.dumps({"x": _entry([1], [0, 4]), "y": _entry([1], [8, 12])}).encode()) + bytes(12),
+    "a pickle": pickle.dumps({"keys": [1, 2, 3]}),
+    "another safetensors file": raw({"weight": torch.ones(2, 2)}, {"format": "pt"}),
+    "another version of the format": raw({}, {"format": "kvlayers.cache", "format_version": "2"}),
+    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "1"}),
+}
+
+
+def _set(*names: Any) -> Callable[[Any], Callable[[Forged], None]]:
+    """What sets a place in the description to something."""
+
+    def to(value: Any) -> Callable[[Forged], None]:
+        def change(forged: Forged) -> None:
+            place: Any = forged.cache
+            for name in names[:-1]:
+                place = place[name]
+            place[names[-1]] = value
+
+        return change
+
+    return to
+
+
+def _fact(name: str, value: Any) -> Callable[[Forged], None]:
+    return _set("layers", 0, "facts", name)(value)
+
+
+def _tensor(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Forged], None]:
+    def change(forged: Forged) -> None:
+        forged.tensors[name] = value(forged.tensors[name])
+
+    return change
+
+
+def _renamed(new: str) -> Callable[[Forged], None]:
+    def change(forged: Forged) -> None:
+        forged.cache["layers"][0]["tensors"][0] = new
+        forged.tensors[f"layers.0.{new}"] = forged.tensors.pop("layers.0.keys")
+
+    return change
+
+
+def _extra(name: str) -> Callable[[Forged], None]:
+    def change(forged: Forged) -> None:
+        forged.tensors[name] = torch.zeros(1)
+
+    return change
+
+
+def _huge_empty(forged: Forged) -> None:
+    for side in ("keys", "values"):
+        forged.tensors[f"layers.0.{side}"] = torch.empty(2, 1000, 0, 1000)
+    forged.facts["length"] = 0
+    forged.facts["max_cache_len"] = 2**24
+
+
+def _nested(forged: Forged) -> None:
+    part = copy.deepcopy(forged.cache)
+    forged.cache["parts"][0] = part
+
+
+FORGED: dict[str, tuple[str, Callable[[Forged], None]]] = {
+    "a kind of cache that is none": ("dynamic", _set("kind")("Exploit")),
+    "a kind of cache that is a module": ("dynamic", _set("kind")("os.system")),
+    "a kind of cache that is no text": ("dynamic", _set("kind")(["DynamicCache"])),
+    "a kind of layer that is none": ("dynamic", _set("layers", 0, "kind")("Exploit")),
+    "a kind of layer with dunders": ("dynamic", _set("layers", 0, "kind")("__class__")),
+    "another kind of layer": ("dynamic", _set("layers", 0, "kind")("SlidingLayer")),
+    "no layers": ("dynamic", _set("layers")([])),
+    "layers that are none": ("dynamic", _set("layers")([[]])),
+    "layers with a path": ("dynamic", _renamed("../../../etc/passwd")),
+    "layers with a name of another layer": ("dynamic", _renamed("../1.keys")),
+    "a tensor that is not described": ("dynamic", _extra("layers.7.keys")),
+    "a tensor with an absolute path": ("dynamic", _extra("/etc/passwd")),
+    "a fact that is a list": ("dynamic", _fact("length", [20])),
+    "a fact that is a fraction": ("dynamic", _fact("length", 20.5)),
+    "a length that is a text": ("dynamic", _fact("length", "20")),
+    "a length that is a truth": ("dynamic", _fact("length", True)),
+    "a length of 10**18": ("sliding", _fact("length", 10**18)),
+    "a length below zero": ("sliding", _fact("length", -1)),
+    "a length of too few tokens": ("sliding", _fact("length", 3)),
+    "a length of too many tokens": ("dynamic", _fact("length", 21)),
+    "no length": ("dynamic", lambda forged: forged.facts.pop("length")),
+    "a window below zero": ("sliding", _fact("sliding_window", -8)),
+    "a window of 10**15": ("sliding", _fact("sliding_window", 10**15)),
+    "a window that is a text": ("sliding", _fact("sliding_window", "8")),
+    "a window that is a truth": ("sliding", _fact("sliding_window", True)),
+    "a reservation of 10**15": ("static", _fact("max_cache_len", 10**15)),
+    "a reservation of 2**30": ("static", _fact("max_cache_len", 2**30)),
+    "a reservation below zero": ("static", _fact("max_cache_len", -5)),
+    "a reservation of too little": ("static", _fact("max_cache_len", 5)),
+    "a reservation that is a text": ("static", _fact("max_cache_len", "300")),
+    "a reservation that grows from 2**30": (
+        "static",
+        lambda forged: [_fact("max_cache_len", None)(forged), _set("options", "max_cache_len")(2**30)(forged)],
+    ),
+    "a reservation for 2**30 sequences": ("static", _set("options", "max_batch_size")(2**30)),
+    "a reservation for sequences that are a text": ("static", _set("options", "max_batch_size")("2")),
+    "a reservation without states": ("static", _huge_empty),
+    "buckets that do not grow": ("static", _set("options", "buckets")({"minimum": 8, "factor": 1.0})),
+    "buckets that are none": ("static", _set("options", "buckets")({"os": "system"})),
+    "a reserved window of 2**30": (
+        "static sliding",
+        lambda forged: [_fact("sliding_window", 2**30)(forged), _fact("max_cache_len", 2**30)(forged)],
+    ),
+    "a reserved window of less than it has": ("static sliding", _fact("token_limit", 3)),
+    "options that are missing": ("dynamic", _set("options")({})),
+    "options that are no truths": ("dynamic", _set("options", "offloading")("no")),
+    "a backend that is none": ("quantized", _fact("backend", "os")),
+    "a backend that is no text": ("quantized", _fact("backend", 3)),
+    "codes of five bits": ("quantized", _fact("key_nbits", 5)),
+    "codes of other bits": ("quantized", _fact("key_nbits", 2)),
+    "groups of 10**15": ("quantized", _fact("key_group_size", 10**15)),
+    "groups of nothing": ("quantized", _fact("key_group_size", 0)),
+    "groups below zero": ("quantized", _fact("value_group_size", -8)),
+    "a residual of 10**15": ("quantized", _fact("residual_length", 10**15)),
+    "sinks of 10**15": ("quantized", _fact("sink_tokens", 10**15)),
+    "sinks below zero": ("quantized", _fact("sink_tokens", -1)),
+    "fewer sinks than there are": ("quantized", _fact("sink_tokens", 1)),
+    "a facts of another store": ("quantized", lambda forged: forged.facts.pop("backend")),
+    "blocks that end elsewhere": ("quantized", _tensor("layers.0.block_ends", lambda t: t + 1000)),
+    "blocks that end before they begin": ("quantized", _tensor("layers.0.block_ends", lambda t: -t - 1)),
+    "blocks that are fractions": ("quantized", _tensor("layers.0.block_ends", lambda t: t.double())),
+    "blocks in two dimensions": ("quantized", _tensor("layers.0.block_ends", lambda t: t[None])),
+    "no blocks": ("quantized", _tensor("layers.0.block_ends", lambda t: t[:0])),
+    "codes of another shape": ("quantized", _tensor("layers.0.keys_codes", lambda t: t[..., :-1])),
+    "codes of fractions": ("quantized", _tensor("layers.0.keys_codes", lambda t: t.float())),
+    "scales of another dtype": ("quantized", _tensor("layers.0.values_parameters", lambda t: t.double())),
+    "keys of other tokens": ("dynamic", _tensor("layers.0.keys", lambda t: t[:, :, :-1])),
+    "keys of another batch": ("dynamic", _tensor("layers.0.keys", lambda t: t[:1])),
+    "a layer of another batch": (
+        "dynamic",
+        lambda forged: [_tensor(f"layers.0.{side}", lambda t: t[:1])(forged) for side in ("keys", "values")],
+    ),
+    "keys of three dimensions": ("dynamic", _tensor("layers.0.keys", lambda t: t[0])),
+    "keys of no dimension": ("dynamic", _tensor("layers.0.keys", lambda t: t[0, 0, 0, 0])),
+    "keys of whole numbers": ("dynamic", _tensor("layers.0.keys", lambda t: t.long())),
+    "keys of no sequences": (
+        "dynamic",
+        lambda forged: [_tensor(f"layers.0.{side}", lambda t: t[:0])(forged) for side in ("keys", "values")],
+    ),
+    "a window of sinks below zero": ("sink", _fact("window_length", -16)),
+    "sinks of 10**12": ("sink", _fact("num_sink_tokens", 10**12)),
+    "sinks of 2**30 in a window of more": (
+        "sink",
+        lambda forged: [_fact("num_sink_tokens", 2**30)(forged), _fact("window_length", 2**31)(forged)],
+    ),
+    "sinks of 2**30 in all": (
+        "sink",
+        lambda forged: [
+            _set("options", "num_sink_tokens")(2**30)(forged),
+            _set("options", "window_length")(2**31)(forged),
+            _fact("num_sink_tokens", 2**30)(forged),
+            _fact("window_length", 2**31)(forged),
+        ],
+    ),
+    "a rotation that is not there": ("sink", _fact("rotary", "0" * 16)),
+    "a rotation of other frequencies": (
+        "sink",
+        lambda forged: forged.tensors.update({n: t * 2 for n, t in forged.tensors.items() if "rotary" in n}),
+    ),
+    "a rotation that is not finite": (
+        "sink",
+        lambda forged: forged.tensors.update({n: t / 0 for n, t in forged.tensors.items() if "rotary" in n}),
+    ),
+    "a rotation of another layout": (
+        "sink",
+        lambda forged: forged.description.update(rotaries={n: ["spiral", 0] for n in forged.description["rotaries"]}),
+    ),
+    "a padding below zero": ("sink", _tensor("layers.0.left_padding", lambda t: -t - 1)),
+    "a padding of other sequences": ("sink", _tensor("layers.0.left_padding", lambda t: t[:1])),
+    "a padding of a cache that is none": ("sink", _set("options", "left_padding")([-1, "a"])),
+    "first tokens of another count": ("sink", _tensor("layers.0.first_keys", lambda t: t[:, :, :1])),
+    "parts in parts": ("pair", _nested),
+    "three parts": ("pair", lambda forged: forged.cache["parts"].append(forged.cache["parts"][0])),
+    "one part": ("pair", lambda forged: forged.cache["parts"].pop()),
+    "parts and layers": ("pair", lambda forged: forged.cache["layers"].extend(forged.cache["parts"][0]["layers"])),
+    "more fields": ("dynamic", _set("os")("system")),
+    "a model that is none": ("dynamic", lambda forged: forged.description.update(model=None)),
+    "versions that are none": ("dynamic", lambda forged: forged.description.update(versions=[1])),
+    "an option that is far too deep": (
+        "dynamic",
+        lambda forged: forged.cache["options"].update(x=json.loads("[" * 500 + "]" * 500)),
+    ),
+}
+HARMLESS = ("an option that is far too deep",)
+
+
+def _outcome(path: pathlib.Path, config: object | None = None) -> str:
+    """What becomes of loading a file: the name of the error, or nothing."""
+    try:
+        load_cache(path, config=config)
+    except KVLayersError as error:
+        message = str(error)
+        assert "expected" in message
+        assert len(message) < 2000
+        assert message.isprintable()
+        return type(error).__name__
+    return ""
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "chat.safetensors"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", RAW)
+def test_what_is_no_file_of_a_cache_is_refused(name: str, path: pathlib.Path) -> None:
+    path.write_bytes(RAW[name])
+    assert _outcome(path) == "CacheFileError"
+    with pytest.raises(CacheFileError):
+        inspect_cache(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["dynamic", "sliding", "static", "static sliding", "quantized", "sink", "pair"])
+def test_a_file_that_was_forged_without_a_change_is_loaded(kind: str, path: pathlib.Path) -> None:
+    path.write_bytes(Forged.of(kind).content())
+    assert _outcome(path) == ""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_file_is_refused(name: str, path: pathlib.Path) -> None:
+    kind, change = FORGED[name]
+    forged = Forged.of(kind)
+    change(forged)
+    path.write_bytes(forged.content())
+    assert _outcome(path) == ("" if name in HARMLESS else "CacheFileError")
+
+
+@pytest.mark.fast
+def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> None:
+    for number, content in enumerate(RAW.values()):
+        (tmp_path / f"raw {number}").write_bytes(content)
+    for number, (kind, change) in enumerate(FORGED.values()):
+        forged = Forged.of(kind)
+        change(forged)
+        (tmp_path / f"forged {number}").write_bytes(forged.content())
+    child = os.fork()
+    if not child:
+        # A process of its own, as the limit would be that of all other tests as well.
+        code = 1
+        try:
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + ROOM
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            outcomes = [_outcome(file) for file in sorted(tmp_path.iterdir())]
+            code = 0 if outcomes.count("CacheFileError") == len(outcomes) - len(HARMLESS) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"checkpoints": 10**12},
+        {"checkpoints": -1},
+        {"number_of_states": 10**9},
+        {"length": -3},
+        {"conv_kernel_size.0": None, "has_recurrent_state.x": True},
+    ],
+)
+def test_a_forged_file_of_a_recurrent_model_is_refused(family: str, facts: dict[str, Any], path: pathlib.Path) -> None:
+    versions.need_recurrent_layers(family)
+    config = CONFIGS[family]()
+    cache = kvlayers.DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        if layer.is_recurrent:
+            cache.update_conv_state(torch.randn(1, 4, 3), index, conv_kernel_size=4)
+    save_cache(cache, path, config=config)
+    assert _outcome(path, config) == ""
+    forged = Forged(path.read_bytes())
+    prefix = "linear." if family == "jamba" and "linear.checkpoints" in forged.facts else ""
+    forged.facts.update({prefix + name: value for name, value in facts.items()})
+    path.write_bytes(forged.content())
+    assert _outcome(path, config) == "CacheFileError"
+    before = cache.state()
+    with pytest.raises(KVLayersError):
+        load_cache(path, into=cache)
+    assert [layer.facts for layer in cache.state().layers] == [layer.facts for layer in before.layers]
+
+
+@pytest.mark.fast
+def test_no_source_of_the_format_knows_pickle() -> None:
+    sources = pathlib.Path(kvlayers.__file__).parent.joinpath("persistence").glob("*.py")
+    text = "".join(source.read_text() for source in sources)
+    for word in ("pickle", "torch.load", "torch.save", "eval(", "exec(", "import_module", "getattr("):
+        assert word not in text
+
+
+@pytest.mark.fast
+def test_a_plain_safetensors_file_of_the_right_names_is_none_of_a_cache(path: pathlib.Path) -> None:
+    save_file({"layers.0.keys": torch.ones(1, 1, 2, 2)}, path)
+    assert _outcome(path) == "CacheFileError"
+
+
+# Damage
+
+KINDS = ["dynamic", "sliding", "static", "quantized", "sink", "pair"]
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, bytes]:
+    return {kind: Forged.of(kind).content() for kind in KINDS}
+
+
+def _same_states(one: Any, other: Any) -> bool:
+    ours, theirs = one.state(), other.state()
+    for own, their in zip(ours.parts or (ours,), theirs.parts or (theirs,), strict=True):
+        for layer, twin in zip(own.layers, their.layers, strict=True):
+            if (layer.kind, layer.facts) != (twin.kind, twin.facts) or set(layer.tensors) != set(twin.tensors):
+                return False
+            if not all(torch.equal(layer.tensors[name], twin.tensors[name]) for name in layer.tensors):
+                return False
+    return True
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damage_is_named_or_does_not_matter(data: st.DataObject, saved: dict[str, bytes]) -> None:
+    kind = data.draw(st.sampled_from(KINDS))
+    content = bytearray(saved[kind])
+    header = 8 + int.from_bytes(content[:8], "little")
+    place = st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1))
+    for _ in range(data.draw(st.integers(1, 3))):
+        how = data.draw(st.sampled_from(["flip", "set", "cut", "drop", "insert", "swap"]))
+        at = min(data.draw(place), max(len(content) - 1, 0))
+        if how == "flip" and content:
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "set" and content:
+            content[at] = data.draw(st.integers(0, 255))
+        elif how == "cut":
+            del content[at:]
+        elif how == "drop":
+            del content[at : at + data.draw(st.integers(1, 9))]
+        elif how == "insert":
+            content[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+        elif content:
+            other = min(data.draw(place), len(content) - 1)
+            content[at], content[other] = content[other], content[at]
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "chat"
+        path.write_bytes(content)
+        try:
+            loaded = load_cache(path)
+        except KVLayersError:
+            return
+    assert _same_states(loaded, _cache(kind))
+
+
+@pytest.mark.parametrize("kind", ["quantized", "sink"])
+def test_no_single_bit_goes_unnoticed(kind: str, saved: dict[str, bytes], path: pathlib.Path) -> None:
+    content = bytearray(saved[kind])
+    expected = _cache(kind)
+    for at in range(0, len(content), max(math.ceil(len(content) / 400), 1)):
+        content[at] ^= 4
+        path.write_bytes(content)
+        try:
+            loaded = load_cache(path)
+        except CacheFileError:
+            pass
+        else:
+            assert _same_states(loaded, expected)
+        content[at] ^= 4

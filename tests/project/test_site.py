@@ -1,0 +1,74 @@
+"""The site has every page and every public name, and what it repeats from elsewhere is what stands there.
+
+`make docs` builds it, and follows its links.
+"""
+
+import importlib
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+import kvlayers
+
+pytestmark = pytest.mark.fast
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def pages_in(entries: list[Any]) -> list[str]:
+    """The pages of a navigation: each entry is a page, a title of a page, or a title of entries."""
+    found = []
+    for entry in entries:
+        for target in entry.values() if isinstance(entry, dict) else [entry]:
+            found += pages_in(target) if isinstance(target, list) else [target]
+    return found
+
+
+def objects_of(page: pathlib.Path) -> list[str]:
+    return re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site() -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    return read
+
+
+def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
+    sources = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    there = [page.relative_to(DOCS).with_suffix(".md").as_posix() for page in sources]
+    assert sorted(pages_in(site["nav"])) == sorted(there)
+
+
+def test_nothing_of_a_page_comes_from_the_network(site: dict[str, Any]) -> None:
+    assert site["theme"]["font"] is False
+    assert "extra_javascript" not in site
+    for name in site["extra_css"]:
+        style = (DOCS / name).read_text()
+        assert "url(" not in style
+        assert "@import" not in style
+    assert "privacy" not in str(site["plugins"])
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    listed = [name for page in (DOCS / "reference").glob("*.md") for name in objects_of(page)]
+    public = [f"kvlayers.{name}" for name in kvlayers.__all__ if name != "__version__"]
+    assert sorted(name for name in listed if name.count(".") == 1) == sorted(public)
+    assert len(set(listed)) == len(listed)
+
+
+def test_every_object_of_the_reference_exists() -> None:
+    for page in (DOCS / "reference").glob("*.md"):
+        for name in objects_of(page):
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_mkdocs_takes_the_configuration() -> None:
+    config = pytest.importorskip("mkdocs.config", reason="no mkdocs here: `make docs` installs it")
+    pytest.importorskip("mkdocstrings", reason="no mkdocstrings here: `make docs` installs it")
+    assert config.load_config(str(ROOT / "mkdocs.yml")).site_name == "kvlayers"

@@ -1,0 +1,116 @@
+"""Packed codes come back as they went in, and the blocks of a side mean what their format says."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlayers.quantizers.contract import WIDTHS, CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.quantizers.packing import pack, padded_columns, row_bytes, unpack
+
+pytestmark = pytest.mark.fast
+
+BLOCK_TOKENS = 64
+
+FORMATS = [
+    *(
+        CodeFormat(bits, tokens, channels)
+        for bits in WIDTHS
+        for tokens, channels in ((64, 1), (16, 1), (1, 16), (1, 1))
+    ),
+    CodeFormat(8, 1, 16, floating=True),
+    CodeFormat(8, 64, 1, floating=True),
+]
+
+
+@pytest.mark.parametrize("columns", [1, 3, 7, 8, 9, 16, 63, 64, 80, 100, 128])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_codes_come_back(bits: int, columns: int) -> None:
+    codes = torch.randint(0, 2**bits, (2, 3, columns), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, row_bytes(columns, bits))
+    assert torch.equal(unpack(packed, bits, columns), codes)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_a_byte_holds_columns_that_are_a_row_of_bytes_apart(bits: int) -> None:
+    columns = 80
+    codes = torch.randint(0, 2**bits, (columns,), dtype=torch.uint8)
+    packed = pack(codes, bits).tolist()
+    stride = row_bytes(columns, bits)
+    for column, code in enumerate(codes.tolist()):
+        assert packed[column % stride] >> (column // stride * bits) & (2**bits - 1) == code
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_rows_hold_their_bits_and_less_than_eight_columns_of_padding(bits: int) -> None:
+    for columns in range(1, 130):
+        assert columns <= padded_columns(columns, bits) < columns + 8
+        assert row_bytes(columns, bits) * 8 == padded_columns(columns, bits) * bits
+
+
+def quantized(code_format: CodeFormat, tokens: int, head_dim: int, dtype: torch.dtype) -> QuantizedGroups:
+    """Random groups of two sequences and three kv_heads."""
+    shape = (2, 3, tokens, head_dim)
+    if code_format.floating:
+        codes = torch.randn(shape).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = torch.randint(0, 2**code_format.bits, shape, dtype=torch.uint8)
+    grid = (2, 3, tokens // code_format.group_tokens, head_dim // code_format.group_channels)
+    zero = None if code_format.floating else torch.randn(grid).to(dtype)
+    return QuantizedGroups(codes, torch.rand(grid).to(dtype), zero)
+
+
+def states_of(groups: QuantizedGroups, code_format: CodeFormat) -> Tensor:
+    """What the groups stand for, by the definition of a format: every number repeated over its group."""
+
+    def spread(numbers: Tensor) -> Tensor:
+        over_tokens = numbers.float().repeat_interleave(code_format.group_tokens, 2)
+        return over_tokens.repeat_interleave(code_format.group_channels, 3)
+
+    codes = groups.codes.view(torch.float8_e4m3fn) if code_format.floating else groups.codes
+    states = codes.float() * spread(groups.scale)
+    return states if groups.zero is None else states + spread(groups.zero)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("code_format", FORMATS, ids=lambda f: f"{'f' * f.floating}{f.bits}-{f.group_tokens}")
+def test_a_packed_side_gives_the_states_of_its_groups(code_format: CodeFormat, side: Side) -> None:
+    for head_dim, dtype in ((80, torch.float32), (64, torch.bfloat16), (96, torch.float16)):
+        groups = quantized(code_format, 3 * BLOCK_TOKENS, head_dim, dtype)
+        codes, parameters = pack_side(groups, code_format, side, BLOCK_TOKENS)
+        packed = PackedSide(codes, parameters, code_format, side, head_dim, BLOCK_TOKENS)
+        assert codes.dtype == torch.uint8
+        assert parameters.dtype == dtype
+        assert packed.blocks == 3
+        assert codes.shape == (2, 3, 3, packed.rows * packed.row_bytes)
+        assert parameters.shape[:3] == (2, 3, 3)
+        dequantized = packed.dequantized()
+        assert dequantized.dtype == torch.float32
+        # Bit for bit: both are one product and one sum in float32.
+        assert torch.equal(dequantized, states_of(groups, code_format))
+        block_bytes = codes.shape[3] + parameters.shape[3] * parameters.element_size()
+        assert side_bytes(code_format, side, head_dim, BLOCK_TOKENS, dtype.itemsize) == block_bytes
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_a_side_may_be_a_view_of_larger_buffers(side: Side) -> None:
+    code_format = CodeFormat(4, 64, 1) if side == "keys" else CodeFormat(4, 1, 64)
+    groups = quantized(code_format, 3 * BLOCK_TOKENS, 64, torch.float32)
+    codes, parameters = pack_side(groups, code_format, side, BLOCK_TOKENS)
+    whole = PackedSide(codes, parameters, code_format, side, 64, BLOCK_TOKENS)
+    view = dataclasses.replace(whole, codes=codes[1:, :, 1:], parameters=parameters[1:, :, 1:])
+    assert view.blocks == 2
+    assert torch.equal(view.dequantized(), whole.dequantized()[1:, :, BLOCK_TOKENS:])
+
+
+def test_rows_and_columns_follow_the_side() -> None:
+    code_format = CodeFormat(4, 16, 1)
+    empty = torch.empty(1, 1, 0, 0, dtype=torch.uint8)
+    keys = PackedSide(empty, empty, code_format, "keys", 80, BLOCK_TOKENS)
+    values = dataclasses.replace(keys, side="values")
+    assert (keys.rows, keys.columns, keys.row_group, keys.column_group, keys.row_bytes) == (80, 64, 1, 16, 32)
+    assert (values.rows, values.columns, values.row_group, values.column_group, values.row_bytes) == (64, 80, 16, 1, 40)

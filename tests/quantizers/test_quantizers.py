@@ -1,0 +1,477 @@
+"""Quantizers: what codes stand for, how far that is from the states, and whose numbers they are."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvlayers.errors import OptionError, RegistryError
+from kvlayers.layers import upstream_calls
+from kvlayers.quantizers import (
+    Backend,
+    CodeFormat,
+    Fp8Backend,
+    QuantizedGroups,
+    Quantizer,
+    Side,
+    SideOptions,
+    backend,
+    dequantize,
+    packages,
+    quantizer_names,
+    register_quantizer,
+    unregister_quantizer,
+)
+from kvlayers.quantizers.hadamard import rotate
+
+pytestmark = pytest.mark.fast
+
+SIDES: tuple[Side, Side] = ("keys", "values")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = (4, 6, 40, 80, 96, 128, 256)
+EVERY = [
+    ("native", 2, None),
+    ("native", 3, None),
+    ("native", 4, None),
+    ("native", 8, None),
+    ("fp8", 8, None),
+    ("quanto", 2, 0),
+    ("quanto", 4, -1),
+    ("hqq", 1, 1),
+    ("hqq", 3, 0),
+    ("hqq", 8, 1),
+]
+NATIVE_AND_FP8 = [(name, nbits) for name, nbits, _ in EVERY if name in ("native", "fp8")]
+
+
+def made(name: str, nbits: int, side: Side = "keys", head_dim: int = 64, **options: Any) -> Quantizer:
+    """A quantizer; the test is skipped where the package it needs is missing."""
+    if name == "quanto":
+        pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    if name == "hqq":
+        pytest.importorskip("hqq", reason="hqq is not installed")
+    return backend(name).quantizer(SideOptions(side, nbits, **options), head_dim)
+
+
+def returned(quantizer: Quantizer, states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """States after quantizing and back."""
+    return dequantize(quantizer.quantize(states), quantizer.format, dtype)
+
+
+def states_of(dtype: torch.dtype = torch.float32, heads: int = 2, tokens: int = 128, head_dim: int = 64) -> Tensor:
+    return torch.randn(1, heads, tokens, head_dim).to(dtype)
+
+
+def same(left: QuantizedGroups, right: QuantizedGroups) -> bool:
+    zeros = left.zero is right.zero is None or torch.equal(left.zero, right.zero)  # type: ignore[arg-type]
+    return torch.equal(left.codes, right.codes) and torch.equal(left.scale, right.scale) and zeros
+
+
+def as_quantized(quantizer: Quantizer, states: Tensor) -> Tensor:
+    """States as the quantizer has them before it groups them."""
+    return rotate(states.float()) if quantizer.format.rotated else states.float()
+
+
+def by_hand(groups: QuantizedGroups, code_format: CodeFormat) -> Tensor:
+    """What `dequantize` should return, one state at a time."""
+    codes = groups.codes.view(torch.float8_e4m3fn).float() if code_format.floating else groups.codes.float()
+    states = torch.empty(codes.shape)
+    for batch, head, token, channel in torch.cartesian_prod(*(torch.arange(size) for size in codes.shape)).tolist():
+        at = (batch, head, token // code_format.group_tokens, channel // code_format.group_channels)
+        zero = 0.0 if groups.zero is None else groups.zero[at].float()
+        states[batch, head, token, channel] = codes[batch, head, token, channel] * groups.scale[at].float() + zero
+    return rotate(states) if code_format.rotated else states
+
+
+# What a quantizer returns
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "nbits", "axis"), EVERY)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes_and_dtypes_are_those_of_the_contract(
+    name: str, nbits: int, axis: int | None, side: Side, dtype: torch.dtype
+) -> None:
+    quantizer = made(name, nbits, side, axis=axis)
+    states = states_of(dtype)
+    before = states.clone()
+    groups = quantizer.quantize(states)
+    shape = (1, 2, 128 // quantizer.format.group_tokens, 64 // quantizer.format.group_channels)
+    assert groups.codes.dtype == torch.uint8
+    assert groups.codes.shape == states.shape
+    assert groups.codes.is_contiguous()
+    assert quantizer.format.floating or int(groups.codes.max()) < 2**nbits
+    assert (groups.scale.dtype, groups.scale.shape) == (dtype, shape)
+    assert (groups.zero is None) == quantizer.format.floating
+    if groups.zero is not None:
+        assert (groups.zero.dtype, groups.zero.shape) == (dtype, shape)
+    assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "nbits", "axis"), EVERY)
+def test_states_from_codes_are_scale_times_code_plus_zero(name: str, nbits: int, axis: int | None, side: Side) -> None:
+    quantizer = made(name, nbits, side, head_dim=8, axis=axis, group_size=4)
+    groups = quantizer.quantize(states_of(heads=2, tokens=8, head_dim=8))
+    torch.testing.assert_close(dequantize(groups, quantizer.format, torch.float32), by_hand(groups, quantizer.format))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "nbits", "axis"), EVERY)
+def test_codes_do_not_depend_on_what_else_is_quantized_at_once(
+    name: str, nbits: int, axis: int | None, side: Side
+) -> None:
+    quantizer = made(name, nbits, side, axis=axis)
+    states = torch.randn(2, 3, 64 * 5, 64)
+    whole = quantizer.quantize(states)
+    assert same(whole, quantizer.quantize(states))
+    for batch, start in ((0, 0), (1, 64), (1, 256)):
+        part = quantizer.quantize(states[batch : batch + 1, :, start : start + 64])
+        assert torch.equal(part.codes, whole.codes[batch : batch + 1, :, start : start + 64])
+
+
+@pytest.mark.parametrize(("name", "nbits"), NATIVE_AND_FP8)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_long_prompt_gives_the_codes_of_its_blocks(name: str, nbits: int, side: Side) -> None:
+    quantizer = made(name, nbits, side)
+    states = states_of(heads=4, tokens=1536)
+    whole = quantizer.quantize(states)
+    for start in range(0, 1536, 512):
+        assert torch.equal(
+            quantizer.quantize(states[:, :, start : start + 512]).codes, whole.codes[:, :, start:][:, :, :512]
+        )
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "nbits", "axis"), EVERY)
+def test_head_dims_of_every_kind(name: str, nbits: int, axis: int | None, side: Side, head_dim: int) -> None:
+    quantizer = made(name, nbits, side, head_dim, axis=axis)
+    states = states_of(heads=1, tokens=64, head_dim=head_dim)
+    assert head_dim % quantizer.format.group_channels == 0
+    error = (returned(quantizer, states) - states).square().mean()
+    assert error < {1: 3.0, 2: 0.25, 3: 0.06, 4: 0.02, 8: 0.001}[nbits]
+
+
+# How near the states are
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+@settings(max_examples=15)
+@given(magnitude=st.floats(-6, 4), offset=st.floats(-20, 20), seed=st.integers(0, 1000))
+def test_squared_error_is_at_most_that_of_the_plain_range(
+    nbits: int, side: Side, dtype: torch.dtype, magnitude: float, offset: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    states = ((torch.randn(1, 1, 64, 16) + offset) * 10**magnitude).clamp(-8000, 8000).to(dtype)
+    quantizer = made("native", nbits, side, 16)
+    dim = -2 if side == "keys" else -1
+    exact = as_quantized(quantizer, states)
+    error = as_quantized(quantizer, returned(quantizer, states)) - exact
+    step = (exact.amax(dim, keepdim=True) - exact.amin(dim, keepdim=True)) / (2**nbits - 1)
+    # A grid with the ends of the range leaves at most half a step; its stored numbers are rounded.
+    rounding = torch.finfo(dtype).eps * (exact.abs().amax(dim, keepdim=True) + step * 2**nbits)
+    bound = (step / 2 + rounding + torch.finfo(dtype).smallest_normal).square() * exact.shape[dim]
+    assert (error.square().sum(dim, keepdim=True) <= bound).all()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_at_eight_bits_no_state_is_further_off_than_half_a_step(side: Side, dtype: torch.dtype) -> None:
+    quantizer = made("native", 8, side)
+    states = states_of(dtype)
+    error = (as_quantized(quantizer, returned(quantizer, states)) - as_quantized(quantizer, states)).abs().max()
+    assert error <= 10 / 255 / 2 + 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+@pytest.mark.parametrize("side", SIDES)
+def test_the_search_beats_the_plain_range(nbits: int, side: Side) -> None:
+    quantizer = made("native", nbits, side)
+    states = states_of(tokens=512)
+    exact = as_quantized(quantizer, states)
+    dim = -2 if side == "keys" else -1
+    blocks = torch.unflatten(exact, -2, (-1, 64)) if side == "keys" else exact
+    low = blocks.amin(dim, keepdim=True)
+    step = (blocks.amax(dim, keepdim=True) - low) / (2**nbits - 1)
+    plain = (((blocks - low) / step).round() * step + low - blocks).square().mean()
+    searched = (returned(quantizer, states) - states).square().mean()
+    assert searched < plain * {2: 0.58, 3: 0.78, 4: 0.88}[nbits]
+
+
+@pytest.mark.parametrize("name", ["native", "quanto", "hqq"])
+def test_outlying_key_channels_cost_the_other_channels_nothing(name: str) -> None:
+    axis = {"native": None, "quanto": -1, "hqq": 0}[name]
+    quantizer = made(name, 4, axis=axis)
+    states = states_of(heads=1, tokens=256)
+    states[..., 7] += 60.0
+    states[..., 41] -= 35.0
+    others = [channel for channel in range(64) if channel not in (7, 41)]
+    error = (returned(quantizer, states) - states)[..., others].norm() / states[..., others].norm()
+    assert error < 0.1
+
+
+@pytest.mark.parametrize("bias", [20.0, 200.0])
+def test_the_stored_zero_of_a_large_bias_is_what_the_codes_count_from(bias: float) -> None:
+    states = (torch.randn(1, 1, 64, 8) + bias).to(torch.bfloat16)
+    error = (returned(made("native", 4, head_dim=8), states) - states.float()).square().mean().sqrt()
+    assert error < 0.11
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_constant_groups_come_back_exactly(nbits: int, side: Side, dtype: torch.dtype) -> None:
+    quantizer = made("native", nbits, side, 16)
+    for value in (0.0, 1.0, -37.25, 8000.0):
+        states = torch.full((1, 2, 64, 16), value).to(dtype)
+        if quantizer.format.rotated and side == "values":
+            # Each of the rotated channels of such a token is the same.
+            states = torch.nn.functional.pad(states[..., :1], (0, 15))
+        assert torch.equal(returned(quantizer, states, dtype), states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "nbits"), NATIVE_AND_FP8)
+def test_tokens_of_zeros_stay_zeros(name: str, nbits: int, dtype: torch.dtype) -> None:
+    states = states_of(dtype)
+    states[:, :, 5:9] = 0
+    assert not returned(made(name, nbits, "values"), states)[:, :, 5:9].any()
+    states[:, :, :64] = 0
+    assert not returned(made(name, nbits, "keys"), states)[:, :, :64].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "nbits"), NATIVE_AND_FP8)
+def test_finite_states_of_any_size_come_back_finite(name: str, nbits: int, side: Side, dtype: torch.dtype) -> None:
+    numbers = torch.finfo(dtype)
+    smallest = numbers.smallest_normal * numbers.eps
+    extremes = torch.tensor([numbers.max, -numbers.max, numbers.max / 2, smallest, -smallest, 0.0, 1.0]).to(dtype)
+    quantizer = made(name, nbits, side)
+    for _ in range(3):
+        mixed = extremes[torch.randint(len(extremes), (1, 2, 64, 64))]
+        tiny = extremes[torch.randint(3, 6, (1, 2, 64, 64))]
+        high = extremes[torch.randint(0, 1, (1, 2, 64, 64))] * torch.rand(1, 2, 64, 64).to(dtype)
+        constant = torch.full((1, 2, 64, 64), 37.3, dtype=dtype)
+        rotated_constant = torch.nn.functional.pad(torch.randn(1, 2, 64, 1).to(dtype), (0, 63))
+        for states in (mixed, tiny, high, constant, rotated_constant, extremes[:1].expand(1, 2, 64, 64)):
+            groups = quantizer.quantize(states)
+            assert groups.scale.isfinite().all()
+            assert groups.zero is None or groups.zero.isfinite().all()
+            assert dequantize(groups, quantizer.format, dtype).isfinite().all()
+
+
+def test_float16_keeps_its_small_states() -> None:
+    states = (torch.rand(1, 1, 64, 8) * 1e-5).to(torch.float16)
+    error = (returned(made("native", 8, head_dim=8), states) - states.float()).square().mean().sqrt()
+    assert error <= torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+
+
+# Float8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", SIDES)
+@settings(max_examples=25)
+@given(magnitude=st.floats(-30, 30), seed=st.integers(0, 1000))
+def test_fp8_never_clips(side: Side, dtype: torch.dtype, magnitude: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    states = (torch.randn(1, 1, 64, 64) * 2.0**magnitude).clamp(-6e4, 6e4).to(dtype)
+    quantizer = made("fp8", 8, side)
+    groups = quantizer.quantize(states)
+    assert not groups.codes.view(torch.float8_e4m3fn).float().isnan().any()
+    largest = states.float().abs().amax()
+    back = dequantize(groups, quantizer.format, torch.float32)
+    assert back.abs().amax() <= largest * 1.07
+    assert back.abs().amax() >= largest * 0.93 - torch.finfo(dtype).smallest_normal * 450
+
+
+def test_fp8_holds_later_states_that_are_larger_than_the_first() -> None:
+    quantizer = made("fp8", 8)
+    quantizer.quantize(states_of(tokens=64))
+    later = states_of(tokens=64)
+    later[0, 0, 3, 5] = 100.0
+    assert returned(quantizer, later)[0, 0, 3, 5] == pytest.approx(100.0, rel=0.07)
+
+
+def test_fp8_scales_are_rounded_up() -> None:
+    states = states_of(torch.bfloat16)
+    scale = Fp8Backend().quantizer(SideOptions("values", 8), 64).quantize(states).scale
+    assert (scale.double() * 448 >= states.double().abs().amax(-1, keepdim=True)).all()
+
+
+# The numbers of the packages
+
+
+def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Callable[[Tensor], Tensor]:
+    """States after the quantizer of a transformers layer, and back."""
+    from transformers import cache_utils
+
+    kind = {"quanto": cache_utils.QuantoQuantizedLayer, "hqq": cache_utils.HQQQuantizedLayer}[name]
+    layer: Any = kind(nbits=nbits, axis_key=axis, axis_value=axis, q_group_size=group_size)
+
+    def quantize(states: Tensor) -> Tensor:
+        upstream_calls.reserve(layer, states)
+        held: Tensor = layer._dequantize(layer._quantize(states.contiguous(), axis=axis))
+        return held
+
+    return quantize
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_quanto_gives_the_numbers_of_transformers(axis: int, nbits: int, group_size: int, dtype: torch.dtype) -> None:
+    quantizer = made("quanto", nbits, axis=axis, group_size=group_size)
+    states = torch.randn(2, 3, 128, 64).to(dtype)
+    upstream_calls = transformers_layer("quanto", nbits, axis, group_size)(states).float()
+    torch.testing.assert_close(returned(quantizer, states), upstream_calls, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nbits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_hqq_gives_the_numbers_of_transformers(axis: int, nbits: int, dtype: torch.dtype) -> None:
+    quantizer = made("hqq", nbits, axis=axis)
+    # At axis 0 transformers has channels of a token in a group with those of other heads, unless there is one block.
+    states = torch.randn(1, 1 if axis == 0 else 3, 64, 64).to(dtype)
+    if nbits == 3 and axis == 1:
+        # HQQ reads the number of groups from the first two sizes of the states, as it would of a matrix.
+        states = states.flatten(0, 2)
+    upstream_calls = transformers_layer("hqq", nbits, axis, 64)(states).float().view(1, -1, 64, 64)
+    states = states.view(1, -1, 64, 64)
+    # Transformers rounds HQQ's own zero, which counts in steps.
+    step = 8 / (2**nbits - 1)
+    rounding = torch.finfo(dtype).eps * (8 + 2**nbits * step)
+    torch.testing.assert_close(returned(quantizer, states), upstream_calls, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_quanto_in_float16_does_not_overflow(axis: int) -> None:
+    quantizer = made("quanto", 4, axis=axis)
+    states = torch.empty(1, 1, 64, 64).uniform_(-65504, 65504).to(torch.float16)
+    assert ((returned(quantizer, states) - states.float()).abs() < 4500).all()
+
+
+def test_quanto_quantizes_a_single_group() -> None:
+    quantizer = made("quanto", 4, axis=0)
+    states = torch.randn(1, 1, 3, 64)
+    whole, one = quantizer.quantize(states), quantizer.quantize(states[:, :, :1])
+    assert torch.equal(whole.codes[:, :, :1], one.codes)
+
+
+@pytest.mark.parametrize("name", ["quanto", "hqq"])
+def test_packages_say_nothing(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    made(name, 4).quantize(states_of())
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_importing_the_quantizers_imports_no_package_of_theirs() -> None:
+    # Not by looking at what was imported: transformers imports hqq where it is installed.
+    command = "import sys; sys.modules.update({'hqq': None, 'optimum': None}); import kvlayers.quantizers"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
+# Options and names
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("native", {"nbits": 5}, "nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys"),
+        ("fp8", {"nbits": 4}, "nbits of the fp8 backend to be one of 8, but saw 4"),
+        ("quanto", {"nbits": 8}, "nbits of the quanto backend to be one of 2, 4, but saw 8"),
+        ("hqq", {"nbits": 6}, "nbits of the hqq backend to be one of 1, 2, 3, 4, 8, but saw 6"),
+        ("native", {"nbits": 4, "axis": 0}, "axis_key of the native backend to be left out, but saw 0"),
+        ("quanto", {"nbits": 4, "axis": 1}, "axis_key of the quanto backend to be one of 0, -1, but saw 1"),
+        ("hqq", {"nbits": 4, "axis": -1}, "axis_key of the hqq backend to be one of 0, 1, but saw -1"),
+        ("native", {"nbits": 4, "group_size": 0}, "a group size of at least 1, but saw 0"),
+        ("native", {"nbits": 4, "group_size": 2.5}, "a group size of at least 1, but saw 2.5"),
+    ],
+)
+def test_options_that_a_backend_does_not_take(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        backend(name).quantizer(SideOptions("keys", **options), 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "nbits", "axis"), [("native", 4, None), ("fp8", 8, None), ("quanto", 4, 0), ("hqq", 4, 1)]
+)
+def test_a_group_size_that_does_not_divide_the_head_dim_becomes_the_largest_that_does(
+    name: str, nbits: int, axis: int | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert made(name, nbits, "values", 40, axis=axis, group_size=20).format.group_channels == 20
+    assert not [warning for warning in recwarn if "group size" in str(warning.message)]
+    for head_dim, asked, used in ((40, 64, 40), (80, 64, 40), (96, 64, 48), (4, 8, 4), (7, 6, 1)):
+        with pytest.warns(UserWarning, match=f"head_dim {head_dim} of the values, but saw {asked}: groups of {used}"):
+            quantizer = made(name, nbits, "values", head_dim, axis=axis, group_size=asked)
+        assert quantizer.format.group_channels == used
+
+
+@pytest.mark.parametrize(("name", "package", "extra"), [("quanto", "optimum-quanto", "quanto"), ("hqq", "hqq", "hqq")])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(module: str) -> None:
+        raise ImportError(f"No module named '{module}'")
+
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
+    message = rf'run `pip install {package}`, or `pip install "kvlayers\[{extra}\]"`'
+    with pytest.raises(OptionError, match=message):
+        backend(name).check(SideOptions("keys", 4))
+    with pytest.raises(OptionError, match=message):
+        backend(name).quantizer(SideOptions("keys", 4), 64)
+
+
+def test_names() -> None:
+    assert {"native", "quanto", "hqq", "fp8"} <= set(quantizer_names())
+    for name in ("native", "quanto", "hqq", "fp8"):
+        assert backend(name).name == name
+
+
+@pytest.mark.parametrize("name", ["nativ", "", None, 4, ["native"]])
+def test_an_unknown_name_lists_those_that_there_are(name: Any) -> None:
+    with pytest.raises(OptionError, match="fp8, hqq, native, quanto"):
+        backend(name)
+
+
+def test_a_backend_of_ones_own() -> None:
+    @register_quantizer("own")
+    class Own(Backend):
+        name = "own"
+        widths = (8,)
+
+        def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
+            raise NotImplementedError
+
+    try:
+        assert type(backend("own")) is Own
+        with pytest.raises(RegistryError, match="'own' is taken"):
+            register_quantizer("own")(Own)
+    finally:
+        unregister_quantizer("own")
+    assert "own" not in quantizer_names()
+    with pytest.raises(RegistryError, match="own"):
+        unregister_quantizer("own")
+    with pytest.raises(RegistryError, match="not empty"):
+        register_quantizer(" ")
+
+
+def test_a_factory_that_returns_no_backend() -> None:
+    register_quantizer("odd")(lambda: 3)  # type: ignore[arg-type, return-value]
+    try:
+        with pytest.raises(RegistryError, match="'odd' to return a Backend, but saw a int"):
+            backend("odd")
+    finally:
+        unregister_quantizer("odd")

@@ -1,0 +1,738 @@
+"""A quantized store holds what it says, in the memory it says, and refuses what it cannot hold."""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+from kvlayers import OptionError, Quantization, QuantizedLayer, QuantizedStore, StateMismatchError
+from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
+from models import prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+BLOCK = 64
+SMALL = Quantization(nbits=4, residual_length=8, sink_tokens=4)
+
+
+def some_states(
+    tokens: int, batch: int = 1, kv_heads: int = 1, dims: tuple[int, int] = (8, 8), dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    return tuple(torch.randn(batch, kv_heads, tokens, dim).to(dtype) for dim in dims)  # type: ignore[return-value]
+
+
+def add(store: QuantizedStore, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    past = store.length
+    store.validate(keys, values)
+    return store.extend(keys, values, past)
+
+
+def filled(quantization: Quantization, tokens: int, **options: Any) -> tuple[QuantizedStore, Tensor, Tensor]:
+    store = QuantizedStore(quantization)
+    keys, values = some_states(tokens, **options)
+    add(store, keys, values)
+    return store, keys, values
+
+
+def held(store: QuantizedStore) -> tuple[Tensor, Tensor]:
+    keys, values = store.newest(store.length)
+    return keys.clone(), values.clone()
+
+
+def same_state(state: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return state.keys() == other.keys() and all(
+        torch.equal(state[name].nan_to_num(7), other[name].nan_to_num(7)) for name in state
+    )
+
+
+def coded(store: QuantizedStore) -> int:
+    """Tokens that are packed, by the state."""
+    first, *ends = store.state()["block_ends"].tolist()
+    return sum(ends) - first
+
+
+# What is held
+
+
+@pytest.mark.parametrize("prefill", [1, 75, 76, 77, 140, 141, 500])
+@pytest.mark.parametrize("new", [1, 7, 64, 65, 300])
+def test_any_number_of_tokens_is_held_in_its_order(prefill: int, new: int) -> None:
+    store, keys, values = filled(SMALL, prefill, batch=2)
+    for tokens in (new, 1, 0, new):
+        more = some_states(tokens, batch=2)
+        keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
+        seen_keys, seen_values = add(store, *more)
+        assert store.length == seen_keys.shape[2] == seen_values.shape[2] == keys.shape[2]
+        assert torch.equal(seen_keys[:, :, keys.shape[2] - tokens :], more[0])
+        packed = coded(store) if "block_ends" in store.state() else 0
+        assert packed % BLOCK == 0
+        residual = store.length - packed - (SMALL.sink_tokens if packed else 0)
+        assert residual <= SMALL.residual_length + BLOCK + (0 if packed else SMALL.sink_tokens)
+        assert not packed or residual >= SMALL.residual_length
+        for seen, states in zip(held(store), (keys, values), strict=True):
+            # Four bits of normal numbers, by groups of 8 and of 64: within a quarter of their deviation, all in all.
+            assert (seen - states).norm() <= 0.25 * states.norm()
+            assert torch.equal(seen[:, :, : SMALL.sink_tokens], states[:, :, : SMALL.sink_tokens])
+            exact = min(SMALL.residual_length, store.length)
+            assert torch.equal(seen[:, :, -exact:], states[:, :, -exact:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sinks_and_the_newest_tokens_are_exact_after_a_prefill(dtype: torch.dtype) -> None:
+    quantization = Quantization(nbits=2)
+    store, keys, values = filled(quantization, 1000, kv_heads=2, dtype=dtype)
+    for seen, states in zip(held(store), (keys, values), strict=True):
+        assert torch.equal(seen[:, :, -128:], states[:, :, -128:])
+        assert torch.equal(seen[:, :, :16], states[:, :, :16])
+        between = slice(16, 16 + coded(store))
+        assert not torch.equal(seen[:, :, between], states[:, :, between])
+    # 1000 - 16 - 128 tokens, of which up to a block stays.
+    assert coded(store) == 13 * BLOCK
+
+
+def test_codes_of_a_token_never_change_again() -> None:
+    store, *_ = filled(SMALL, 200)
+    first = {name: states[:, :, :1].clone() for name, states in store.state().items() if "codes" in name}
+    first_states = [states[:, :, :68] for states in held(store)]
+    for _ in range(4000):
+        add(store, *some_states(1))
+    assert store.length == 4200
+    assert coded(store) > 4000
+    for name, codes in first.items():
+        assert torch.equal(store.state()[name][:, :, :1], codes)
+    for seen, states in zip(held(store), first_states, strict=True):
+        # The same codes, but the rotation is undone in a product of another shape.
+        torch.testing.assert_close(seen[:, :, :68], states, rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
+    quantization = Quantization(nbits=3, residual_length=0, sink_tokens=5)
+    store, keys, values = filled(quantization, 5 + 3 * BLOCK + 1, kv_heads=2, dims=(16, 24))
+    assert coded(store) == 3 * BLOCK
+    quantizers = quantization.quantizers(16, 24)
+    for seen, states, side in zip(held(store), (keys, values), ("keys", "values"), strict=True):
+        for start in (5, 5 + BLOCK, 5 + 2 * BLOCK):
+            quantizer = quantizers[side]
+            groups = quantizer.quantize(states[:, :, start : start + BLOCK])
+            expected = dequantize(groups, quantizer.format, torch.float32)
+            # The rotation is undone in a product of another shape.
+            torch.testing.assert_close(seen[:, :, start : start + BLOCK], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_a_constant_comes_back_exactly(nbits: int) -> None:
+    store = QuantizedStore(Quantization(nbits=nbits, residual_length=0, sink_tokens=0))
+    # Of a channel for all tokens: after the rotation too, the states of a group of keys are equal. A power of two, so
+    # that the rotation itself rounds nothing.
+    keys = torch.zeros(1, 1, 200, 16)
+    keys[..., 3] = 4.0
+    add(store, keys, torch.zeros(1, 1, 200, 16))
+    assert coded(store) == 3 * BLOCK
+    seen_keys, seen_values = held(store)
+    assert torch.equal(seen_keys, keys)
+    assert torch.equal(seen_values, torch.zeros(1, 1, 200, 16))
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 5, 40, 68, 70, 132, 133, 199])
+def test_a_store_goes_on_after_a_crop_to_any_length(length: int) -> None:
+    store, keys, values = filled(SMALL, 200)
+    before = held(store)
+    store.truncate(length)
+    assert store.length == length
+    for seen, states in zip(held(store), before, strict=True):
+        torch.testing.assert_close(seen, states[:, :, :length], rtol=1e-6, atol=1e-6)
+    kept = min(length, SMALL.sink_tokens)
+    for tokens in (1, 90, 1, 64, 1):
+        keys, values = some_states(tokens)
+        seen = add(store, keys, values)
+        for states, old, new in zip(seen, before, (keys, values), strict=True):
+            torch.testing.assert_close(states[:, :, :kept].clone(), old[:, :, :kept], rtol=0, atol=0)
+            assert torch.equal(states[:, :, -tokens:], new)
+        length += tokens
+        assert store.length == length
+
+
+def test_forks_do_not_notice_each_other() -> None:
+    store, *_ = filled(SMALL, 300)
+    before, state = held(store), store.state()
+    twin = store.fork()
+    add(twin, *some_states(150))
+    twin.truncate(50)
+    add(twin, *some_states(100))
+    twin.select(torch.tensor([0, 0]))
+    assert same_state(store.state(), state)
+    of_twin = twin.state()
+    other = store.fork()
+    store.clear()
+    add(store, *some_states(500))
+    assert same_state(twin.state(), of_twin)
+    for seen, states in zip(held(other), before, strict=True):
+        assert torch.equal(seen, states)
+
+
+# Memory
+
+
+def block_bytes(nbits: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of a block of one head of keys, and of values, for the native backend by default."""
+    group_channels = max(size for size in range(1, 65) if head_dim % size == 0)
+    keys = head_dim * (BLOCK * nbits // 8) + 2 * head_dim * itemsize
+    # Rows are padded to whole bytes in every plane of bits: to 8 columns, but where a code is a byte already.
+    columns = head_dim if nbits == 8 else math.ceil(head_dim / 8) * 8
+    values = BLOCK * (columns * nbits // 8) + 2 * BLOCK * (head_dim // group_channels) * itemsize
+    return keys, values
+
+
+class Room:
+    """Capacity of a buffer that grows only when it must, as the design says."""
+
+    def __init__(self, divisor: int, minimum: int, hint: int | None = None) -> None:
+        self.divisor, self.minimum, self.hint, self.capacity = divisor, minimum, hint, 0
+
+    def take(self, needed: int) -> None:
+        if needed > self.capacity:
+            grown = needed + max(needed // self.divisor, self.minimum)
+            fits = self.hint is not None and needed <= self.hint
+            self.capacity = min(grown, self.hint) if fits else grown  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("hint", [None, 2000])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 12])
+def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: int | None) -> None:
+    residual, sinks, batch, kv_heads = 32, 16, 2, 3
+    store = QuantizedStore(Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)
+    blocks = Room(128, 0, None if hint is None else math.ceil((hint - sinks - residual - BLOCK) / BLOCK))
+    recent = Room(8, 128, sinks + residual + BLOCK)
+    length = packed = 0
+    for tokens in (1, 50, 61, 1, 64, 65, 700, *[1] * 70, 1000):
+        add(store, *some_states(tokens, batch, kv_heads, (head_dim, head_dim), torch.bfloat16))
+        length += tokens
+        wanted = max(math.ceil((length - sinks - residual - BLOCK) / BLOCK), 0)
+        if wanted > packed:
+            blocks.take(wanted)
+            packed = wanted
+            # No further than to the hint, as long as it holds.
+            before = sinks + packed * BLOCK
+            recent = Room(16, BLOCK // 2, residual + BLOCK)
+            if hint is not None and hint >= length:
+                recent.hint = min(residual + BLOCK, hint - before)
+        recent.take(length - (packed * BLOCK + sinks if packed else 0))
+        of_blocks = blocks.capacity * sum(block_bytes(nbits, head_dim, itemsize=2))
+        of_tokens = (recent.capacity + (sinks if packed else 0)) * 2 * head_dim * 2
+        assert store.nbytes == batch * kv_heads * (of_blocks + of_tokens)
+
+
+@pytest.mark.parametrize("hint", [None, 16384])
+@pytest.mark.parametrize(("nbits", "limit"), [(4, 0.295), (2, 0.17)])
+def test_a_long_context_takes_the_promised_part_of_its_dense_bytes(nbits: int, limit: float, hint: int | None) -> None:
+    tokens, head_dim = 16384, 64
+    # One head instead of 8: no number depends on how many there are but by that factor.
+    store = QuantizedStore(Quantization(nbits=nbits), hint)
+    # The quantizer is not what is measured: only its format counts.
+    for quantizer in store.quantization.quantizers(head_dim, head_dim).values():
+        assert quantizer.format.bits == nbits
+    while store.length < tokens - 100:
+        add(store, *some_states(min(2048, tokens - 100 - store.length), dims=(64, 64), dtype=torch.bfloat16))
+    for _ in range(100):
+        add(store, *some_states(1, dims=(64, 64), dtype=torch.bfloat16))
+    assert store.length == tokens
+    assert store.nbytes <= limit * 2 * tokens * head_dim * 2
+    # And no less than the codes and the tokens that are held in full precision.
+    assert store.nbytes > (nbits / 16) * 2 * tokens * head_dim * 2
+
+
+def test_a_cleared_store_keeps_its_memory_and_takes_other_states() -> None:
+    store, *_ = filled(SMALL, 300)
+    store.clear()
+    assert store.length == 0
+    assert store.nbytes > 0
+    keys, values = some_states(200, batch=2, kv_heads=3, dims=(16, 4))
+    seen = add(store, keys, values)
+    assert torch.equal(seen[0][:, :, -8:], keys[:, :, -8:])
+    assert torch.equal(seen[1][:, :, -8:], values[:, :, -8:])
+
+
+# States that are not finite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("backend", ["native", "fp8"])
+def test_a_token_that_is_not_finite_harms_no_other(backend: str, side: str, bad: float) -> None:
+    quantization = Quantization(backend, residual_length=8, sink_tokens=4)
+    keys, values = some_states(300, kv_heads=2, dims=(16, 16))
+    place, head = 100, 1
+    broken = {"keys": keys.clone(), "values": values.clone()}
+    broken[side][0, head, place, 5] = bad
+    store = QuantizedStore(quantization)
+    add(store, broken["keys"], broken["values"])
+    assert store.length - 8 - BLOCK > place
+    # Coded as zeros, it is as if zeros had been there.
+    keys[0, head, place] = values[0, head, place] = 0
+    other = QuantizedStore(quantization)
+    add(other, keys, values)
+    others = torch.ones(2, 300, dtype=torch.bool)
+    others[head, place] = False
+    for seen, expected in zip(held(store), held(other), strict=True):
+        assert torch.equal(seen[0, others], expected[0, others])
+        assert seen[0, others].isfinite().all()
+    seen_keys, seen_values = held(store)
+    assert seen_values[0, head, place].isnan().all()
+    assert seen_keys[0, head, place].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("place", [2, 100, 298], ids=["sink", "packed", "newest"])
+def test_attention_over_a_token_that_is_not_finite_is_not_finite(place: int, side: str, bad: float) -> None:
+    keys, values = some_states(300, kv_heads=2, dims=(16, 16))
+    broken = {"keys": keys.clone(), "values": values.clone()}
+    broken[side][0, 1, place] = bad
+    layer = QuantizedLayer(SMALL)
+    layer.update(broken["keys"], broken["values"])
+    new = some_states(1, kv_heads=2, dims=(16, 16))
+    seen_keys, seen_values = layer.update(*new)
+    query = torch.randn(1, 4, 1, 16).abs()
+    result = scaled_dot_product_attention(query, seen_keys, seen_values, enable_gqa=True)
+    assert not result[0, 2:].isfinite().any()
+    assert result[0, :2].isfinite().all()
+    by_hand = torch.softmax(query[:, 1::2] @ seen_keys.transpose(2, 3), -1) @ seen_values
+    assert not by_hand[0, 1].isfinite().any()
+    assert by_hand[0, 0].isfinite().all()
+    # Where a mask hides the token, its values still count with the weight zero, and 0 * nan is nan: as in torch.
+    if side == "values" and math.isnan(bad):
+        mask = (torch.arange(301) != place).expand(1, 1, 1, -1)
+        hidden = scaled_dot_product_attention(query, seen_keys, seen_values, mask, enable_gqa=True)
+        dense = scaled_dot_product_attention(query, seen_keys.clone(), seen_values.clone(), mask, enable_gqa=True)
+        assert torch.equal(hidden.isnan(), dense.isnan())
+
+
+def test_values_grouped_along_tokens_are_not_numbers_in_the_whole_group_of_a_bad_token() -> None:
+    pytest.importorskip("optimum.quanto")
+    quantization = Quantization("quanto", axis_value=-1, value_group_size=16, residual_length=0, sink_tokens=0)
+    keys, values = some_states(200, dims=(64, 64))
+    values[0, 0, 20, 3] = math.nan
+    store = QuantizedStore(quantization)
+    add(store, keys, values)
+    seen_keys, seen_values = held(store)
+    assert seen_values[0, 0, 16:32].isnan().all()
+    assert seen_values[0, 0, :16].isfinite().all()
+    assert seen_values[0, 0, 32:].isfinite().all()
+    assert seen_keys.isfinite().all()
+
+
+# States that do not fit
+
+BAD: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "another batch": lambda k, v: (k[:1], v[:1]),
+    "batches that differ": lambda k, v: (k, v[:1]),
+    "another head count": lambda k, v: (k[:, :2], v[:, :2]),
+    "head counts that differ": lambda k, v: (k[:, :2], v),
+    "another head_dim": lambda k, v: (k[..., :4], v[..., :4]),
+    "another head_dim of values alone": lambda k, v: (k, v[..., :4]),
+    "another dtype": lambda k, v: (k.bfloat16(), v.bfloat16()),
+    "another dtype of values alone": lambda k, v: (k, v.double()),
+    "another device": lambda k, v: (k.to("meta"), v.to("meta")),
+    "three dimensions": lambda k, v: (k[0], v[0]),
+    "fewer values than keys": lambda k, v: (k, v[:, :, :1]),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -> None:
+    layer = QuantizedLayer(SMALL)
+    layer.update(*some_states(tokens, 2, 3))
+    twin, before, nbytes = layer.fork(), layer.state(), layer.nbytes
+    with pytest.raises(StateMismatchError, match="expected .* saw"):
+        layer.update(*BAD[bad](*some_states(3, 2, 3)))
+    assert same_state(layer.state().tensors, before.tensors)
+    assert (layer.state().facts, layer.nbytes) == (before.facts, nbytes)
+    for tokens_after in (1, 100):
+        states = some_states(tokens_after, 2, 3)
+        for seen, expected in zip(layer.update(*states), twin.update(*states), strict=True):
+            assert torch.equal(seen, expected)
+
+
+FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
+    "batches that differ": ((torch.zeros(2, 1, 3, 8), torch.zeros(1, 1, 3, 8)), StateMismatchError),
+    "head counts that differ": ((torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)), StateMismatchError),
+    "a dtype that is not quantized": ((torch.zeros(1, 1, 3, 8).double(),) * 2, StateMismatchError),
+    "no channels": ((torch.zeros(1, 1, 3, 0), torch.zeros(1, 1, 3, 8)), StateMismatchError),
+    "devices that differ": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8, device="meta")), StateMismatchError),
+    "whole numbers": ((torch.zeros(1, 1, 3, 8).long(), torch.zeros(1, 1, 3, 8).long()), StateMismatchError),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_first_states_that_cannot_be_held_are_refused(case: str) -> None:
+    states, error = FIRST[case]
+    layer = QuantizedLayer(dataclasses.replace(SMALL, value_group_size=8))
+    with pytest.raises(error, match="expected .* saw"):
+        layer.update(*states)
+    assert (layer.length, layer.nbytes, layer.batch_size) == (0, 0, None)
+    layer.update(*some_states(3))
+    assert layer.length == 3
+
+
+# Saved states
+
+
+def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {**tensors, name: change(tensors[name])}
+
+
+def _without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "no keys": _without("keys"),
+    "no values": _without("values"),
+    "neither": _without("keys", "values"),
+    "no codes": _without("keys_codes"),
+    "no ends": _without("block_ends"),
+    "no packed tokens": _without("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends"),
+    "no sinks": _without("sink_keys", "sink_values"),
+    "half of the sinks": _without("sink_values"),
+    "something more": lambda tensors: {**tensors, "more": torch.zeros(1)},
+    "short codes": _changed("values_codes", lambda t: t[..., :-1]),
+    "fewer blocks": _changed("keys_codes", lambda t: t[:, :, :-1]),
+    "codes of another batch": _changed("keys_codes", lambda t: t[:1]),
+    "codes of another dtype": _changed("keys_codes", lambda t: t.int()),
+    "codes of three dimensions": _changed("keys_codes", lambda t: t[0]),
+    "parameters of another dtype": _changed("keys_parameters", lambda t: t.double()),
+    "parameters of fewer heads": _changed("values_parameters", lambda t: t[:, :1]),
+    "fewer ends": _changed("block_ends", lambda t: t[:-1]),
+    "no end at all": _changed("block_ends", lambda t: t[:0]),
+    "ends of a fraction": _changed("block_ends", lambda t: t + 0.5),
+    "ends of two dimensions": _changed("block_ends", lambda t: t[None]),
+    "a single number for ends": _changed("block_ends", lambda t: t[0]),
+    "an end beyond its block": _changed("block_ends", lambda t: t + 1),
+    "an end of zero": _changed("block_ends", lambda t: t * 0),
+    "ends below zero": _changed("block_ends", lambda t: -t),
+    "keys of another head_dim": _changed("keys", lambda t: t[..., :4]),
+    "values of another head count": _changed("values", lambda t: t[:, :1]),
+    "keys and values of another dtype": lambda tensors: {
+        **tensors,
+        "keys": tensors["keys"].half(),
+        "values": tensors["values"].half(),
+    },
+    "keys and values of whole numbers": lambda tensors: {
+        name: tensor.long() if name in ("keys", "values") else tensor for name, tensor in tensors.items()
+    },
+    "sinks of another head_dim": lambda tensors: {
+        name: tensor[..., :4] if name.startswith("sink") else tensor for name, tensor in tensors.items()
+    },
+    "sinks of another batch": lambda tensors: {
+        name: tensor[:1] if name.startswith("sink") else tensor for name, tensor in tensors.items()
+    },
+    "sinks of another dtype": lambda tensors: {
+        name: tensor.double() if name.startswith("sink") else tensor for name, tensor in tensors.items()
+    },
+    "fewer keys": lambda tensors: {
+        name: tensor[:, :, 1:] if name in ("keys", "values") else tensor for name, tensor in tensors.items()
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
+    source = QuantizedLayer(SMALL)
+    source.update(*some_states(300, 2, 2))
+    state = source.state()
+    layer = QuantizedLayer(SMALL)
+    layer.update(*some_states(250, 2, 2))
+    before = layer.state()
+    with pytest.raises(StateMismatchError, match="expected"):
+        layer.load_state(dataclasses.replace(state, tensors=DAMAGES[damage](state.tensors)))
+    assert layer.length == 250
+    assert same_state(layer.state().tensors, before.tensors)
+    layer.load_state(state)
+    assert same_state(layer.state().tensors, state.tensors)
+
+
+@pytest.mark.parametrize("change", [{"nbits": 8}, {"residual_length": 9}, {"sink_tokens": 0}, {"backend": "fp8"}])
+def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
+    source = QuantizedLayer(SMALL)
+    source.update(*some_states(300))
+    options = {"nbits": 8} if change == {"backend": "fp8"} else {}
+    layer = QuantizedLayer(dataclasses.replace(SMALL, **options, **change))
+    with pytest.raises(StateMismatchError, match=f"expected a state with .*{next(iter(change))}="):
+        layer.load_state(source.state())
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ({"backend": "gptq"}, "fp8, hqq, native, quanto"),
+        ({"nbits": 5}, "2, 3, 4, 8"),
+        ({"nbits": "4"}, "2, 3, 4, 8"),
+        ({"key_nbits": 1}, "2, 3, 4, 8.*saw 1 for keys"),
+        ({"value_nbits": 16}, "2, 3, 4, 8.*saw 16 for values"),
+        ({"backend": "fp8", "nbits": 4}, "one of 8, but saw 4"),
+        ({"axis_key": 0}, "axis_key of the native backend to be left out"),
+        ({"q_group_size": 0}, "at least 1, but saw 0"),
+        ({"value_group_size": 1.5}, "at least 1, but saw 1.5 for values"),
+        ({"residual_length": -1}, "at least 0, but saw -1"),
+        ({"sink_tokens": True}, "whole number of tokens"),
+        ({"bits": 4}, "takes the options backend, .*sink_tokens.* 'bits'"),
+        ({"key_bits": 4}, "takes the options backend, .*sink_tokens.* 'key_bits'"),
+    ],
+)
+@pytest.mark.parametrize("make", [kvlayers.QuantizedCache, kvlayers.QuantizedCacheConfig])
+def test_an_option_that_is_not_taken_is_refused_at_once(
+    make: Callable[..., Any], options: dict[str, Any], listed: str
+) -> None:
+    with pytest.raises(OptionError, match=listed):
+        make(**options)
+
+
+@pytest.mark.parametrize(("backend", "axis", "listed"), [("quanto", 1, "0, -1"), ("hqq", -1, "0, 1")])
+def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, listed: str) -> None:
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
+    with pytest.raises(OptionError, match=f"axis_value of the {backend} backend to be one of {listed}, but saw {axis}"):
+        kvlayers.QuantizedCache(backend, axis_value=axis)
+
+
+@pytest.mark.parametrize("option", ["q_group_size", "value_group_size"])
+def test_a_group_size_that_does_not_divide_head_dim_is_made_smaller_with_a_warning_at_once(option: str) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=2)
+    with pytest.warns(UserWarning, match="head_dim 48 of the values, but saw 32: groups of 24") as seen:
+        cache = kvlayers.QuantizedCache(config=config, **{option: 32}, residual_length=0, sink_tokens=0)
+    assert {warning.filename for warning in seen} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = kvlayers.QuantizedCache(
+            config=config, **{option: 24, "key_group_size": 32 if option == "q_group_size" else None},
+            residual_length=0, sink_tokens=0,
+        )  # fmt: skip
+        # Keys are grouped along the tokens, where any size goes.
+        kvlayers.QuantizedCache(config=config, key_group_size=32)
+    torch.manual_seed(0)
+    for tokens in (130, 1):
+        states = torch.randn(1, 2, tokens, 48), torch.randn(1, 2, tokens, 48)
+        for one, other in zip(cache.update(*states, 0), same.update(*states, 0), strict=True):
+            assert torch.equal(one + 0, other + 0)
+    assert cache.nbytes == same.nbytes
+
+
+# Quantizers of others
+
+
+class SignQuantizer(Quantizer):
+    """One bit: the sign, times the mean magnitude of a token."""
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        size = states.float().abs().mean(-1, keepdim=True)
+        return QuantizedGroups((states > 0).to(torch.uint8), (2 * size).to(states.dtype), (-size).to(states.dtype))
+
+
+class SignBackend(Backend):
+    name = "sign"
+    widths = (1,)
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> SignQuantizer:
+        return SignQuantizer(CodeFormat(options.nbits, 1, head_dim))
+
+
+@pytest.fixture
+def sign_backend() -> Iterator[None]:
+    kvlayers.register_quantizer("sign")(SignBackend)
+    yield
+    kvlayers.unregister_quantizer("sign")
+
+
+def test_a_quantizer_of_another_package_works_from_end_to_end(sign_backend: None) -> None:
+    layer = QuantizedLayer(Quantization("sign", residual_length=8, sink_tokens=4))
+    keys, values = some_states(300, 2, 2, (16, 24))
+    layer.update(keys, values)
+    new = some_states(1, 2, 2, (16, 24))
+    seen_keys, seen_values = layer.update(*new)
+    expected = []
+    for old, own in zip((keys, values), new, strict=True):
+        states = torch.cat([old, own], 2)
+        signs = old.abs().mean(-1, keepdim=True) * torch.where(old > 0, 1.0, -1.0)
+        states[:, :, 4 : 4 + 4 * BLOCK] = signs[:, :, 4 : 4 + 4 * BLOCK]
+        expected.append(states)
+    torch.testing.assert_close(seen_keys.clone(), expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(seen_values.clone(), expected[1], rtol=1e-6, atol=1e-6)
+    query = torch.randn(2, 4, 1, 16)
+    # Sums of 301 tokens in float32, in another order.
+    torch.testing.assert_close(
+        scaled_dot_product_attention(query, seen_keys, seen_values, enable_gqa=True),
+        scaled_dot_product_attention(query, *expected, enable_gqa=True),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    model = tiny_model("llama")
+    cache = kvlayers.QuantizedCache("sign", config=model.config, residual_length=0, sink_tokens=0)
+    ids = prompt(1, 20)
+    model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert cache.get_seq_length() == 99
+    state = cache.layers[0].state()
+    assert state.facts["backend"] == "sign"
+    assert state.tensors["keys_codes"].shape[2] == 1
+
+
+def test_a_name_that_is_gone_is_refused(sign_backend: None) -> None:
+    kvlayers.unregister_quantizer("sign")
+    with pytest.raises(OptionError, match="fp8, hqq, native, quanto"):
+        kvlayers.QuantizedCache("sign")
+    kvlayers.register_quantizer("sign")(SignBackend)
+
+
+def test_no_more_tokens_than_the_hint_take_no_spare_blocks() -> None:
+    hinted, free = QuantizedStore(SMALL, 600), QuantizedStore(SMALL)
+    for store in (hinted, free):
+        for _ in range(6):
+            add(store, *some_states(100))
+    assert hinted.nbytes < free.nbytes
+    more = some_states(500)
+    assert torch.equal(add(hinted, *more)[0][:, :, -500:], more[0])
+    assert hinted.length == 1100
+
+
+class Failing(Quantizer):
+    """Quantizes as another does, until it is told to fail."""
+
+    def __init__(self, other: Quantizer) -> None:
+        super().__init__(other.format)
+        self.other = other
+        self.fails = False
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        if self.fails:
+            raise MemoryError("no memory for these codes")
+        return self.other.quantize(states)
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize("past", [50, 70, 76, 140, 300])
+@pytest.mark.parametrize("window", [None, 40, 120])
+def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: int, window: int | None) -> None:
+    quantization = Quantization(q_group_size=2, residual_length=4, sink_tokens=4 if window is None else 0)
+    layer = (
+        kvlayers.QuantizedLayer(quantization)
+        if window is None
+        else kvlayers.SlidingLayer(window, kvlayers.QuantizedStore(quantization))
+    )
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, 2, past + 2 * tokens + 200, 8, generator=generator) for _ in range(2)]
+    layer.update(*(side[:, :, :past] for side in states))
+    blocks = layer._store._blocks
+    # The keys are quantized first: where the values fail, those of the keys must not stay behind.
+    failing = blocks._quantizers["values"] = Failing(blocks._quantizers["values"])
+    twin = layer.fork()
+    before = layer.state()
+    failing.fails = True
+    for more in (tokens, 200):
+        with contextlib.suppress(MemoryError):
+            layer.update(*(side[:, :, past : past + more] for side in states))
+            twin.load_state(layer.state())
+            before = layer.state()
+    after = layer.state()
+    assert after.facts == before.facts
+    assert set(after.tensors) == set(before.tensors)
+    assert all(torch.equal(after.tensors[name], before.tensors[name]) for name in before.tensors)
+    failing.fails = False
+    for layers in (layer, twin):
+        layers.update(*(side[:, :, -200:] for side in states))
+    assert torch.equal(layer.keys + 0, twin.keys + 0)
+
+
+def test_sequences_are_selected_in_all_parts_or_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4, sink_tokens=4))
+    layer.update(torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8))
+    before = layer.state()
+
+    def fails(self: object, indices: Tensor) -> None:
+        raise MemoryError("no memory for these sequences")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer._store._blocks), "selected", fails)
+        with pytest.raises(MemoryError):
+            layer.batch_select_indices(torch.tensor([1, 0, 1]))
+    after = layer.state()
+    assert layer.batch_size == 2
+    assert all(torch.equal(after.tensors[name], before.tensors[name]) for name in before.tensors)
+
+
+@pytest.mark.parametrize("backend", ["native", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_code(backend: str, dtype: torch.dtype) -> None:
+    states = [torch.randn(1, 2, 300, 16).to(dtype) for _ in range(2)]
+    plain, under = (kvlayers.QuantizedLayer(Quantization(backend, residual_length=4)) for _ in range(2))
+    plain.update(*states)
+    with torch.autocast("cpu", torch.bfloat16):
+        under.update(*states)
+        assert torch.equal(under.keys + 0, plain.keys + 0)
+    for name, tensor in plain.state().tensors.items():
+        assert torch.equal(under.state().tensors[name], tensor)
+
+
+def test_a_default_device_is_not_that_of_states() -> None:
+    states = [torch.randn(1, 2, 300, 16) for _ in range(2)]
+    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
+    with torch.device("meta"):
+        layer.update(*states)
+        keys, values = layer.update(*(side[:, :, :1] for side in states))
+    query = torch.randn(1, 4, 1, 16)
+    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    assert attended.isfinite().all()
+
+
+def test_a_state_of_packed_blocks_is_on_one_device() -> None:
+    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
+    layer.update(torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16))
+    assert {tensor.device for tensor in layer.state().tensors.values()} == {torch.device("cpu")}
+
+
+WRONG_GROUPS: dict[str, Callable[[QuantizedGroups], QuantizedGroups]] = {
+    "codes of another dtype": lambda groups: dataclasses.replace(groups, codes=groups.codes.long()),
+    "codes of fewer heads": lambda groups: dataclasses.replace(groups, codes=groups.codes[:, :1]),
+    "codes that are too large": lambda groups: dataclasses.replace(groups, codes=groups.codes + 200),
+    "scales of another dtype": lambda groups: dataclasses.replace(groups, scale=groups.scale.double()),
+    "scales of another shape": lambda groups: dataclasses.replace(groups, scale=groups.scale[..., :1]),
+    "no zeros": lambda groups: dataclasses.replace(groups, zero=None),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GROUPS)
+def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
+    class Wrong(Failing):
+        def quantize(self, states: Tensor) -> QuantizedGroups:
+            return WRONG_GROUPS[wrong](self.other.quantize(states))
+
+    layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4))
+    layer.update(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
+    blocks = layer._store._blocks
+    blocks._quantizers["keys"] = Wrong(blocks._quantizers["keys"])
+    with pytest.raises(StateMismatchError, match="correct the quantizer"):
+        layer.update(torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8))
+    assert layer.length == 50
+
+
+@pytest.mark.parametrize("asked", [{"bits": 5}, {"group_tokens": 0}, {"group_tokens": 4, "group_channels": 4}])
+def test_a_format_that_no_kernel_reads_is_refused(asked: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match="expected codes of"):
+        CodeFormat(**{"bits": 4, "group_tokens": 1, "group_channels": 1, **asked})
+
+
+@pytest.mark.parametrize("option", [{"nbits": 4.0}, {"nbits": True}, {"nbits": "4"}, {"axis_key": False}])
+def test_an_option_of_another_type_is_refused_at_construction(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="expected"):
+        Quantization("hqq" if "axis_key" in option else "native", **option)

@@ -1,0 +1,145 @@
+"""`kvlayers calibrate`: that it finds what `calibrate` finds, where it writes it, and how it ends."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers as tf
+
+import kvlayers
+from model_directories import random_text, save_with_tokenizer, word_tokenizer
+from models import fresh_model
+
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
+
+from kvlayers.__main__ import make_app  # noqa: E402
+from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools.measuring.texts import passages  # noqa: E402
+
+pytestmark = pytest.mark.fast
+
+CONTEXT, SCORED = 272, 8
+QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = fresh_model("llama", max_position_embeddings=512)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "text.txt").write_text(random_text(600))
+
+
+def calibrate(*arguments: object) -> Any:
+    return typer_testing.CliRunner().invoke(make_app(), ["calibrate", *map(str, arguments)])
+
+
+# Two layers of two heads of 8 states, keys in 2 bits and values in 8 or the other way round. A scale and a zero in
+# bfloat16 are for 64 tokens of a channel of keys, and for a token of a head of values.
+MIDDLE = 2 * 2 * max(8 * 2 / 8 + 8 * 4 / 64 + 8 + 4, 8 + 8 * 4 / 64 + 8 * 2 / 8 + 4)
+
+
+def test_it_finds_what_calibrate_finds(llama: Path, tmp_path: Path) -> None:
+    result = calibrate(llama, "--bytes-per-token", MIDDLE, "--output", tmp_path / "new" / "directory", *QUICK, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    file = tmp_path / "new" / "directory" / "kvlayers_calibration.json"
+    assert said["file"] == str(file)
+    found = kvlayers.Calibration.load(file)
+    assert said["chosen"]["cache_config"] == found.cache_config == said["use"]["cache_config"]
+    model = tf.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    expected = kvlayers.calibrate(
+        model,
+        passages(word_tokenizer(), random_text(600), 1, CONTEXT + SCORED),
+        kvlayers.BytesBudget(MIDDLE),
+        quantization=kvlayers.Quantization(),
+        widths=[2, 8],
+        passages=1,
+        context_length=CONTEXT,
+        scored_tokens=SCORED,
+        dtype=torch.bfloat16,
+    )
+    assert found == expected
+    assert said["use"]["cache_implementation"] == "quantized"
+    kvlayers.make_cache("quantized", model, **said["use"]["cache_config"])
+
+
+def test_it_says_bits_by_layer_and_how_to_use_them(llama: Path, tmp_path: Path) -> None:
+    result = calibrate(llama, "--max-kl", 100, *QUICK)
+    assert result.exit_code == 0, result.output
+    found = kvlayers.Calibration.load(tmp_path)
+    assert f"keys: {' '.join(map(str, found.cache_config['key_nbits']))}\n" in result.output
+    assert re.search(r"calibrated +\d+ B", result.output)
+    assert "\nWritten to kvlayers_calibration.json\n" in result.output
+    line = re.search(r"To use it: kvlayers.install\(\); model.generate\(..., (.*)\)\n", result.output)
+    assert line is not None
+    assert eval(f"dict({line[1]})")["cache_config"] == found.cache_config
+    # Another time it replaces it.
+    assert calibrate(llama, "--max-kl", 100, *QUICK).exit_code == 0
+
+
+def test_a_divergence_that_cannot_be_met_ends_with_1(llama: Path, tmp_path: Path) -> None:
+    result = calibrate(llama, "--max-kl", 1e-12, *QUICK)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.splitlines()[-1].startswith("kvlayers calibrate: expected a divergence of at most 1e-12 nats")
+    assert not (tmp_path / "kvlayers_calibration.json").exists()
+
+
+def test_a_budget_that_no_bits_fit_ends_with_2(llama: Path) -> None:
+    result = calibrate(llama, "--bytes-per-token", 1, *QUICK)
+    assert result.exit_code == 2, result.output
+    assert "a budget that the fewest bits fit into" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{model}"], "one budget, --bytes-per-token .* or --max-kl .* but saw neither"),
+        (["{model}", "--max-kl", "1", "--bytes-per-token", "5KiB"], "one budget, .* but saw both"),
+        (["{model}", "--max-kl", "0"], "divergence to be a number above 0, but saw 0"),
+        (["{model}", "--max-kl", "inf"], "divergence to be a number above 0"),
+        (["{model}", "--bytes-per-token", "lots"], "--bytes-per-token to be a number of bytes.*saw 'lots'"),
+        (["{model}", "--max-kl", "1", "--bits", "2,x"], "--bits to be numbers separated by commas, .* but saw '2,x'"),
+        (["{model}", "--max-kl", "1", "--bits", "4"], "two widths or more"),
+        (["{model}", "--max-kl", "1", "--bits", "2,5"], "widths to be of 2, 3, 4, 8"),
+        (["{model}", "--max-kl", "1", "--backend", "none"], "none"),
+        (["{model}", "--max-kl", "1", "--context", "32q"], "--context to be a number of tokens.*saw '32q'"),
+        (["{model}", "--max-kl", "1", "--context", "64"], "context_length of .* tokens or more"),
+        (["{model}", "--max-kl", "1", "--context", "1k"], "at most 512 tokens, as the model has positions for"),
+        (["{model}", "--max-kl", "1", "--scored", "0"], "--scored to be at least 1"),
+        (["{model}", "--max-kl", "1", "--text", "none.txt"], "none.txt cannot be read"),
+        (["{model}", "--max-kl", "1", "--text", "short.txt"], "a text with 1 passages"),
+        (["{model}", "--max-kl", "1", "--device", "cuda:77"], "a device of this machine"),
+        (["{model}", "--max-kl", "1", "--output", "other.json"], "expected what Calibration.save.. writes"),
+        (["{model}", "--max-kl", "1", "--output", "text.txt/x.json"], "text.txt"),
+        (["./none", "--max-kl", "1"], "expected MODEL to name a model directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.delattr(loading, "load_weights")
+    (tmp_path / "short.txt").write_text("the sea is a")
+    (tmp_path / "other.json").write_text("{}")
+    given = [str(llama) if argument == "{model}" else argument for argument in arguments]
+    usual = {"--text": "text.txt", "--context": str(CONTEXT), "--scored": str(SCORED), "--passages": "1"}
+    given += [word for pair in usual.items() if pair[0] not in given for word in pair]
+    result = calibrate(*given)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert re.search(words, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("kvlayers calibrate: expected ")
+    assert (tmp_path / "other.json").read_text() == "{}"
+    assert not (tmp_path / "kvlayers_calibration.json").exists()

@@ -1,0 +1,349 @@
+"""`kvlayers fidelity`: its figures beside a slow reference, its budgets, and how it ends."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import kvlayers
+from model_directories import random_text, save_with_tokenizer, word_tokenizer
+from models import COMMON, fresh_model
+from web_page import check_self_contained
+
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
+
+from kvlayers.__main__ import make_app  # noqa: E402
+from kvlayers.tools.cli import reports  # noqa: E402
+from kvlayers.tools.cli.files import text_in  # noqa: E402
+from kvlayers.tools.cli.output import pasted  # noqa: E402
+from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
+from kvlayers.tools.measuring.fidelity import Budget, Fidelity, bytes_of, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
+from kvlayers.tools.measuring.texts import passages  # noqa: E402
+
+pytestmark = pytest.mark.fast
+
+CONTEXT, SCORED, CHUNK = 224, 24, 8
+QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = fresh_model("llama")
+    with torch.no_grad():
+        # So that rounding moves distributions far enough to tell one divergence from another.
+        model.lm_head.weight.mul_(30)
+    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "text.txt").write_text(random_text(600))
+
+
+def fidelity(*arguments: object) -> Any:
+    return typer_testing.CliRunner().invoke(make_app(), ["fidelity", *map(str, arguments)])
+
+
+def measured(model: Path, *arguments: object) -> Any:
+    result = fidelity(model, "--text", "text.txt", *QUICK, "--json", *arguments)
+    return json.loads(result.stdout), result.exit_code
+
+
+def log_probabilities(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """Of each scored position, `[tokens, vocab]` in float64; without a cache in one pass, else in chunks."""
+    with torch.no_grad():
+        if cache is None:
+            logits = model(ids[:, :-1], use_cache=False).logits
+        else:
+            chunks = ids[:, :-1].split(CHUNK, dim=1)
+            logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+    return logits[0, CONTEXT:].double().log_softmax(-1)
+
+
+def slow_figures(directory: Path, **options: Any) -> dict[str, float]:
+    """What a setting comes to, token by token and word by word of the vocabulary."""
+    model = tf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    lines = random_text(600).splitlines()
+    kl, surprise, surprise_in_full, agrees = [], [], [], []
+    # Of 75 lines, the first passage begins at the first one, the second behind the middle of the text.
+    halfway = next(index for index in range(75) if len("\n".join(lines[:index])) >= len("\n".join(lines)) // 2)
+    for begin in (0, halfway):
+        words = " ".join(lines[begin:]).split()[: CONTEXT + SCORED + 1]
+        ids = torch.tensor([word_tokenizer().convert_tokens_to_ids(words)])
+        full = log_probabilities(model, ids, None)
+        seen = log_probabilities(model, ids, kvlayers.QuantizedCache(config=model.config, **options))
+        for token in range(SCORED):
+            chances = zip(full[token].tolist(), seen[token].tolist(), strict=True)
+            kl.append(sum(math.exp(expected) * (expected - got) for expected, got in chances))
+            came = int(ids[0, CONTEXT + token + 1])
+            surprise.append(-float(seen[token, came]))
+            surprise_in_full.append(-float(full[token, came]))
+            agrees.append(int(full[token].argmax()) == int(seen[token].argmax()))
+    perplexity, in_full = (math.exp(sum(each) / len(each)) for each in (surprise, surprise_in_full))
+    return {
+        "tokens": len(kl),
+        "kl": sum(kl) / len(kl),
+        "perplexity": perplexity,
+        "perplexity_increase": 100 * (perplexity / in_full - 1),
+        "agreement": sum(agrees) / len(agrees),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int2", {"nbits": 2}),
+        ("k4v2", {"key_nbits": 4, "value_nbits": 2}),
+    ],
+)
+def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: dict[str, Any]) -> None:
+    said, code = measured(llama, "--bits", name.removeprefix("int"))
+    assert code == 0
+    full, rounded = said["settings"]
+    assert (full["name"], full["kl"], full["agreement"], rounded["name"]) == ("full", 0, 1, name)
+    expected = slow_figures(llama, **options)
+    assert expected["kl"] > 0.005
+    assert rounded["perplexity_increase"] == pytest.approx(expected.pop("perplexity_increase"), abs=1e-2)
+    assert {key: rounded[key] for key in expected} == pytest.approx(expected, rel=1e-3)
+    assert sum(rounded["kl_of_passages"]) / 2 == pytest.approx(expected["kl"], rel=1e-3)
+
+
+def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: Path) -> None:
+    bits = {"key_nbits": [8, 2], "value_nbits": [2, 4]}
+    found = kvlayers.MeasuredSetting(bits, 100.0, 0.1)
+    kvlayers.Calibration(found, None, ()).save(tmp_path)
+    said, code = measured(llama, "--bits", "4", "--calibration", tmp_path)
+    assert code == 0
+    assert [each["name"] for each in said["settings"]] == ["full", "int4", "calibrated"]
+    assert said["settings"][2]["kl"] == pytest.approx(slow_figures(llama, **bits)["kl"], rel=1e-3)
+
+
+def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
+    kvlayers.Calibration(found, None, ()).save(tmp_path)
+    for path, words in ((tmp_path, "2 layers of the model, but saw 3"), (tmp_path / "none", "write one with")):
+        result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
+        assert result.exit_code == 2
+        assert words in " ".join(result.stderr.split())
+
+
+def test_bytes_are_those_of_a_real_cache_in_bfloat16(llama: Path) -> None:
+    config = tf.AutoConfig.from_pretrained(llama)
+    said, _ = measured(llama, "--bits", "4,k8v2,hqq:4" if reports_hqq() else "4,k8v2")
+    tokens = CONTEXT + SCORED
+    for each in said["settings"]:
+        if each["name"] == "full":
+            cache: Any = kvlayers.DynamicCache(config=config, length_hint=tokens)
+        else:
+            cache = setting(each["name"]).make(config, tokens)
+        for layer in range(config.num_hidden_layers):
+            states = torch.randn(1, 2, tokens, 8).bfloat16()
+            cache.update(states, states, layer)
+        assert each["nbytes"] == cache.nbytes, each["name"]
+        assert each["bytes_per_token"] == cache.nbytes / tokens
+    full, rounded = said["settings"][:2]
+    assert rounded["of_full"] == rounded["nbytes"] / full["nbytes"]
+
+
+def reports_hqq() -> bool:
+    try:
+        import hqq  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_the_table_and_the_budget(llama: Path) -> None:
+    said, _ = measured(llama, "--bits", "8,4,2")
+    kl = {each["name"]: each["kl"] for each in said["settings"]}
+    assert kl["int8"] < kl["int4"] < kl["int2"]
+    between = (kl["int4"] + kl["int2"]) / 2
+    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2")
+    result = fidelity(*arguments, "--max-kl", between)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert f"Within a divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
+    cells = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
+    assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    assert "…" not in result.output
+    assert cells["int4"][1] == f"{kl['int4']:.2g}"
+
+    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int4')\n" in result.output
+
+    within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
+    assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
+    assert (within["recommended"], within["well"], code) == ("int4", True, 0)
+    assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None}
+
+    none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
+    assert none.exit_code == 1
+    assert "No setting is within a divergence of" in none.output
+
+
+def test_a_budget_of_perplexity_and_one_of_both() -> None:
+    assert Budget(max_perplexity_increase=1.0).allows(5.0, 0.9)
+    assert not Budget(max_perplexity_increase=1.0).allows(0.0, 1.1)
+    assert not Budget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5)
+    assert not Budget(max_kl=0.1).allows(math.nan, math.nan)
+    assert Budget().allows(9.0, 9.0)
+    small, large, outside = (
+        Fidelity(name, nbytes, nbytes / 10, 0.5, within=within)
+        for name, nbytes, within in (("small", 100, True), ("large", 200, True), ("outside", 50, False))
+    )
+    assert smallest_within([large, small, outside]) is small
+    assert smallest_within([outside]) is None
+
+
+def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(kvlayers.QuantizedCache):
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if self.get_seq_length() >= 96 and self.quantization.keys.nbits == 3:
+                raise RuntimeError("no more")
+            return super().update(*args, **kwargs)
+
+    monkeypatch.setattr(settings_module, "QuantizedCache", Failing)
+    said, code = measured(llama, "--bits", "4,3", "--max-kl", 100)
+    assert code == 1
+    full, four, three = said["settings"]
+    assert three["failure"] == "RuntimeError: no more"
+    assert (three["within"], four["within"], full["within"]) == (False, True, None)
+    assert said["recommended"] == "int4"
+    assert "int3 failed: RuntimeError: no more" in fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "3").output
+
+
+@pytest.mark.skipif(
+    bool(reports.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+)
+def test_the_report_is_one_file_that_needs_nothing(llama: Path, tmp_path: Path) -> None:
+    arguments = ("--text", "text.txt", *QUICK, "--bits", "8,2", "--max-kl", 100, "--report", "report.html")
+    result = fidelity(llama, *arguments)
+    assert result.exit_code == 0, result.output
+    parsed = check_self_contained((tmp_path / "report.html").read_text())
+    rows = {row[0]: row for row in parsed.cells}
+    assert rows["Setting"][1:3] == ["KL", "KL, 99th"]
+    assert rows["int8"][-1] == rows["int2"][-1] == "yes"
+    assert rows["Model"] == ["Model", "<i>llama"]
+    assert rows["Text"] == ["Text", "text.txt"]
+    assert parsed.tags.count("svg") == 1
+    assert "mathdefault" not in parsed.text
+    assert {"int8", "int2"} <= set(parsed.text.split())
+
+
+def test_no_report_is_written_unasked(llama: Path, tmp_path: Path) -> None:
+    assert fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "4").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_usual_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:
+    result = fidelity(llama, "--text", "text.txt", "--passages", 1, "--bits", "4", "--json")
+    said = json.loads(result.stdout)
+    assert (said["context"], said["scored"], said["chunk"]) == (160, 64, 32)
+
+
+def test_what_is_too_short_to_be_rounded_is_said(llama: Path) -> None:
+    result = fidelity(llama, "--text", "text.txt", "--context", 32, "--scored", 32, "--passages", 1, "--bits", "4")
+    assert "Nothing was rounded" in result.output
+
+
+def test_settings_go_by_the_names_that_people_write() -> None:
+    assert [each.name for each in settings("8, INT4,4,k4v2,fp8,native:3,hqq:k4v2")] == [
+        "int8",
+        "int4",
+        "k4v2",
+        "fp8",
+        "int3",
+        "hqq:k4v2",
+    ]
+    assert setting("hqq:k4v2").options == {"backend": "hqq", "key_nbits": 4, "value_nbits": 2}
+    assert setting("fp8").options == {"backend": "fp8"}
+    for wrong in ("", "four", "k4", "4v2", "none:4", "-4", "4,"):
+        with pytest.raises(kvlayers.OptionError, match="expected bits, such as 4"):
+            settings(wrong)
+    config = tf.LlamaConfig(num_hidden_layers=1)
+    assert bytes_of(setting("k4v2").make, config, 4096) < bytes_of(setting("4").make, config, 4096)
+
+
+def test_what_is_recommended_can_be_pasted() -> None:
+    """Every setting is a name that there is, or a name with its options."""
+    config = tf.LlamaConfig(**COMMON)
+    for each in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2"):
+        line = pasted(each.generate_options)
+        arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
+        made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
+        assert made.quantization == each.make(config).quantization
+    assert setting("4").generate_options == {"cache_implementation": "int4"}
+    assert setting("3").generate_options == {"cache_implementation": "quantized", "cache_config": {"nbits": 3}}
+
+
+def test_passages_begin_at_lines_where_there_are_any() -> None:
+    class Letters:
+        def __call__(self, text: str) -> Any:
+            return tf.BatchEncoding({"input_ids": [ord(letter) for letter in text]})
+
+    def read(text: str, count: int, tokens: int) -> list[str]:
+        return ["".join(map(chr, ids[0].tolist())) for ids in passages(Letters(), text, count, tokens)]
+
+    assert read("abcd\nefgh\nijkl", 2, 4) == ["abcd", "ijkl"]
+    assert read("abcdefghij", 2, 4) == ["abcd", "fghi"]
+    with pytest.raises(kvlayers.OptionError, match="3 passages of 4 tokens, but saw one of 3"):
+        read("abcdefghij", 3, 4)
+
+
+def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
+    assert len(text_in(None)) > 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{model}", "--bits", "lots"], "expected bits, such as 4.*'lots'"),
+        (["{model}", "--bits", "4,5"], "one of 2, 3, 4, 8, but saw 5"),
+        (["{model}", "--bits", "fp8:4"], "fp8.*saw 4"),
+        (["{model}", "--context", "32q"], "a number of tokens.*saw '32q'"),
+        (["{model}", "--context", "100"], "multiples of --chunk, 32"),
+        (["{model}", "--scored", "0"], "with something to score, but saw"),
+        (["{model}", "--context", "256"], "at most 256 tokens, as the model has positions for"),
+        (["{model}", "--device", "cuda:77"], "a device of this machine, but saw 'cuda:77'"),
+        (["{model}", "--text", "none.txt"], "a text, but none.txt cannot be read"),
+        (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
+        (["{model}", "--text", "binary"], "a text in UTF-8, but binary is none"),
+        (["{model}", "--text", "short.txt"], "a text with 4 passages of 225 tokens, but saw one of"),
+        (["{model}", "--report", "no/such/report.html"], "a file that can be written, but no/such/report.html cannot"),
+        (["./none"], "expected MODEL to name a model directory"),
+        (["no/model"], "no/model cannot be loaded"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.delattr(loading, "load_weights")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("the sea is a")
+    (tmp_path / "binary").write_bytes(b"\x80\xff")
+    result = fidelity(*(str(llama) if argument == "{model}" else argument for argument in arguments))
+    assert result.exit_code == 2, result.output
+    assert re.search(words, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("kvlayers fidelity: expected ")
+
+
+def test_a_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
+    result = fidelity(llama, "--bits", "hqq:4")
+    assert result.exit_code == 2
+    assert 'pip install "kvlayers[hqq]"' in result.stderr
+    assert "Traceback" not in result.output

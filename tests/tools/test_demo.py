@@ -1,0 +1,336 @@
+"""The demo, on a model of a few thousand weights, and the way it finds the model that it is for."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner, Result
+
+import kvlayers
+import versions
+from kvlayers.__main__ import main, make_app
+from kvlayers.tools.demo import app, caches, generations, report, text
+from kvlayers.tools.demo import model as demo_model
+from kvlayers.tools.measuring import contenders, decoding
+from kvlayers.tools.measuring.nbytes import cache_nbytes
+from model_directories import save_model, word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which nothing brings a demo model."""
+    monkeypatch.delenv(demo_model.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_model, "is_bundled", lambda: False)
+    return tmp_path
+
+
+def _demo(*arguments: object) -> Result:
+    return CliRunner().invoke(make_app(), ["demo", *map(str, arguments)])
+
+
+def _table_rows(output: str) -> list[list[str]]:
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> None:
+    # In float32, where another order of sums does not change which token is drawn.
+    options = ("--tokens", 6, "--trials", 2, "--context", 90, "--dtype", "float32")
+    result = _demo("the sea is", "--model", llama, *options)
+    assert result.exit_code == 0, result.output
+    rows = _table_rows(result.output)
+    # transformers' quanto refuses the head_dim of this model, which takes several lines to say.
+    caches = [row for row in rows if len(row) == 6 and row[0] and row[1] != "quanto"]
+    assert [row[:3] for row in caches if row[1] not in ("int8", "int4", "int2", "sink")] == [
+        ["transformers", "dynamic", "reference"],
+        ["transformers", "static", "same tokens"],
+        ["kvlayers", "dynamic", "same tokens"],
+        ["kvlayers", "static", "same tokens"],
+    ]
+    predictions = {row[1]: row[2] for row in caches}
+    assert all(predictions[name].startswith("rounded, KL ") for name in ("int8", "int4", "int2"))
+    assert predictions["sink"].startswith("evicting, KL ")
+    for *_, prompt, step, held in caches:
+        assert prompt.endswith(" s")
+        assert all(float(figure.split()[0]) > 0 for figure in (step, held))
+    [samples] = [row for row in rows if row[1] == "8 of 8"]
+    assert samples[0] == "kvlayers"
+    assert [row[:2] for row in rows][-1] == ["kvlayers.PrefixStore", "same"]
+    assert "Next: `kvlayers bench`" in result.output
+
+
+def _loaded(directory: Path, report: demo_model.Report = demo_model.quiet) -> demo_model.LoadedModel:
+    found = demo_model.read_config(str(directory), report)
+    return demo_model.load_weights(found, torch.float32, torch.device("cpu"), report)
+
+
+def test_the_tables_as_json_are_all_of_stdout(llama: Path) -> None:
+    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (said["tokens"], said["model"]) == (6, llama.name)
+    exact = [row for row in said["caches"] if row["failure"] is None and row["fidelity"] == "exact"]
+    assert [(row["library"], row["cache"]) for row in exact] == [
+        *(("transformers", name) for name in ("dynamic", "static")),
+        *(("kvlayers", name) for name in ("dynamic", "static")),
+    ]
+    assert all(row["same_tokens"] and row["nbytes"] > 0 for row in exact)
+    assert said["samples"]["kvlayers"]["samples"] == 8
+    assert len(said["second_turn"]["kvlayers"]["tokens"]) == 6
+    assert "Held" in result.stderr
+
+
+def test_the_demo_shows_the_prompt_and_what_the_model_makes_of_it(llama: Path) -> None:
+    result = _demo("the sea is", "--model", llama, "--tokens", 6, "--trials", 1)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    ids = tokenizer("the sea is", return_tensors="pt").input_ids
+    continuation = loaded.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert "the sea is" + tokenizer.decode(continuation, skip_special_tokens=True) in result.output
+
+
+def test_the_prompt_comes_after_real_text(llama: Path) -> None:
+    result = _demo("--model", llama, "--context", 32, "--tokens", 3, "--trials", 1)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "32 of them of the Python documentation" in shown
+    assert "Once upon a time, a programmer" in shown
+
+
+def test_without_a_prompt_the_context_is_long_by_default(llama: Path) -> None:
+    result = _demo("--model", llama, "--tokens", 3)
+    # More than this model has positions for, which is how it shows without a long run.
+    assert "of context, prompt and continuation together" in result.stderr
+
+
+def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -> None:
+    result = _demo("the sea", "--model", gemma3, "--tokens", 12, "--context", 20)
+    assert result.exit_code == 0, result.output
+    rows = [row[1:3] for row in _table_rows(result.output) if row[0] == "kvlayers" and len(row) == 6]
+    assert [row for row in rows if row[1] == "same tokens"] == [
+        [name, "same tokens"] for name in ("dynamic", "static", "sliding_window", "hybrid")
+    ]
+
+
+def test_a_cache_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
+    # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
+    loaded = _loaded(save_model(tmp_path, "gpt2")).model
+    names = [rival.cache for rival in caches.contenders(loaded, 20) if rival.library == "kvlayers"]
+    assert names == ["dynamic", "static", "int8", "int4", "int2"]
+
+
+def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_wrong_token(*arguments: Any) -> list[decoding.Row]:
+        rows = decoding.measure(*arguments)
+        for row in rows:
+            if (row.contender.library, row.contender.cache) == ("kvlayers", "static"):
+                row.other_tokens += 1
+        return rows
+
+    monkeypatch.setattr(caches, "measure", one_wrong_token)
+    result = _demo("the sea is", "--model", llama, "--tokens", 6)
+    assert result.exit_code == 1
+    assert [row[2] for row in _table_rows(result.output) if row[1] == "static"] == ["same tokens", "1 other tokens"]
+
+
+def test_another_answer_in_the_second_turn_is_a_failure(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another_answer(*arguments: Any) -> Any:
+        chat, alone, stored = generations.second_turn(*arguments)
+        tokens = [*stored.tokens[:2], stored.tokens[2] + 1, *stored.tokens[3:]]
+        return chat, alone, generations.Turn(stored.seconds, tokens)
+
+    monkeypatch.setattr(app, "second_turn", another_answer)
+    result = _demo("the sea is", "--model", llama, "--tokens", 6)
+    assert result.exit_code == 1
+    assert [row[1] for row in _table_rows(result.output)][-1] == "another"
+
+
+def test_a_tie_is_no_other_answer(llama: Path) -> None:
+    loaded = _loaded(llama).model
+    chat = torch.full((1, 5), 4)
+    likeliest, least = (int(index) for index in loaded(chat).logits[0, -1].topk(97).indices[[0, -1]])
+    assert generations.differs(loaded, chat, [likeliest, 8], [least, 8])
+    assert not generations.differs(loaded, chat, [likeliest, 8], [likeliest, 8])
+    torch.nn.init.zeros_(loaded.lm_head.weight)
+    assert not generations.differs(loaded, chat, [likeliest, 8], [least, 8])
+
+
+def test_the_last_sentence_says_what_this_run_has_shown() -> None:
+    sequences = torch.zeros(8, 5, dtype=torch.int64)
+    slow, fast = generations.Samples(8.0, 8, sequences), generations.Samples(2.0, 1, sequences)
+    turns = generations.Turn(3.0, [1]), generations.Turn(0.1, [1])
+    rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
+    assert report.sentence(rows, (slow, fast), turns) == (
+        "With kvlayers, int4 holds 30% of the bytes of DynamicCache and decodes 2.0 times as fast, 8 samples of one "
+        "prompt come 4.0 times as fast and a second turn begins 30 times as soon."
+    )
+    same = [_row("dynamic", seconds=0.2, nbytes=30), _row("int4", seconds=0.2, nbytes=30)]
+    assert "changes little" in report.sentence(same, (fast, fast), None)
+
+
+def _row(cache: str, seconds: float, nbytes: int) -> decoding.Row:
+    trial = decoding.Trial(1.0, [seconds], nbytes, torch.zeros(1, 2), 0.0)
+    return decoding.Row(contenders.Contender("kvlayers", cache, dict), [trial])
+
+
+def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
+    cache = transformers.DynamicCache()
+    whole = torch.zeros(1, 2, 100, 8)
+    cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+    cache.layers[0].keys, cache.layers[0].values = whole[:, :, :3], whole[:, :, 50:]
+    assert cache_nbytes(cache) == 1 * 2 * 100 * 8 * 4
+
+
+def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
+    tokenizer = word_tokenizer()
+    assert len(text.real_text_ids(tokenizer, 500)) == 500
+    assert len(text.input_ids(tokenizer, "the sea", 500)[0]) == 502
+    assert text.input_ids(tokenizer, "the sea", 0).tolist() == [[3, 4]]
+
+
+def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
+    result = _demo("", "--model", llama, "--context", 0)
+    assert result.exit_code == 2
+    assert "expected a prompt or --context" in result.stderr
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(llama: Path) -> None:
+    result = _demo("the sea", "--model", llama, "--context", 250)
+    assert result.exit_code == 2
+    assert "expected at most 256 tokens" in result.stderr
+
+
+def test_the_model_that_is_given_comes_first(nowhere: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(demo_model.VARIABLE, str(nowhere))
+    assert demo_model.find_model(str(llama)) == str(llama)
+    assert demo_model.find_model("owner/name") == "owner/name"
+
+
+def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert demo_model.find_model() == demo_model.HUB_NAME
+
+    def export(target: Path, report: demo_model.Report) -> Path:
+        return target
+
+    monkeypatch.setattr(demo_model, "is_bundled", lambda: True)
+    monkeypatch.setattr(demo_model, "export_bundled_model", export)
+    assert demo_model.find_model() == str(nowhere / "cache" / "kvlayers" / demo_model.NAME)
+
+    (nowhere / ".models" / demo_model.NAME).mkdir(parents=True)
+    assert demo_model.find_model() == str(Path(".models") / demo_model.NAME)
+
+    (nowhere / "elsewhere").mkdir()
+    monkeypatch.setenv(demo_model.VARIABLE, str(nowhere / "elsewhere"))
+    assert demo_model.find_model() == str(nowhere / "elsewhere")
+
+
+@pytest.mark.parametrize("name", ["./none", "/no/such/model", "~/no-such-model", "a/b/c"])
+def test_a_model_directory_that_is_missing_is_one_sentence(nowhere: Path, name: str) -> None:
+    result = _demo("--model", name)
+    assert result.exit_code == 2
+    assert "expected --model to name a model directory, but there is none at" in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_variable_that_names_no_directory_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(demo_model.VARIABLE, "owner/name")
+    result = _demo()
+    assert result.exit_code == 2
+    assert "expected KVLAYERS_DEMO_MODEL to name a model directory" in result.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    result = _demo("--model", "kvlayers/no-such-model")
+    assert result.exit_code == 2
+    assert "kvlayers/no-such-model cannot be loaded" in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_directory_without_a_model_is_one_sentence(nowhere: Path) -> None:
+    result = _demo("--model", nowhere)
+    assert result.exit_code == 2
+    assert "expected a causal language model" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_device_that_is_not_there_is_one_sentence(llama: Path) -> None:
+    result = _demo("--model", llama, "--device", "cuda:77")
+    assert result.exit_code == 2
+    assert "expected a device of this machine, but saw 'cuda:77'" in result.stderr
+
+
+def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path, report: demo_model.Report) -> None:
+        (target / "config.json").write_text("{}")
+        raise OSError("the disk is full")
+
+    def found(name: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(submodule_search_locations=[str(nowhere)])
+
+    monkeypatch.setattr(demo_model, "_export", fail)
+    monkeypatch.setattr(demo_model.importlib.util, "find_spec", found)
+    with pytest.raises(demo_model.ModelError, match="the disk is full"):
+        demo_model.export_bundled_model(nowhere / "models" / "target")
+    assert list((nowhere / "models").iterdir()) == []
+
+
+def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (nowhere / "config.json").write_text("{}")
+    monkeypatch.delattr(demo_model, "_export")
+    assert demo_model.export_bundled_model(nowhere) == nowhere
+
+
+@versions.bars_of_transformers
+def test_transformers_loading_bars_go_to_the_report(llama: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    _loaded(llama, lambda what, done, total: told.append((what, done, total)))
+    weights = [(done, total) for what, done, total in told if what == "Loading weights"]
+    assert weights[0][0] == 0
+    assert weights[-1][0] == weights[-1][1] > 1
+
+
+def test_the_version_is_shown() -> None:
+    result = CliRunner().invoke(make_app(), ["--version"])
+    assert result.output == f"kvlayers {kvlayers.__version__}\n"
+
+
+def test_the_command_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == 'kvlayers: its commands need typer: pip install "kvlayers[cli]"\n'
+
+
+def test_importing_kvlayers_brings_neither_the_command_line_nor_generate() -> None:
+    # Nor does its entry point, which imports kvlayers first.
+    code = (
+        "import sys, transformers; transformers.Cache; before = set(sys.modules); import kvlayers.__main__; "
+        "late = {'typer', 'rich', 'transformers.generation.utils'}; print([*late & {*sys.modules} - before])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"

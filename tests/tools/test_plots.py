@@ -1,0 +1,106 @@
+"""The plots are of what is recorded, and that is what the page of figures says."""
+
+import importlib
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+RECORDED = ROOT / "benchmarks" / "recorded"
+PLOTS = ROOT / "docs" / "plots"
+
+pytestmark = pytest.mark.fast
+
+
+def recorded(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDED / name).read_text())
+    return found
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("record")
+
+
+@pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("plots")
+
+
+def test_the_page_has_the_figures_that_are_recorded() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = recorded("decode-2026-11-21.json")["results"]
+    caches = (
+        "transformers.DynamicCache",
+        "transformers.StaticCache",
+        "preallocated to length",
+        "kvlayers.DynamicCache",
+    )
+    for length, measured in results["decode"]["random"].items():
+        if length != "model":
+            steps = [f"{measured[cache]['median'] * 1e3:.1f} ms" for cache in caches]
+            assert f"| {int(length):,} | {' | '.join(steps)} |" in page
+    for cache, measured in results["sliding"].items():
+        library, _, kind = cache.partition(".")
+        medians = [f"{seconds * 1e3:.1f}" for seconds in measured["medians"].values()]
+        assert f"| {library} `{kind}` | {' | '.join(medians)} |" in page
+
+
+def test_the_pages_have_the_divergences_that_are_recorded() -> None:
+    budgets = recorded("calibration-2026-11-22.json")["results"]["calibration"]["budgets"]
+    figures, calibration = ((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "calibration.md"))
+    for budget, found in budgets.items():
+        best = found["best"]
+        names = sorted(found["uniform"], key=lambda name: found["uniform"][name])
+        uniform = f"{'; '.join(names)} | {'; '.join(format(found['uniform'][name], '.5f') for name in names)}"
+        ours = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
+        assert found["bytes_per_token"] == float(budget)
+        assert f"| {int(budget):,} | {uniform} | {ours}" in figures
+        assert f"| {int(budget):,} | {best} | {found['uniform'][best]:.5f} | {ours}" in calibration
+
+
+def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathlib.Path) -> None:
+    drawn = {path.name for results in RECORDED.glob("*.json") for path in plots.plots_of(results, tmp_path)}
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert drawn == {path.name for path in PLOTS.glob("*.png")}
+    assert all(f"](plots/{name})" in page for name in drawn)
+
+
+def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> None:
+    found = recorded("decode-2026-11-21.json")
+    (axes,) = plots.step_plot(found).axes
+    shown = {bars.get_label(): list(bars.lines[0].get_ydata()) for bars in axes.containers}
+    measured = found["results"]["decode"]["random"]
+    lengths = sorted((length for length in measured if length != "model"), key=int)
+    assert set(shown) == set(measured["128"])
+    for name, medians in shown.items():
+        assert medians == [measured[length][name]["median"] * 1e3 for length in lengths]
+    assert "AMD EPYC, 2 cores, 2 threads, 24 GiB, 2026-11-21" in axes.get_xlabel()
+    assert "kvlayers 0.1.0" in axes.get_xlabel()
+
+
+def test_a_result_without_a_part_gives_no_plot_of_it(plots: Any) -> None:
+    chat = recorded("prefix-2026-11-22.json")
+    assert [name for name, plot in plots.DRAWN.items() if plot(chat) is not None] == ["chat"]
+
+
+def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:
+    found = {
+        "versions": {"torch": "2.13"},
+        "update": {"64": {"ours": {"seconds": [[0.1, 0.2], [0.3]], "median": 0.2, "median_range": [0.1, 0.3]}}},
+        "sliding": {"ours": {"stations": {"600": [[0.1]]}, "medians": {"600": 0.1}}},
+        "chat": [{"tokens": 3, "seconds": 0.5}],
+        "decode": {},
+    }
+    assert record.without_single_times(found) == {
+        "versions": {"torch": "2.13"},
+        "update": {"64": {"ours": {"median": 0.2, "median_range": [0.1, 0.3]}}},
+        "sliding": {"ours": {"medians": {"600": 0.1}}},
+        "chat": [{"tokens": 3, "seconds": 0.5}],
+        "decode": {},
+    }

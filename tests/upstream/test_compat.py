@@ -1,0 +1,134 @@
+"""What is read of a version of transformers is what that version itself does; other versions are refused at import."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import cache_utils as upstream
+
+import kvlayers
+import versions
+from kvlayers.layers import upstream_calls
+from kvlayers.upstream import compat
+from kvlayers.upstream.supported import check_supported
+from models import ATTENDING, CONFIGS, tiny_model
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("transformers", "4.56.2"), ("transformers", "6.0.0"), ("transformers", "6.0.0.dev0"), ("torch", "2.5.1+cu124")],
+)
+def test_a_version_that_is_not_supported_is_refused_at_import(package: str, version: str) -> None:
+    script = f"import {package}; {package}.__version__ = {version!r}; import kvlayers"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    supported = {"transformers": "<6,>=4.57", "torch": ">=2.6"}[package]
+    last_line = run.stderr.strip().splitlines()[-1]
+    assert last_line.startswith(f"ImportError: expected {package} {supported}, but saw {version}: install")
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.24.0.dev0", "5.99"])
+def test_versions_in_the_range_are_taken(version: str) -> None:
+    assert check_supported("transformers", version).release[0] in (4, 5)
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_layers_are_those_that_transformers_makes(family: str) -> None:
+    config = CONFIGS[family]()
+    expected = upstream.DynamicCache(config=config).layers
+    specs = compat.layer_specs(config)
+    assert len(specs) == len(expected)
+    for spec, layer in zip(specs, expected, strict=True):
+        window = layer.sliding_window if isinstance(layer, upstream.DynamicSlidingWindowLayer) else None
+        seen = spec.options["sliding_window"] if spec.layer_type in ("sliding_attention", "chunked_attention") else None
+        assert seen == window
+
+
+def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
+    versions.need_model_class("Gemma3nTextConfig")
+    for shared in (0, 2):
+        config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=shared)
+        holding = [spec for spec in compat.layer_specs(config) if spec.layer_type != "dummy"]
+        assert len(holding) == 4 - shared
+
+
+CONFIGS_OF_OWN_CACHES = {
+    "mamba": "MambaConfig",
+    "jamba": "JambaConfig",
+    "olmo_hybrid": "OlmoHybridConfig",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "minimax": "MiniMaxConfig",
+    "reformer": "ReformerConfig",
+    "xlstm": "xLSTMConfig",
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS_OF_OWN_CACHES)
+def test_a_model_that_makes_its_own_cache_is_refused(model_type: str) -> None:
+    """By its config alone it would be taken for one of attention, and decode with other logits or not at all."""
+    versions.need_model_class(CONFIGS_OF_OWN_CACHES[model_type])
+    config = getattr(transformers, CONFIGS_OF_OWN_CACHES[model_type])()
+    since = compat.TAKES_CACHES_SINCE[model_type]
+    assert config.get_text_config(decoder=True).model_type == model_type
+    if since is not None and since <= versions.TRANSFORMERS:
+        assert len(compat.layer_specs(config)) == config.num_hidden_layers
+        return
+    way_out = r"leave it to generate\(\)" + ("" if since is None else f", or use transformers {since} or newer") + r"\."
+    with pytest.raises(kvlayers.ConfigError, match=f"make a cache of their own: {way_out}"):
+        kvlayers.DynamicCache(config=config)
+
+
+@pytest.mark.skipif(not compat.INDEXERS_DEPEND_ON_CHUNKS, reason="from transformers 5.17 on, static indexers are right")
+def test_a_static_indexer_that_is_wrong_is_not_made() -> None:
+    versions.need_since("5.8", "indexers as layers of a cache")
+    config = transformers.DeepseekV32Config(num_hidden_layers=2)
+    with pytest.raises(kvlayers.ConfigError, match="has a cache for"):
+        kvlayers.StaticCache(config, max_cache_len=8)
+    assert type(kvlayers.DynamicCache(config=config).layers[0]).__name__ == "DynamicIndexedLayer"
+
+
+LAYERS = {
+    "grows": lambda: upstream.DynamicLayer(),
+    "window": lambda: upstream.DynamicSlidingWindowLayer(sliding_window=4),
+    "static": lambda: upstream.StaticLayer(max_cache_len=16),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_transformers_is_asked_in_its_own_words(kind: str) -> None:
+    """In a cache of ours it takes and returns what it does in one of theirs, however it is told where to write."""
+    layer, states = LAYERS[kind](), torch.randn(1, 2, 9, 8)
+    cache = kvlayers.Cache(layers=[layer])
+    for begin, end in ((0, 3), (3, 4), (4, 9)):
+        new = states[:, :, begin:end]
+        kv_length, kv_offset = cache.get_mask_sizes(end - begin, 0)
+        keys, values = cache.update(new, new + 1, 0)
+        assert keys.shape[2] == values.shape[2] == kv_length
+        at = end - kv_offset
+        assert torch.equal(keys[:, :, at - (end - begin) : at], new)
+    assert cache.get_seq_length() == 9
+    assert cache.get_max_length(0) == upstream_calls.max_length(layer)
+
+
+@pytest.mark.parametrize("make", [kvlayers.DynamicCache, lambda: kvlayers.StaticCache(CONFIGS["llama"](), 32)])
+def test_masks_are_asked_for_by_positions_or_by_their_number(make: Any) -> None:
+    """Until transformers 5.4 models pass the positions, and decode loops written then still do."""
+    cache = make()
+    tiny_model("llama")(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
+    assert cache.get_mask_sizes(torch.arange(5, 8), 0) == cache.get_mask_sizes(3, 0)
+
+
+def test_a_loop_with_cache_position_gives_the_same_logits() -> None:
+    model, ids = tiny_model("mistral"), torch.randint(3, 97, (1, 20))
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = kvlayers.DynamicCache(config=model.config)
+        for position in range(20):
+            at = torch.tensor([position])
+            token = ids[:, position : position + 1]
+            logits = model(token, past_key_values=cache, cache_position=at, use_cache=True).logits
+            torch.testing.assert_close(logits[:, -1], expected[:, position], rtol=0, atol=1e-4)

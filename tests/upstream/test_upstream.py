@@ -1,0 +1,260 @@
+"""What transformers' caches get wrong must come out right here, and what they offer must all be ours."""
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import cache_utils as upstream
+
+import kvlayers
+import versions
+from kvlayers.upstream import compat
+from models import COMMON, prompt, tiny_model
+
+pytestmark = pytest.mark.fast
+
+NAMESAKES = {
+    kvlayers.Cache: upstream.Cache,
+    kvlayers.DynamicCache: upstream.DynamicCache,
+    kvlayers.StaticCache: upstream.StaticCache,
+    kvlayers.SlidingWindowCache: upstream.StaticCache,
+    kvlayers.HybridCache: upstream.StaticCache,
+    kvlayers.EncoderDecoderCache: upstream.EncoderDecoderCache,
+    kvlayers.DynamicLayer: upstream.CacheLayerMixin,
+    kvlayers.SlidingLayer: upstream.CacheLayerMixin,
+    kvlayers.StaticLayer: upstream.CacheLayerMixin,
+    kvlayers.StaticSlidingLayer: upstream.CacheLayerMixin,
+    kvlayers.HybridLayer: upstream.CacheLayerMixin,
+    kvlayers.LinearAttentionLayer: compat.LINEAR_LAYER,
+    kvlayers.MambaCache: upstream.DynamicCache,
+    kvlayers.HybridMambaAttentionDynamicCache: upstream.DynamicCache,
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [*NAMESAKES.items(), (kvlayers.HybridLayer, compat.LINEAR_LAYER)],
+    ids=lambda kind: kind.__name__,
+)
+def test_no_public_member_is_still_that_of_transformers(ours: type, theirs: type) -> None:
+    """So that a release of transformers cannot change what a cache of ours does."""
+    assert issubclass(ours, theirs)
+    special = ("__init__", "__iter__", "__len__", "__getitem__", "__repr__", "__deepcopy__")
+    names = {name for base in theirs.__mro__[:-1] for name in vars(base) if not name.startswith("_")} | set(special)
+    inherited = []
+    # Nobody asks a layer for its `layer_type`, by which classes of transformers were listed.
+    for name in names - {"register", "layer_type"}:
+        owner = next((base for base in ours.__mro__ if name in vars(base)), object)
+        if not owner.__module__.startswith("kvlayers") and owner is not object:
+            inherited.append(f"{owner.__name__}.{name}")
+    assert inherited == []
+
+
+def states(tokens: int, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 8)
+
+
+LLAMA = transformers.LlamaConfig(**COMMON)
+GEMMA = transformers.Gemma3TextConfig(**COMMON, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+
+
+def test_the_length_of_a_static_cache_is_an_int_that_stays() -> None:
+    cache = kvlayers.StaticCache(LLAMA, max_cache_len=64)
+    assert cache.get_seq_length() == 0
+    assert type(cache.get_seq_length()) is int
+    cache.update(*states(40), 0)
+    saved = cache.get_seq_length()
+    cache.update(*states(1), 0)
+    assert type(saved) is int
+    assert saved == 40
+
+
+@versions.static_caches_count_in_a_tensor
+def test_the_length_of_transformers_static_cache_goes_on() -> None:
+    theirs = upstream.StaticCache(LLAMA, max_cache_len=64)
+    theirs.update(*states(40), 0)
+    saved = theirs.get_seq_length()
+    theirs.update(*states(1), 0)
+    assert int(saved) == 41, "transformers has mended this: drop the comparison"
+
+
+def test_static_layers_crop_repeat_and_select_and_keep_their_address() -> None:
+    cache = kvlayers.StaticCache(LLAMA, max_cache_len=16, max_batch_size=4)
+    keys, _ = cache.update(*states(9, batch=2), 0)
+    address = keys.data_ptr()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(-3)
+    keys, _ = cache.update(*states(1, batch=2), 0)
+    assert keys.data_ptr() == address
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert cache.batch_size == 2
+    assert cache.get_seq_length() == 7
+
+
+def test_a_cache_with_one_unbounded_layer_is_unbounded() -> None:
+    assert kvlayers.DynamicCache(config=GEMMA).get_max_length() == -1
+    assert kvlayers.DynamicCache(config=GEMMA).get_max_length(0) == 8
+
+
+@versions.max_length_of_transformers
+def test_a_cache_of_transformers_with_one_unbounded_layer_is_bounded() -> None:
+    assert upstream.DynamicCache(config=GEMMA).get_max_length() == 8, "transformers has mended this"
+
+
+def test_an_encoder_decoder_cache_answers_for_the_pair() -> None:
+    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(config=LLAMA), kvlayers.DynamicCache(config=LLAMA))
+    assert cache.batch_size == -1
+    assert not cache.is_initialized
+    cache.early_initialization(3, 2, 8, torch.float32, "cpu")
+    assert cache.batch_size == 3
+    assert cache.is_initialized
+    with pytest.raises(AttributeError):
+        upstream.EncoderDecoderCache(upstream.DynamicCache(), upstream.DynamicCache()).batch_size  # noqa: B018
+
+
+def test_a_dynamic_cache_knows_its_batch_size() -> None:
+    cache = kvlayers.DynamicCache()
+    assert cache.batch_size == -1
+    cache.update(*states(4, batch=3), 0)
+    assert cache.batch_size == 3
+
+
+def test_a_window_of_one_token_keeps_nothing() -> None:
+    """Upstream, `-window + 1` is zero, and a slice from zero keeps everything."""
+    layer = kvlayers.SlidingLayer(1)
+    for _ in range(5):
+        assert layer.update(*states(1))[0].shape[2] == 1
+    theirs = upstream.DynamicSlidingWindowLayer(sliding_window=1)
+    for _ in range(5):
+        shape = theirs.update(*states(1))[0].shape
+    assert shape[2] == 5, "transformers has mended this: drop the comparison"
+
+
+def test_all_operations_of_encoder_decoder_caches_reach_both_parts() -> None:
+    model, ids = tiny_model("t5"), prompt(2)
+    start = torch.zeros(2, 1, dtype=torch.long)
+    with torch.no_grad():
+        encoded = model.get_encoder()(ids)
+
+        def logits(cache: Any, tokens: torch.Tensor, rows: slice | list[int] = slice(None)) -> torch.Tensor:
+            hidden = transformers.modeling_outputs.BaseModelOutput(encoded.last_hidden_state[rows])
+            return model(encoder_outputs=hidden, decoder_input_ids=tokens, past_key_values=cache).logits
+
+        cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+        logits(cache, torch.cat([start, prompt(2, 4)], dim=1))
+        step = prompt(2, 1, seed=3)
+        expected = logits(copy.deepcopy(cache), step)
+        saved = cache.state()
+        swapped = cache.fork()
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(logits(swapped, step.flip(0), [1, 0]), expected.flip(0))
+        one = cache.fork()
+        one.batch_select_indices(torch.tensor([1]))
+        torch.testing.assert_close(logits(one, step[1:], [1]), expected[1:], rtol=1e-4, atol=1e-4)
+        cropped = cache.fork()
+        logits(cropped, prompt(2, 3, seed=8))
+        cropped.crop(-3)
+        assert torch.equal(logits(cropped, step), expected)
+        loaded = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+        loaded.load_state(saved)
+        assert torch.equal(logits(loaded, step), expected)
+        assert torch.equal(logits(cache, step), expected), "a copy changed the original"
+        assert cache.nbytes == cache.self_attention_cache.nbytes + cache.cross_attention_cache.nbytes
+        cache.reset()
+        assert cache.is_updated == {0: False, 1: False}
+        assert cache.get_seq_length() == 0
+
+
+def test_an_encoder_decoder_cache_is_saved_before_there_is_an_encoder() -> None:
+    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    for index in range(2):
+        cache.self_attention_cache.update(*states(3), index)
+    again = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    again.load_state(cache.state())
+    assert [len(part.layers) for part in (again.self_attention_cache, again.cross_attention_cache)] == [2, 0]
+    assert again.is_updated == {}
+
+
+def test_an_encoder_decoder_cache_with_one_empty_part_is_repeated() -> None:
+    cross = kvlayers.DynamicCache([states(4, batch=2)])
+    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), cross)
+    cache.batch_repeat_interleave(3)
+    assert cache.batch_size == cross.batch_size == 6
+    uneven = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), cross)
+    uneven.self_attention_cache.update(*states(4, batch=4), 0)
+    with pytest.raises(kvlayers.BatchIndexError):
+        uneven.batch_select_indices([3, 2])
+    assert (uneven.self_attention_cache.batch_size, cross.batch_size) == (4, 6)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+def test_layers_with_recurrent_states_take_part_in_operations(family: str) -> None:
+    model, ids = tiny_model(family), prompt(2, 9)
+    name = "cache_params" if family == "mamba" else "past_key_values"
+    with torch.no_grad():
+
+        def logits(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+            return model(tokens, **{name: cache}, use_cache=True).logits
+
+        def filled() -> kvlayers.DynamicCache:
+            cache = kvlayers.DynamicCache(config=model.config)
+            logits(cache, ids)
+            return cache
+
+        step = prompt(2, 1, seed=3)
+        theirs = upstream.DynamicCache(config=model.config)
+        logits(theirs, ids)
+        expected = logits(theirs, step)
+        cache = filled()
+        twin, saved = cache.fork(), cache.state()
+        swapped = copy.deepcopy(cache)
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(logits(swapped, step.flip(0)), expected.flip(0))
+        repeated = cache.fork()
+        repeated.batch_repeat_interleave(2)
+        torch.testing.assert_close(
+            logits(repeated, step.repeat_interleave(2, 0)), expected.repeat_interleave(2, 0), rtol=1e-4, atol=1e-4
+        )
+        with pytest.raises(kvlayers.RollbackError):
+            cache.crop(-1)
+        assert torch.equal(logits(cache, step), expected)
+        assert torch.equal(logits(twin, step), expected)
+        loaded = kvlayers.DynamicCache(config=model.config)
+        loaded.load_state(saved)
+        assert torch.equal(logits(loaded, step), expected)
+        loaded.reset()
+        logits(loaded, ids)
+        assert torch.equal(logits(loaded, step), expected)
+        assert cache.nbytes > 0
+
+
+def test_cache_types_are_those_that_modelling_code_asks_for() -> None:
+    assert isinstance(kvlayers.StaticCache(LLAMA, 4), transformers.StaticCache)
+    assert isinstance(kvlayers.DynamicCache(), transformers.DynamicCache)
+    assert not isinstance(kvlayers.DynamicCache(), transformers.StaticCache)
+
+
+@pytest.mark.parametrize("library", [upstream, kvlayers], ids=["transformers", "kvlayers"])
+def test_what_is_caught_of_transformers_is_caught_of_kvlayers(library: Any) -> None:
+    cache = library.StaticCache(config=LLAMA, max_cache_len=8)
+    told = {"cache_kwargs": {"cache_position": torch.arange(9)}} if compat.UPDATES_BY_CACHE_POSITION else {}
+    with pytest.raises((IndexError, RuntimeError)):
+        cache.update(*states(9), 0, **told)
+    with pytest.raises(ValueError, match="backend"):
+        library.QuantizedCache("of nobody", LLAMA)
+    pytest.importorskip("optimum.quanto", reason="it checks the options of quanto")
+    model, ids = tiny_model("llama"), prompt()
+    with contextlib.nullcontext() if library is upstream else kvlayers.installed():
+        for wrong in ({"nbits": 60}, {"axis_key": 5}):
+            with pytest.raises(ValueError, match="60|5"):
+                model.generate(
+                    ids, max_new_tokens=2, cache_implementation="quantized", cache_config={"backend": "quanto", **wrong}
+                )
+        with pytest.raises(ValueError, match="cache_implementation"):
+            model.generate(
+                ids, max_new_tokens=2, cache_implementation="quantized", past_key_values=library.DynamicCache()
+            )

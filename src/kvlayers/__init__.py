@@ -101,6 +101,7 @@ if TYPE_CHECKING:
         calibrate,
     )
 
+late.provide("DynamicCache", "kvlayers.caches.dynamic:DynamicCache")
 late.provide("save_cache", "kvlayers.persistence.save:save_cache")
 
 if not is_command():

@@ -28,7 +28,6 @@ from kvlayers.errors import (
 )
 from kvlayers.layers import (
     CacheLayer,
-    DynamicLayer,
     HybridLayer,
     LayerOperations,
     LinearAttentionLayer,
@@ -217,7 +216,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         Args:
             encoder_length: tokens of the encoder's output, where that is known, for a cache that must reserve them.
         """
-        return Cache(layer_class_to_replicate=DynamicLayer, **self.offloading_options())
+        growing: Cache = late.function("DynamicCache")(**self.offloading_options())
+        return growing
 
     def save(self, path: str | os.PathLike[str], token_ids: Tensor | None = None, config: object | None = None) -> None:
         """Write all that is needed to go on decoding to a file; see `save_cache`.

@@ -11,8 +11,7 @@ from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.packed_blocks import SIDES, packed_forms
 from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.tools.calibration.allocation import PartChoice, least_losses
-from kvlayers.tools.calibration.bits import with_bits
-from kvlayers.tools.calibration.sensitivities import Sensitivity
+from kvlayers.tools.calibration.sensitivities import Sensitivity, with_bits
 
 Part = tuple[int, Side]
 """Index of a layer, and one side of it."""

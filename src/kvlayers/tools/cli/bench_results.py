@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from kvlayers.planning.planned_kind import EXACT
-from kvlayers.tools.measuring.contenders import KVLAYERS, Key
+from kvlayers.tools.measuring.contenders import Key
 from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.names import KVLAYERS
 
 
 @dataclass(frozen=True)

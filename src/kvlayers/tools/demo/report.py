@@ -14,8 +14,9 @@ from kvlayers.planning.planned_kind import EXACT
 from kvlayers.tools.cli.progress import bar_between_runs
 from kvlayers.tools.demo.generations import Samples, Turn
 from kvlayers.tools.demo.model import Report
-from kvlayers.tools.measuring.contenders import KVLAYERS, Contender, states_in
+from kvlayers.tools.measuring.contenders import Contender, states_in
 from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.names import KVLAYERS
 from kvlayers.utils.units import readable_bytes
 
 LEAST_GAIN = 1.1

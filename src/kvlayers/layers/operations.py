@@ -309,7 +309,7 @@ class LayerOperations(DescribesItself, ABC):
             return f"{type(self).__name__}({error})"
 
 
-LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations)
+LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations)  # type: ignore[type-abstract]
 """The layers that a file may name."""
 
 

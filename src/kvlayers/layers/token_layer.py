@@ -227,7 +227,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(**cls.arguments_from(facts), store=context.store(facts))  # type: ignore[call-arg]
+        return cls(**cls.arguments_from(facts), store=context.store(facts))
 
     @classmethod
     @override

@@ -260,7 +260,9 @@ class TransformersLayer:
 
     def state(self) -> LayerState:
         """Copies of every tensor that the layer holds, and its plain facts."""
-        facts = {name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)}
+        facts: dict[str, Fact] = {
+            name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)
+        }
         tensors = {name: states.clone() for name, states in self._tensors(skip_empty=False)}
         return LayerState(self.kind, tensors, facts)
 

@@ -241,5 +241,5 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         return sum(storages_of(self.held_tensors()).values())
 
 
-STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)
+STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
 """The stores that a file may name."""

@@ -90,7 +90,18 @@ class Registry(Generic[Thing]):
         return importlib.metadata.entry_points(group=self.group)
 
 
-class ClassRegistry(Registry[type]):
+class DescribesItself:
+    """What every class in a `ClassRegistry` has."""
+
+    @classmethod
+    def check_description(cls) -> None:
+        """Raise `RegistryError` if what `describe` says would not be enough to make such a thing again."""
+
+
+Kind = TypeVar("Kind", bound=DescribesItself)
+
+
+class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
     """The classes that may be made from a file, by the names that files know them by.
 
     Args:
@@ -100,7 +111,7 @@ class ClassRegistry(Registry[type]):
         base: the class whose contract all of them fulfil.
     """
 
-    def __init__(self, what: str, group: str, unregister: str, base: "type[DescribesItself]") -> None:
+    def __init__(self, what: str, group: str, unregister: str, base: type[Kind]) -> None:
         super().__init__(what, group, unregister)
         self._base = base
         self._names: dict[type, str] = {}
@@ -149,11 +160,3 @@ class ClassRegistry(Registry[type]):
         whole = f"{cls.__module__}.{cls.__qualname__}"
         value = f"{cls.__module__}:{cls.__qualname__}"
         return next((point.name for point in self._entry_points if point.value == value), whole)
-
-
-class DescribesItself:
-    """What every class in a `ClassRegistry` has."""
-
-    @classmethod
-    def check_description(cls) -> None:
-        """Raise `RegistryError` if what `describe` says would not be enough to make such a thing again."""

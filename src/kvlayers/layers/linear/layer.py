@@ -62,7 +62,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     supports_early_init = False
     attends = False
     is_recurrent = True
-    can_be_stacked = True  # type: ignore[assignment]
+    can_be_stacked = True
     capacity: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None

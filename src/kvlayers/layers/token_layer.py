@@ -10,15 +10,15 @@ from typing_extensions import Self, override
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.contract import CacheLayer, LayerState
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import TokenStore
+from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Mover
 from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
 from kvlayers.stores.registry import store_class_of
 from kvlayers.stores.unmatched import UnmatchedHalves, match
 
-LAYERS_OWN_STORE: dict[str, Fact] = {"store": "DenseStore"}
-"""The description of the store that layers make by themselves, which theirs leave out."""
+DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
+"""The description of the store that layers make by themselves, which their own descriptions leave out."""
 
 
 class TokenLayer(DescribedByArguments, CacheLayer):
@@ -28,15 +28,18 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     these facts in `described` and keeps them in attributes of the same names. It can then be saved, and loaded when it
     is registered with `register_layer`. Any other defines `describe` and `from_description`.
 
+    Args:
+        store: how the tokens are held, a `DenseStore` if not given.
+
     Attributes:
         reservation_facts: names of described facts that no state depends on: it may be loaded into a layer with others.
     """
 
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, store: TokenStore) -> None:
+    def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
-        self._store = store
+        self._store = DenseStore() if store is None else store
 
     @property
     def store(self) -> TokenStore:
@@ -222,7 +225,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @override
     def describe(self) -> dict[str, Fact]:
         store = self._store.describe()
-        return {**({} if store == LAYERS_OWN_STORE else store), **self.described_arguments()}
+        return {**({} if store == DEFAULT_STORE else store), **self.described_arguments()}
 
     @classmethod
     @override

@@ -11,8 +11,10 @@ from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, p
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.linear.states import LinearStates
 from kvlayers.layers.registry import layer_class, register_layer
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import Fidelity, least_faithful
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
 
@@ -95,6 +97,26 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def capacity(self) -> int | None:
         return self.attention.capacity
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.attention.sized_for
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return least_faithful((self.attention.fidelity, self.linear.fidelity))
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        attention = self.attention.planned_nbytes(shape, tokens, sized_for)
+        linear = self.linear.planned_nbytes(shape, tokens, None)
+        return PlannedBytes(attention.device + linear.device, attention.host + linear.host)
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self.attention.planned_bits(shape)
 
     @property
     def keys(self) -> Any:

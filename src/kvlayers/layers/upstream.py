@@ -11,7 +11,10 @@ from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerE
 from kvlayers.layers import upstream_calls
 from kvlayers.layers.batch_indices import repeated_rows
 from kvlayers.layers.contract import LayerState
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.buffer import nbytes_of
+from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import Fact
 from kvlayers.upstream import compat
 from kvlayers.utils.tensor_memory import storages_of
@@ -125,6 +128,39 @@ class TransformersLayer:
         """The most tokens that the layer can hold, `None` where there is no such number."""
         most = upstream_calls.max_length(self.layer)
         return None if most < 0 else most
+
+    @property
+    def sized_for(self) -> int | None:
+        """The number of tokens that the layer reserves, `None` if it makes room as tokens come."""
+        return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the layer does to the states that the model attends to."""
+        return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
+
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        """See `LayerOperations.planned_nbytes`. Counters are not included.
+
+        Raises:
+            UnsupportedLayerError: it is not known how much memory a layer of this class takes.
+        """
+        if isinstance(self.layer, compat.DUMMY_LAYER):
+            return PlannedBytes()
+        if isinstance(self.layer, compat.INDEXED_LAYER):
+            held = tokens
+        elif isinstance(self.layer, compat.STATIC_INDEXED_LAYER):
+            held = self.layer.max_cache_len if sized_for is None else sized_for
+        else:
+            raise UnsupportedLayerError(
+                f"The memory of transformers' `{type(self.layer).__name__}` cannot be planned: make the cache, run the "
+                "model, and ask the cache for `nbytes`."
+            )
+        return PlannedBytes(sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held))
+
+    def planned_bits(self, shape: LayerShape) -> float:
+        """See `LayerOperations.planned_bits`."""
+        return 8.0 * shape.dtype.itemsize
 
     @property
     def batch_size(self) -> int | None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.errors import KVLayersError
-from kvlayers.planning.planned_kind import EXACT
 from kvlayers.tools.cli.dtypes import Dtype
 from kvlayers.tools.cli.exit_codes import NOT_WELL, one_line_errors
 from kvlayers.tools.cli.output import print_json, quiet_libraries
@@ -76,7 +75,7 @@ def run_demo(
                 "second_turn": None if turns is None else dict(zip(LIBRARIES, turns, strict=True)),
             }
         )
-    exact = [row for row in rows if row.contender.library == KVLAYERS and states_in(row.contender) == EXACT]
+    exact = [row for row in rows if row.contender.library == KVLAYERS and states_in(row.contender) == "exact"]
     if is_other or not all(row.failure is None and row.same_tokens for row in exact):
         raise typer.Exit(NOT_WELL)
 

@@ -9,7 +9,8 @@ import transformers
 
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.generation.registry import make_cache
-from kvlayers.planning.planned_kind import EXACT, ROUNDED, fidelity_of
+from kvlayers.planning.cache_bytes import fidelity_of
+from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_types import config_of
@@ -72,12 +73,12 @@ def exact_names(config: Any) -> list[str]:
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]
 
 
-def states_in(rival: Contender) -> str:
-    """What a cache does to states: "exact", "rounded" or "evicting".
+def states_in(rival: Contender) -> Fidelity:
+    """What a cache does to the states that the model attends to.
 
     Raises:
         KVLayersError: there is no such cache for the model.
     """
     if rival.library == TRANSFORMERS:
-        return ROUNDED if rival.cache in TRANSFORMERS_QUANTIZED else EXACT
+        return "rounded" if rival.cache in TRANSFORMERS_QUANTIZED else "exact"
     return fidelity_of(rival.make())

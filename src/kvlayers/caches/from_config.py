@@ -245,8 +245,3 @@ def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
 def held_layer(layer: Any) -> Any:
     """The layer itself, without what moves it between devices."""
     return layer.layer if isinstance(layer, OffloadedLayer) else layer
-
-
-def keeps_every_token(layer: Any) -> bool:
-    """Whether a layer of a cache can be put back to any number of tokens, whatever it has seen since."""
-    return isinstance(held_layer(layer), (DynamicLayer, *compat.DUMMY_LAYER))

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StateMismatchError
 from kvlayers.layers.operations import LayerOperations, LayerState, crop_target, unbounded_as_minus_one, whole_number
 from kvlayers.stores.buffer import StateForm, form_of
 
@@ -48,22 +48,17 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def length(self) -> int:
         """Tokens seen and not rolled back."""
 
-    def count(self, tokens: int) -> None:
-        """Count tokens that an operator takes in, while compiled code that calls it is traced.
-
-        When that code runs, the operator counts them itself, and to the same number.
-        """
-        raise UnsupportedLayerError(
-            f"expected a layer that compiled code calls by an operator, but saw a {type(self).__name__}: give it a "
-            "count of its own, as its is_opaque is true."
-        )
-
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length of what the next `update` of `query_length` tokens returns, and the position of its first token.
 
         That update must follow: a layer may move or take memory for it, and remembers what it has said.
         """
+
+    @property
+    @override
+    def held_tokens(self) -> int | None:
+        return self.length
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -98,6 +93,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     # What follows is how transformers and older code ask for the above.
 
     @property
+    @override
     def is_initialized(self) -> bool:
         """Whether the form of the states is known. Setting it to false is a `reset`."""
         return self.batch_size is not None
@@ -125,6 +121,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
         """Prepare for states like these, whose tokens are not taken in. Values are like keys where not given."""
         self.reserve_form(form_of(key_states), form_of(key_states if value_states is None else value_states))
 
+    @override
     def get_seq_length(self) -> int:
         """As `length`."""
         return self.length

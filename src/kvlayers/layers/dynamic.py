@@ -1,6 +1,7 @@
 """A layer that keeps every token."""
 
 from collections.abc import Mapping
+from typing import cast
 
 from torch import Tensor
 from typing_extensions import override
@@ -20,6 +21,8 @@ class DynamicLayer(TokenLayer):
         store: how the tokens are held, a `DenseStore` where not given.
     """
 
+    keeps_every_token = True
+
     @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
         if length_hint is not None:
@@ -34,10 +37,15 @@ class DynamicLayer(TokenLayer):
         store.validate(key_states, value_states)
         return store.extend(key_states, value_states)
 
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self._store.holds_tokens_apart
+
     @override
     def expand(self, repeats: int) -> None:
-        if isinstance(self._store, DenseStore) and self._store.length:
-            self._store = SharedStore(self._store.fork(), repeats)
+        if self._store.shares_prefixes and self._store.length:
+            self._store = SharedStore(cast("DenseStore", self._store.fork()), repeats)
         else:
             super().expand(repeats)
 

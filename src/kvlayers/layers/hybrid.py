@@ -9,7 +9,8 @@ from typing_extensions import Self, override
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from kvlayers.layers.linear.layer import LinearAttentionLayer
-from kvlayers.layers.linear.states import LinearStates
+from kvlayers.layers.operations import LayerOperations
+from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fact
 from kvlayers.upstream import compat
@@ -155,10 +156,13 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         """Convolution states that the model's layer has."""
         return self.linear.number_of_states
 
-    @property
-    def held(self) -> LinearStates:
-        """As those of the recurrent layer."""
-        return self.linear.held
+    def conv_state(self, state_idx: int) -> Tensor | None:
+        """See `LinearAttentionLayer.conv_state`."""
+        return self.linear.conv_state(state_idx)
+
+    def recurrent_state(self, state_idx: int) -> Tensor | None:
+        """See `LinearAttentionLayer.recurrent_state`."""
+        return self.linear.recurrent_state(state_idx)
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
@@ -209,6 +213,39 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             self.deactivate_past_recording()
 
     # Both
+
+    @property
+    @override
+    def parts(self) -> tuple[LayerOperations, ...]:
+        return self.attention, self.linear
+
+    @override
+    def travel_by(self, prefetcher: Prefetcher) -> None:
+        self.attention.travel_by(prefetcher)
+
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.attention.note_left_padding(padding)
+
+    @property
+    @override
+    def held_tokens(self) -> int | None:
+        return self.attention.held_tokens
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.attention.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.attention.attention_paths
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.attention.can_be_stacked and self.linear.can_be_stacked
 
     @property
     @override

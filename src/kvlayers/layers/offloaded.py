@@ -1,7 +1,7 @@
 """A layer whose states are held elsewhere between updates."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Mover
-from kvlayers.stores.unmatched import UnmatchedHalves
 
 
 class OffloadedLayer(CacheLayer):
@@ -97,7 +96,7 @@ class OffloadedLayer(CacheLayer):
     def _read_counts(self) -> None:
         """Take the counts of the layer within. It has no counts between the assignments of keys and of values."""
         layer = self.layer
-        if not isinstance(layer.store, UnmatchedHalves):
+        if layer.store.is_complete:
             self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
 
     @override
@@ -220,8 +219,8 @@ class OffloadedLayer(CacheLayer):
         twin._leave_if_there_is_room()
         return twin
 
+    @override
     def travel_by(self, prefetcher: Prefetcher) -> None:
-        """Be brought and sent back by another prefetcher from now on, as the layer of another cache."""
         self.prefetcher.settle(self)
         self.prefetcher.forget(self)
         self.prefetcher = prefetcher
@@ -259,7 +258,48 @@ class OffloadedLayer(CacheLayer):
         with self._at_home() as layer:
             layer.recount(length)
 
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.layer.note_left_padding(padding)
+
     # What the layer within says
+
+    @property
+    @override
+    def unwrapped(self) -> TokenLayer:
+        return self.layer
+
+    @property
+    @override
+    def home(self) -> str:
+        if not self.prefetcher.travels(self.device):
+            return "device"
+        return "disk" if self.prefetcher.memory.holds_host_states else "host"
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return self.layer.held_tokens
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.layer.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.layer.attention_paths
+
+    @property
+    def keeps_every_token(self) -> bool:  # type: ignore[override]
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return self.layer.keeps_every_token
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.layer.can_be_stacked
 
     def __getattr__(self, name: str) -> Any:
         """What this kind of layer has besides, such as a window or a reservation."""

@@ -2,15 +2,19 @@
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, repeated_rows
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fact
+from kvlayers.stores.static import StaticStore
 from kvlayers.utils.tensor_memory import storages_of
 
 
@@ -44,6 +48,9 @@ class LayerOperations(ABC):
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass every token's states to it, rather than write to the states themselves.
         is_opaque: whether compiled code calls its `update` as an operator, rather than be traced through it.
+        is_upstream: whether it is one of transformers' layers, behind an adapter.
+        keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
+        counts_columns: whether it counts its tokens by the columns that its convolutions are given.
     """
 
     is_compileable = False
@@ -55,6 +62,28 @@ class LayerOperations(ABC):
     has_other_states = False
     record_past: bool = False
     is_opaque = False
+    is_upstream = False
+    keeps_every_token = False
+    counts_columns = False
+
+    # What the layer consists of
+
+    @property
+    def original(self) -> Any:
+        """The layer as it stands in `cache.layers`: itself, or transformers' layer for the adapter of one."""
+        return self
+
+    @property
+    def parts(self) -> "tuple[LayerOperations, ...]":
+        """The layer itself; for one that attends and has recurrent states, its attention layer and its recurrent one."""
+        return (self,)
+
+    @property
+    def unwrapped(self) -> "LayerOperations":
+        """The layer without a wrapper that moves its states between devices."""
+        return self
+
+    # What it holds
 
     @property
     @abstractmethod
@@ -70,6 +99,41 @@ class LayerOperations(ABC):
     @abstractmethod
     def batch_size(self) -> int | None:
         """Sequences side by side, `None` before the first states."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the form of the states is known."""
+        return self.batch_size is not None
+
+    @property
+    def held_tokens(self) -> int | None:
+        """Tokens of which keys and values are held, `None` for a layer that does not attend."""
+        return None
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def attention_paths(self) -> Mapping[str, int]:
+        """How often attention on its states was computed in which way; empty in full precision."""
+        return {}
+
+    @property
+    def reserved(self) -> StaticStore | None:
+        """The memory that was reserved at one address, `None` for a layer that takes memory as it needs it."""
+        return None
+
+    @property
+    def home(self) -> str:
+        """Where the states are between updates: "device", "host" or "disk"."""
+        return "device"
+
+    @property
+    def can_be_stacked(self) -> bool:
+        """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
+        return False
 
     @property
     def is_recording(self) -> bool:
@@ -157,6 +221,61 @@ class LayerOperations(ABC):
         """
         return
 
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CacheLayer.update`. A layer that does not attend refuses keys and values.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+        raise self._does_not_attend()
+
+    def update_with_kwargs(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """As `update`. Only transformers' layers before 5.4 read what models pass besides, such as `cache_position`."""
+        return self.update(key_states, value_states)
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See `CacheLayer.mask_sizes`.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+        raise self._does_not_attend()
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
+
+        When that code runs, the operator counts the tokens itself, and arrives at the same number.
+
+        Raises:
+            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
+        """
+        raise UnsupportedLayerError(
+            f"expected a layer that compiled code calls by an operator, but saw a {type(self).__name__}: give it a "
+            "count of its own, as its is_opaque is true."
+        )
+
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        """See `CacheLayer.reserve_form`.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+        raise self._does_not_attend()
+
+    def _does_not_attend(self) -> UnsupportedLayerError:
+        return UnsupportedLayerError(
+            f"expected a layer that attends, but this one is a {type(self.original).__name__}: the cache was made for "
+            "another model, so make one from the config of the model that uses it."
+        )
+
+    def travel_by(self, prefetcher: Prefetcher) -> None:  # noqa: B027 - most layers do not move
+        """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
+
+    def note_left_padding(self, padding: Tensor | None) -> None:  # noqa: B027 - most layers leave it to the mask
+        """Learn how many tokens of padding come before each sequence, int64 `[batch]`, before the first tokens."""
+
     def activate_past_recording(self) -> None:
         """Keep what a later `truncate` may need. Nothing to do for a layer that drops no tokens of its own accord."""
         return
@@ -176,6 +295,20 @@ class LayerOperations(ABC):
             self.truncate(self.length - tokens)
 
     # What follows is how transformers and older code ask for the above.
+
+    def get_seq_length(self) -> int:
+        """As `length`.
+
+        Raises:
+            UnsupportedLayerError: the layer does not know.
+        """
+        length = self.length
+        if length is None:
+            raise UnsupportedLayerError(
+                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
+                "many it has seen: ask an attention layer, if the model has one."
+            )
+        return length
 
     def get_max_length(self) -> int:
         """As `capacity`, with -1 for no maximum."""

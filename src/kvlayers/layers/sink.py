@@ -152,6 +152,10 @@ class SinkLayer(TokenLayer):
         self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
 
     @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.left_padding = padding
+
+    @override
     def _handed_out(self, side: Side) -> Tensor | None:
         # Copies: the layer does not hold what the next token attends to, but the sinks as they came, and the window.
         keys, values = self.peek()

@@ -96,6 +96,11 @@ class SlidingLayer(TokenLayer):
 
     @property
     @override
+    def can_be_stacked(self) -> bool:
+        return self._store.holds_tokens_apart
+
+    @property
+    @override
     def length(self) -> int:
         return self._seen
 

@@ -1,5 +1,7 @@
 """A layer that keeps every token, up to a fixed number."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
@@ -87,6 +89,7 @@ class StaticLayer(DynamicLayer):
         self.truncate(length)
 
     @property
+    @override
     def reserved(self) -> StaticStore:
         """The memory, and what attention reads of it."""
         return self._store
@@ -141,10 +144,10 @@ class StaticLayer(DynamicLayer):
         """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
-    def covers(self, other: object, batch_size: int | None) -> bool:
+    def covers(self, other: Any, batch_size: int | None) -> bool:
         """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
         return (
-            isinstance(other, StaticLayer)
+            type(self) is type(other)
             and self.max_cache_len >= other.max_cache_len
             and self._store.covers(other._store, batch_size)
         )

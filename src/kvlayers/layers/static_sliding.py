@@ -1,6 +1,7 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,7 @@ class StaticSlidingLayer(SlidingLayer):
         return most if self._seen >= most else self._seen
 
     @property
+    @override
     def reserved(self) -> StaticStore:
         """The memory, and what attention reads of it."""
         return self._store
@@ -192,10 +194,10 @@ class StaticSlidingLayer(SlidingLayer):
             )
         return super().assignable(states)
 
-    def covers(self, other: object, batch_size: int | None) -> bool:
+    def covers(self, other: Any, batch_size: int | None) -> bool:
         """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
         return (
-            isinstance(other, StaticSlidingLayer)
+            type(self) is type(other)
             and self.sliding_window == other.sliding_window
             and self._expected >= other._expected
             and (self.token_limit is None) == (other.token_limit is None)

@@ -1,6 +1,6 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -29,9 +29,19 @@ class TokenLayer(CacheLayer):
         return self._store
 
     @property
+    @override
     def held_tokens(self) -> int:
-        """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
         return self._store.length
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self._store.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self._store.attention_paths
 
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
@@ -68,12 +78,7 @@ class TokenLayer(CacheLayer):
         self._assign(states, "values")
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        store = self._store
-        if isinstance(store, UnmatchedHalves):
-            return store.keys if side == "keys" else store.values
-        if store.key_form is None:
-            return None
-        keys, values = store.hand_out()
+        keys, values = self._store.visible_states()
         return keys if side == "keys" else values
 
     @override
@@ -89,8 +94,7 @@ class TokenLayer(CacheLayer):
             )
         before = self._store
         keys, values = self.keys, self.values
-        if isinstance(before, UnmatchedHalves):
-            self._store = before.store
+        self._store = before.complete
         try:
             states = self.assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
@@ -172,8 +176,7 @@ class TokenLayer(CacheLayer):
 
     @override
     def reset(self) -> None:
-        if isinstance(self._store, UnmatchedHalves):
-            self._store = self._store.store
+        self._store = self._store.complete
         self._store.clear()
 
     @override

@@ -36,6 +36,8 @@ class ContiguousStore(TokenStore):
     program.
     """
 
+    holds_tokens_apart = True
+
     def __init__(self, limit: int | None = None, front_room: int = 0) -> None:
         self.limit = limit
         self.front_room = front_room

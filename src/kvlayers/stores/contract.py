@@ -1,7 +1,7 @@
 """How tokens are held: the contract of a store."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 from typing_extensions import Self
@@ -31,10 +31,32 @@ class TokenStore(ABC):
     is_opaque = False
     """Whether compiled code calls the layer that has the store by an operator, rather than be traced through it."""
 
+    holds_tokens_apart = False
+    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
+    shares_prefixes = False
+    """Whether a `SharedStore` can hold the tokens once for several sequences that go on from them."""
+    is_complete = True
+    """Whether keys and values are of the same tokens. False only between the assignment of keys and that of values."""
+
     @property
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def attention_paths(self) -> Mapping[str, int]:
+        """How often attention on these states was computed in which way; empty in full precision."""
+        return {}
+
+    @property
+    def complete(self) -> Self:
+        """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
+        return self
 
     def count(self, tokens: int) -> None:
         """See `CacheLayer.count`. Only for a store that is opaque."""
@@ -116,6 +138,10 @@ class TokenStore(ABC):
         program by their identity.) What `newest` returns is for reading before the store changes.
         """
         return self.newest(self.length)
+
+    def visible_states(self) -> tuple[Tensor | None, Tensor | None]:
+        """As `hand_out`, or `None` twice before the first states."""
+        return (None, None) if self.key_form is None else self.hand_out()
 
     @abstractmethod
     def drop_oldest(self, count: int) -> None:

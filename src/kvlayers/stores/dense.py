@@ -23,6 +23,8 @@ class DenseStore(ContiguousStore):
         front_room: slots that are left free before the tokens; see `ContiguousStore`.
     """
 
+    shares_prefixes = True
+
     def __init__(
         self,
         length_hint: int | None = None,

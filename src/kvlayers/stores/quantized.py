@@ -1,6 +1,6 @@
 """Tokens in packed codes, but for the oldest and the newest few."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,16 @@ class QuantizedStore(TokenStore):
 
     def _recount(self) -> None:
         self._length = self._old_tokens + self._recent.length
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.quantization.keys.nbits, self.quantization.values.nbits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.ways.counts
 
     @property
     @override

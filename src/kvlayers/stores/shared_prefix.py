@@ -1,6 +1,6 @@
 """Tokens that several sequences have in common, held once, and behind them those that each has of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class SharedStore(TokenStore):
         StateMismatchError: there is no token to share.
     """
 
+    holds_tokens_apart = True
+
     def __init__(self, prefix: DenseStore, repeats: int) -> None:
         key_form, value_form = prefix.key_form, prefix.value_form
         if key_form is None or value_form is None or not prefix.length:
@@ -57,6 +59,11 @@ class SharedStore(TokenStore):
     @override
     def length(self) -> int:
         return self._shared_tokens + self._own.length
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.ways.counts
 
     @property
     @override

@@ -21,10 +21,22 @@ class UnmatchedHalves:
         values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
     """
 
+    is_complete = False
+    holds_tokens_apart = False
+
     def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
         self.store = store
         self.keys = keys
         self.values = values
+
+    @property
+    def complete(self) -> TokenStore:
+        """The store that held tokens before."""
+        return self.store
+
+    def visible_states(self) -> tuple[Tensor, Tensor]:
+        """The keys and values, which do not match."""
+        return self.keys, self.values
 
     @property
     def key_form(self) -> StateForm | None:

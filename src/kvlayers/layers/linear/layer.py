@@ -59,6 +59,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     supports_early_init = False
     attends = False
     is_recurrent = True
+    counts_columns = True
     capacity: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -82,10 +83,13 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         """When checkpoints are taken, and how many are kept."""
         return self._past.checkpoints
 
-    @property
-    def held(self) -> LinearStates:
-        """The states themselves."""
-        return self._states
+    def conv_state(self, state_idx: int) -> Tensor | None:
+        """The convolution state itself, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
+        return self._states.conv[state_idx]
+
+    def recurrent_state(self, state_idx: int) -> Tensor | None:
+        """The recurrent state itself, which begins with the batch, `None` before the first tokens."""
+        return self._states.recurrent[state_idx]
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
@@ -239,17 +243,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             self._past.note_recurrent(state_idx, held, alone)
         return held
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
-        """Refuse keys and values: the model attends where its config says that it does not.
-
-        Raises:
-            UnsupportedLayerError: always.
-        """
-        raise UnsupportedLayerError(
-            f"expected a layer that attends, but this one is a {type(self).__name__}: the cache was made for another "
-            "model, so make one from the config of the model that uses it."
-        )
-
     def _refuse_chunk(self, columns: int) -> NoReturn:
         raise UnsupportedLayerError(
             f"expected at most {self.tokens_at_once} token at once behind those that were seen, as this model's scan "
@@ -383,20 +376,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     def length(self) -> int | None:
         """Tokens seen and not rolled back, `None` where the model does not pass one column a token."""
         return self._count.length
-
-    def get_seq_length(self) -> int:
-        """As `length`.
-
-        Raises:
-            UnsupportedLayerError: the layer does not know.
-        """
-        length = self.length
-        if length is None:
-            raise UnsupportedLayerError(
-                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
-                "many it has seen: ask an attention layer, where the model has one."
-            )
-        return length
 
     @property
     @override

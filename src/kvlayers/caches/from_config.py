@@ -1,7 +1,7 @@
 """From what a model config says to the layers of a cache: the one table."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvlayers.errors import ConfigError, UnsupportedLayerError
@@ -11,11 +11,12 @@ from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.sink_config import SinkConfig
+from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
 from kvlayers.layers.static import StaticLayer
 from kvlayers.layers.static_sliding import StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.layers.upstream import adapted
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
@@ -23,6 +24,7 @@ from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
 from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.static import StaticStore
 from kvlayers.upstream import compat, model_types
 from kvlayers.upstream.compat import LayerSpec
 
@@ -116,61 +118,66 @@ def _layers(
     ]
 
 
-def attention_part(layer: Any) -> Any:
-    """The layer that attends within a hybrid one; else the layer itself."""
-    return layer.attention if isinstance(layer, HybridLayer) else layer
+def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:
+    """A layer of a cache: wrapped so that its states are held elsewhere, if the cache offloads and that is worth it.
+
+    Recurrent states are small, and stay on the device.
+
+    Args:
+        layer: a layer of kvlayers or of transformers.
+        prefetcher: the prefetcher of the cache, `None` if it does not offload.
+        only_non_sliding: leave layers that attend within a window on the device.
+
+    Raises:
+        OptionError: it is no layer.
+        UnsupportedLayerError: it attends, and its states cannot be moved.
+    """
+    known = adapted(layer)
+    if prefetcher is None:
+        return layer
+    attention, *recurrent = known.parts
+    if isinstance(attention, TokenLayer):
+        stays = only_non_sliding and attention.is_sliding
+        wrapped: Any = attention if stays else OffloadedLayer(attention, prefetcher)
+        return HybridLayer(wrapped, recurrent[0]) if recurrent else wrapped
+    if attention.attends:
+        raise UnsupportedLayerError(
+            f"expected layers that can be offloaded, but a {type(attention.original).__name__} holds tokens in a way "
+            "of its own: leave out offloading."
+        )
+    return layer
 
 
-def recurrent_part(layer: Any) -> LinearAttentionLayer | None:
-    """The layer of ours that has the recurrent states of a layer, where there is one."""
-    part = layer.linear if isinstance(layer, HybridLayer) else layer
-    return part if isinstance(part, LinearAttentionLayer) else None
+def share_readings(layers: Iterable[Any]) -> None:
+    """Let the static layers of a cache agree on what attention reads, so that one mask serves all layers of a kind.
 
-
-def fixed_layers(layers: Iterable[Any]) -> list[StaticLayer | StaticSlidingLayer]:
-    """Those of the layers that attend over a fixed reservation, hybrid ones included."""
-    return [layer for layer in map(attention_part, layers) if isinstance(layer, StaticLayer | StaticSlidingLayer)]
-
-
-def share_readings(layers: Sequence[Any]) -> None:
-    """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
-    attending = [attention_part(layer) for layer in layers]
-    held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in attending]
-    fixed = fixed_layers(held)
+    Args:
+        layers: all layers of the cache.
+    """
+    attending = [adapted(layer).parts[0] for layer in layers]
+    reserved = [(layer.unwrapped, layer.unwrapped.reserved) for layer in attending]
+    fixed = [(layer, store) for layer, store in reserved if store is not None]
     if not fixed:
         return
-    mode = fixed[0].reserved.reading.mode
-    mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
-    # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
+    mode = fixed[0][1].reading.mode
+    mode.recording = any(layer.record_past for layer, _ in fixed)
+    # One mask cannot be of a bucket for one layer and of the tokens that are there for another. If layers of a kind
+    # differ, all masks are of the tokens that are there.
     mode.mixed = (
-        any(isinstance(layer, OffloadedLayer) for layer in attending)
-        or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in attending)
-        or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
+        any(layer.unwrapped is not layer for layer in attending)
+        or any(layer.attends and store is None and not layer.is_upstream for layer, store in reserved)
+        or len({layer.capacity for layer, _ in fixed if not layer.is_sliding}) > 1
     )
-    readings: dict[object, MaskExtent] = {}
-    for layer in fixed:
-        kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
-        store = layer.reserved
-        store.reading = readings.setdefault(kind, store.reading)
+    extents: dict[object, MaskExtent] = {}
+    for layer, store in fixed:
+        store.reading = extents.setdefault(layer.sliding_window, store.reading)
         store.reading.mode = mode
 
 
-def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
-    """A layer, its states at home elsewhere where that is worth it; recurrent states are small, and stay.
-
-    Raises:
-        UnsupportedLayerError: it holds tokens in a way of its own, which cannot be moved.
-    """
-    if isinstance(layer, HybridLayer):
-        return HybridLayer(offloaded(layer.attention, prefetcher, only_non_sliding), layer.linear)
-    if isinstance(layer, TokenLayer):
-        return layer if only_non_sliding and layer.is_sliding else OffloadedLayer(layer, prefetcher)
-    if isinstance(layer, compat.ATTENTION_LAYER):
-        raise UnsupportedLayerError(
-            f"expected layers that can be offloaded, but a {type(layer).__name__} holds tokens in a way of its own: "
-            "leave out offloading."
-        )
-    return layer
+def fixed_stores(layers: Iterable[Any]) -> list[StaticStore]:
+    """The reservations of the layers that have one on the device that computes, hybrid layers included."""
+    stores = (adapted(layer).parts[0].reserved for layer in layers)
+    return [store for store in stores if store is not None]
 
 
 def quantized_layers(
@@ -220,14 +227,14 @@ def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = Non
         if not _attends_beyond(spec, sinking.window_length):
             continue
         forgetful = False
-        if isinstance(layers[index], compat.LINEAR_LAYER) and recurrent_part(layers[index]) is None:
+        layer = adapted(layers[index])
+        if layer.is_recurrent and layer.is_upstream:
             raise ConfigError(
                 f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
                 f"{type(layers[index]).__name__}: use a DynamicCache, or a newer transformers."
             )
-        attention = sinking.layer(rotary if turns is None else turns[index])
-        linear = recurrent_part(layers[index])
-        layers[index] = attention if linear is None else HybridLayer(attention, linear)
+        sinks = sinking.layer(rotary if turns is None else turns[index])
+        layers[index] = HybridLayer(sinks, layers[index].linear) if layer.is_recurrent else sinks
     if forgetful:
         raise ConfigError(
             f"expected a layer that attends to more than {sinking.window_length} tokens, but saw "
@@ -240,13 +247,3 @@ def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = Non
 def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
     kind = HYBRID.get(spec.layer_type, spec.layer_type)
     return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)
-
-
-def held_layer(layer: Any) -> Any:
-    """The layer itself, without what moves it between devices."""
-    return layer.layer if isinstance(layer, OffloadedLayer) else layer
-
-
-def keeps_every_token(layer: Any) -> bool:
-    """Whether a layer of a cache can be put back to any number of tokens, whatever it has seen since."""
-    return isinstance(held_layer(layer), (DynamicLayer, *compat.DUMMY_LAYER))

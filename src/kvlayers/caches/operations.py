@@ -1,8 +1,9 @@
 """What is done to every layer of a cache at once: all of them, or none."""
 
 import copy
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -12,9 +13,10 @@ from typing_extensions import Self
 from kvlayers.caches.from_config import share_readings
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from kvlayers.layers.contract import crop_target, whole_number
+from kvlayers.layers.upstream import adapted, adapted_anew
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
@@ -33,14 +35,6 @@ class CacheState:
     parts: tuple["CacheState", ...] = ()
 
 
-Operable = LayerOperations | TransformersLayer
-"""A layer with the operations of ours."""
-
-
-def _operable(layer: Any) -> Operable:
-    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
-
-
 class LayerwiseOperations(ABC):
     """The part of a cache's interface that changes, copies or measures all of its layers.
 
@@ -53,6 +47,10 @@ class LayerwiseOperations(ABC):
     `install()` they are those of prompts, and of sequences that `generate()` has returned. Forks share the tensor."""
     warned_of_prompt: bool = False
     """Whether a `PromptMismatchWarning` was given, which comes once."""
+    _adapted: Sequence[LayerOperations] = ()
+    """Each layer, or its adapter if it is one of transformers' layers, as of the last time that somebody asked."""
+    _grows = False
+    """Whether reservations of transformers' layers are made larger when they are too small."""
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:
@@ -67,10 +65,30 @@ class LayerwiseOperations(ABC):
     def forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, as all layers have changed."""
 
-    def adapted_layers(self) -> Iterator[Operable]:
-        """The layers, those of transformers behind an adapter that gives them the operations of ours."""
-        for layer in self.layers:
-            yield _operable(layer)
+    def adapted_layers(self) -> Sequence[LayerOperations]:
+        """The layers with the operations of kvlayers' layers: each layer itself, or its adapter.
+
+        `layers` is a plain list that anybody may change, and shows transformers' layers themselves. Their adapters
+        stand beside it, are made once, and are found by the identity of the layer.
+        """
+        known = self._adapted
+        if len(known) != len(self.layers) or not all(map(operator.is_, known, self.layers)):
+            self._adapted = known = adapted_anew(self.layers, known, self._grows)
+        return known
+
+    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+        """As `adapted_layers()[layer_idx]`, without a look at the other layers."""
+        layer = self.layers[layer_idx]
+        if layer_idx < len(self._adapted):
+            known = self._adapted[layer_idx]
+            if known is layer or known.original is layer:
+                return known
+        return self.adapted_layers()[layer_idx]
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return all(layer.keeps_every_token for layer in self.adapted_layers())
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly: a positive number is the length to keep, zero or a negative one removes newest tokens.
@@ -122,19 +140,19 @@ class LayerwiseOperations(ABC):
             raise RollbackError(
                 f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
             )
-        counting = [layer for layer in self.adapted_layers() if isinstance(layer, LayerOperations) and layer.length]
+        counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
         while True:
             nearest = min((layer.nearest_restorable(length) for layer in counting), default=length)
             if nearest == length:
                 return length
             length = nearest
 
-    def _removals(self, length: int) -> list[tuple[Operable, int]]:
+    def _removals(self, length: int) -> list[tuple[LayerOperations, int]]:
         """By how many tokens each layer must go back. A pass that broke off leaves some layers ahead of others."""
         held = self._token_count()
         return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
 
-    def _remove(self, removals: list[tuple[Operable, int]]) -> None:
+    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
         held = self._token_count()
         for layer, tokens in removals:
             if 0 < tokens < held and layer.is_recurrent and not layer.attends and layer.length == 0:
@@ -283,8 +301,9 @@ class LayerwiseOperations(ABC):
 
     def _fork(self) -> Self:
         twin = copy.copy(self)
-        twin.layers = [layer.fork() for layer in self.adapted_layers()]
-        share_readings(twin.layers)
+        twin._adapted = [layer.fork() for layer in self.adapted_layers()]
+        twin.layers = [layer.original for layer in twin._adapted]
+        share_readings(twin._adapted)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -318,7 +337,8 @@ class LayerwiseOperations(ABC):
                 f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
                 "cache that was made for the same model config."
             )
-        pairs = [(_operable(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
+        # Adapters that are made here are made again for the layers that the cache gets.
+        pairs = [(adapted(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}

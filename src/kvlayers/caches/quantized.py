@@ -196,14 +196,11 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        cross = QuantizedCache.__new__(QuantizedCache)
-        cross.quantization = self.quantization
-        Cache.__init__(cross, *bare_layers(self.quantization), **self.offloading_options())
-        return cross
+        return QuantizedCache(**self.quantization.facts(), **self.offloading_options())
 
     @property
     def is_compileable(self) -> bool:
-        """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
+        """False: shapes change at every token, and transformers does not compile around such a cache."""
         return False
 
 
@@ -214,49 +211,3 @@ def bare_layers(
     if quantization.count is None:
         return None, functools.partial(quantized_layer, quantization.of_layer(0), length_hint)
     return [quantized_layer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
-
-
-class _CacheOfOneBackend(QuantizedCache):
-    """A `QuantizedCache` whose backend is known by its class, with the signatures of transformers 4 and 5."""
-
-    _backend: str
-
-    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
-        if isinstance(config, Mapping):
-            config, cache_config = None, config
-        given = {} if cache_config is None else cache_config
-        if not isinstance(given, Mapping):
-            raise OptionError(
-                f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
-            )
-        asked = str(given.get("backend", self._backend)).lower()
-        if asked != self._backend:
-            raise OptionError(
-                f"expected a cache_config for {self._backend}, but saw one for {asked}: use "
-                f"QuantizedCache('{asked}', ...)."
-            )
-        super().__init__(**{**given, **options, "backend": self._backend, "config": config})
-
-
-class QuantoQuantizedCache(_CacheOfOneBackend):
-    """A `QuantizedCache` of the quanto backend, as transformers 4 called it.
-
-    Args:
-        config: config of the model, or the `cache_config` of transformers 4 in its place.
-        cache_config: options, a `QuantizedCacheConfig` or another mapping.
-        options: as for `QuantizedCache`.
-    """
-
-    _backend = "quanto"
-
-
-class HQQQuantizedCache(_CacheOfOneBackend):
-    """A `QuantizedCache` of the hqq backend, as transformers 4 called it.
-
-    Args:
-        config: config of the model, or the `cache_config` of transformers 4 in its place.
-        cache_config: options, a `QuantizedCacheConfig` or another mapping.
-        options: as for `QuantizedCache`.
-    """
-
-    _backend = "hqq"

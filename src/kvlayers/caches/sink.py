@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, sink_layers
+from kvlayers.caches.from_config import sink_layers
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from kvlayers.layers import OffloadedLayer, SinkLayer, TokenLayer
-from kvlayers.layers.sink import check_sinks, padding_of
-from kvlayers.layers.sink_config import SinkConfig
+from kvlayers.layers import LayerOperations, SinkLayer
+from kvlayers.layers.sink import SinkConfig, check_sinks, padding_of
+from kvlayers.layers.upstream import adapted
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.quantization import Quantization
 from kvlayers.upstream.model_types import config_of
@@ -123,10 +123,10 @@ class SinkCache(Cache):
         except Exception:
             self._padding = before
             raise
-        if _settings(layers) == _settings(self.layers):
-            # What it has reserved and records stays.
-            for layer in _sinks(self.layers):
-                layer.left_padding = padding
+        if _settings(map(adapted, layers)) == _settings(self.adapted_layers()):
+            # The memory stays reserved, and recording goes on.
+            for layer in self.adapted_layers():
+                layer.note_left_padding(padding)
             return
         is_recording = any(layer.is_recording for layer in self.adapted_layers())
         Cache.__init__(self, layers, None, **self.offloading_options())
@@ -172,19 +172,10 @@ def left_padding_of(attention_mask: Tensor) -> Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def _sinks(layers: Sequence[Any]) -> list[SinkLayer]:
-    return [part for part in map(_token_part, layers) if isinstance(part, SinkLayer)]
-
-
-def _token_part(layer: Any) -> Any:
-    part = attention_part(layer)
-    return part.layer if isinstance(part, OffloadedLayer) else part
-
-
-def _settings(layers: Sequence[Any]) -> list[Any]:
-    """What layers were made with, for as much as two caches can differ in it."""
-    parts = map(_token_part, layers)
-    return [(type(part), part.settings() if isinstance(part, TokenLayer) else None) for part in parts]
+def _settings(layers: Iterable[LayerOperations]) -> list[Any]:
+    """The settings of layers, as far as two caches for one model can differ in them."""
+    parts = [layer.parts[0].unwrapped for layer in layers]
+    return [(type(part.original), part.settings()) for part in parts]
 
 
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:

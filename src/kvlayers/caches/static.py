@@ -9,11 +9,11 @@ import transformers
 from typing_extensions import override
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import WINDOWED, Reservation, fixed_layers, static_layers
+from kvlayers.caches.from_config import Reservation, fixed_stores, static_layers
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.layers import Checkpoints, StaticLayer, StaticSlidingLayer
+from kvlayers.layers import Checkpoints, StaticLayer
 from kvlayers.stores import Buckets
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
@@ -109,12 +109,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reserved.reading.mode.compiled for layer in self._fixed_layers())
+        return any(store.reading.mode.compiled for store in fixed_stores(self.layers))
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
-        for layer in self._fixed_layers():
-            layer.reserved.reading.mode.compiled = compiled
+        for store in fixed_stores(self.layers):
+            store.reading.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without being compiled for it.
@@ -122,8 +122,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         Needed only between a compiled function that took in prompts of many different lengths and compiled steps, where
         no eager code of the cache runs between the two. `generate()` does it by itself.
         """
-        for layer in self._fixed_layers():
-            layer.reserved.settle()
+        for store in fixed_stores(self.layers):
+            store.settle()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
@@ -138,39 +138,3 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
         layers = [StaticLayer(**reservation.options()) for _ in self.layers]
         return Cache(layers=layers, **self.offloading_options())
-
-    def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:
-        return fixed_layers(self.layers)
-
-
-class HybridCache(StaticCache):
-    """A `StaticCache` by the name that models with some sliding and some full layers had for it.
-
-    Args: those of `StaticCache`.
-    """
-
-
-class HybridChunkedCache(StaticCache):
-    """A `StaticCache` by the name that models with some chunked and some full layers had for it.
-
-    Args: those of `StaticCache`.
-    """
-
-
-class SlidingWindowCache(StaticCache):
-    """A `StaticCache` for models that attend within a window.
-
-    Args: those of `StaticCache`, with the config of a model that has sliding or chunked attention.
-
-    Raises:
-        ConfigError: no layer of the model attends within a window.
-    """
-
-    @override
-    def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
-        if layer_types.isdisjoint(WINDOWED):
-            raise ConfigError(
-                f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
-                f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
-            )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import recurrent_part
 from kvlayers.errors import StateMismatchError
 from kvlayers.upstream import compat, model_types
 
@@ -16,8 +15,8 @@ LONG_AS_THE_TOKENS = ("attention_mask", "position_ids", "token_type_ids", "mm_to
 
 def at_once(cache: Any) -> int | None:
     """The most tokens that a model can take in at once behind those that a cache holds, `None` for any number."""
-    parts = map(recurrent_part, cache.layers if isinstance(cache, Cache) else ())
-    limits = [part.tokens_at_once for part in parts if part is not None and part.tokens_at_once is not None]
+    parts = cache.recurrent_parts() if isinstance(cache, Cache) else []
+    limits = [part.tokens_at_once for part in parts if part.tokens_at_once is not None]
     return min(limits, default=None)
 
 
@@ -85,7 +84,7 @@ def prefill_in_steps(model: Any, input_ids: Tensor, generation_config: Any, mode
     cache = model_kwargs.get(name)
     mask = model_kwargs.get("attention_mask")
     odd = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if not isinstance(cache, Cache) or odd or not any(recurrent_part(layer) is not None for layer in cache.layers):
+    if not isinstance(cache, Cache) or odd or not cache.recurrent_parts():
         return None
     limit, chunk, tokens = at_once(cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.get_seq_length()

@@ -35,7 +35,7 @@ from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import fixed_layers
+from kvlayers.caches.from_config import fixed_stores
 from kvlayers.caches.pytrees import register_export_support
 from kvlayers.caches.sink import SinkCache
 from kvlayers.errors import LegacyFormatError
@@ -433,8 +433,8 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reading_mode(cache: Any) -> MaskMode | None:
     """What the layers of the static cache that self-attention has agree on, if it has one with layers of kvlayers."""
     own = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
-    fixed = fixed_layers(own.layers) if isinstance(own, transformers.StaticCache) else []
-    return fixed[0].reserved.reading.mode if fixed else None
+    stores = fixed_stores(own.layers) if isinstance(own, transformers.StaticCache) else []
+    return stores[0].reading.mode if stores else None
 
 
 def _cache_for(

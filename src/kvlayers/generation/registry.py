@@ -12,14 +12,20 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from kvlayers.caches.aliases import (
+    HybridCache,
+    HybridChunkedCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    SlidingWindowCache,
+)
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.from_config import every_token_layers
-from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.sink import SinkCache, left_padding_of
-from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_device, checked_dtype

@@ -12,12 +12,20 @@ import transformers
 from torch import Tensor
 
 from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches.aliases import (
+    HQQQuantizedCache,
+    HybridCache,
+    HybridChunkedCache,
+    HybridMambaAttentionDynamicCache,
+    MambaCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    QuantoQuantizedCache,
+    SlidingWindowCache,
+)
 from kvlayers.caches.legacy_api import LegacySurface
-from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
-from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
-from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+from kvlayers.caches.quantized import QuantizedCacheConfig
 from kvlayers.caches.sink import SinkCache
-from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.errors import OptionError
 from kvlayers.generation.legacy_tuples import tuples_of, view_of
 from kvlayers.generation.presence import Presence

@@ -9,12 +9,10 @@ import transformers
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part
 from kvlayers.caches.seen_tokens import check_is_new
 from kvlayers.caches.sink import SinkCache, left_padding_of
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from kvlayers.layers import SlidingLayer
 from kvlayers.upstream import compat, model_types
 
 
@@ -83,9 +81,9 @@ def prepare(
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` where a layer holds fewer tokens than the model's layer attends to: that of another model."""
     windows = {
-        index: part.sliding_window
-        for index, part in enumerate(map(attention_part, cache.layers))
-        if isinstance(part, SlidingLayer)
+        index: layer.sliding_window
+        for index, layer in enumerate(cache.adapted_layers())
+        if layer.sliding_window is not None
     }
     if not windows:
         return

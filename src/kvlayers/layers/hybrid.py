@@ -52,6 +52,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         super().__init__()
         self.attention = attention
         self.linear = linear
+        self.sliding_window = attention.sliding_window
 
     # Attention
 

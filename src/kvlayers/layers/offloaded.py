@@ -55,6 +55,7 @@ class OffloadedLayer(CacheLayer):
             )
         super().__init__()
         self.layer = layer
+        self.sliding_window = layer.sliding_window
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
         self.edition = 0

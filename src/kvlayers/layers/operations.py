@@ -48,6 +48,7 @@ class LayerOperations(ABC):
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass every token's states to it, rather than write to the states themselves.
         is_opaque: whether compiled code calls its `update` as an operator, rather than be traced through it.
+        sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         is_upstream: whether it is one of transformers' layers, behind an adapter.
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
         counts_columns: whether it counts its tokens by the columns that its convolutions are given.
@@ -62,6 +63,7 @@ class LayerOperations(ABC):
     has_other_states = False
     record_past: bool = False
     is_opaque = False
+    sliding_window: int | None = None
     is_upstream = False
     keeps_every_token = False
     counts_columns = False
@@ -75,7 +77,7 @@ class LayerOperations(ABC):
 
     @property
     def parts(self) -> "tuple[LayerOperations, ...]":
-        """The layer itself; for one that attends and has recurrent states, its attention layer and its recurrent one."""
+        """The layer itself; for a hybrid layer, its attention layer and then its recurrent layer."""
         return (self,)
 
     @property
@@ -89,6 +91,11 @@ class LayerOperations(ABC):
     @abstractmethod
     def length(self) -> int | None:
         """Tokens seen and not rolled back, `None` where that cannot be known."""
+
+    @property
+    def length_on_host(self) -> int | None:
+        """As `length`, or `None` if the count stands on a device that would have to be waited for."""
+        return self.length
 
     @property
     @abstractmethod
@@ -196,6 +203,10 @@ class LayerOperations(ABC):
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
         return sum(storages_of(self.held_tensors()).values())
+
+    def settings(self) -> dict[str, Fact]:
+        """The arguments that the layer was made with, as far as its states depend on them."""
+        return {}
 
     @abstractmethod
     def state(self) -> LayerState:

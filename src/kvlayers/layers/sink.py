@@ -1,6 +1,7 @@
 """A layer that keeps the first few tokens and a window of the newest."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.contract import Fact, StatePair
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.utils.options import checks_options
 
 
@@ -310,6 +313,29 @@ class SinkLayer(TokenLayer):
         sinks = self._sinks.of_state(own)
         self._store.load_state(window.tensors)
         self._sinks, self._seen = sinks, seen_tokens(state)
+
+
+@dataclass(frozen=True, eq=False)
+class SinkConfig:
+    """How the layers of a `SinkCache` are made.
+
+    Attributes:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        quantization: how windows are held in packed codes, `None` for full precision.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`; `None` if there is no padding.
+    """
+
+    window_length: int
+    num_sink_tokens: int
+    quantization: Quantization | None = None
+    left_padding: Tensor | None = None
+
+    def layer(self, rotary: Rotary | None) -> SinkLayer:
+        """A layer whose keys are rotated by `rotary`, `None` for keys that know no positions."""
+        quantization, window = self.quantization, self.window_length
+        store = None if quantization is None else QuantizedStore(quantization, window_room(window))
+        return SinkLayer(window, self.num_sink_tokens, rotary, store, self.left_padding)
 
 
 def _copied(states: Tensor | None) -> Tensor | None:

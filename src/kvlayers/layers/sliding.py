@@ -40,6 +40,7 @@ class SlidingLayer(TokenLayer):
     """
 
     is_sliding = True
+    sliding_window: int
 
     @checks_options
     def __init__(self, sliding_window: int, store: TokenStore | None = None) -> None:

@@ -212,8 +212,8 @@ class TokenLayer(CacheLayer):
         """Name of the kind of layer, by which its saved states are known."""
         return type(self).__name__
 
+    @override
     def settings(self) -> dict[str, Fact]:
-        """What the layer was made with and a state of it depends on."""
         return self._store.settings()
 
     def reservation(self) -> dict[str, Fact]:

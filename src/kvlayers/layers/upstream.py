@@ -1,4 +1,4 @@
-"""Transformers' layers behind an adapter: the contract of kvlayers' layers over a layer that kvlayers has no kind for."""
+"""Transformers' layers behind an adapter, which gives them the contract of kvlayers' layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -134,6 +134,12 @@ class TransformersLayer(LayerOperations):
     def length(self) -> int | None:
         return int(self.layer.get_seq_length()) if self.attends else None
 
+    @property
+    @override
+    def length_on_host(self) -> int | None:
+        seen = self.layer.get_seq_length() if self.attends else None
+        return seen if isinstance(seen, int) else None
+
     @override
     def get_seq_length(self) -> int:
         """As `length`. A layer may count in a tensor, and static layers do so in compiled code."""
@@ -182,6 +188,14 @@ class TransformersLayer(LayerOperations):
     def held_tokens(self) -> int | None:
         keys = self.keys
         return self.length if keys is None or keys.dim() != 4 else min(self.length or 0, int(keys.shape[2]))
+
+    @override
+    def offload(self) -> None:
+        self.layer.offload()
+
+    @override
+    def prefetch(self) -> None:
+        self.layer.prefetch()
 
     # Recurrent states
 

@@ -1,4 +1,4 @@
-"""How the states of transformers' layers are copied, taken and loaded: through their attributes, whatever their class."""
+"""How the states of transformers' layers are copied, saved and loaded: by their attributes, whatever their class."""
 
 import copy
 from collections.abc import Iterator

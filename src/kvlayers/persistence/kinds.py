@@ -6,19 +6,27 @@ from typing import Any
 
 import torch
 
+from kvlayers.caches.aliases import (
+    HQQQuantizedCache,
+    HybridCache,
+    HybridChunkedCache,
+    HybridMambaAttentionDynamicCache,
+    MambaCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    QuantoQuantizedCache,
+    SlidingWindowCache,
+)
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import Reservation, dynamic_layers, quantized_layers, sink_layers, static_layers
-from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
-from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
-from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCache, QuantoQuantizedCache, bare_layers
+from kvlayers.caches.quantized import QuantizedCache, bare_layers
 from kvlayers.caches.sink import SinkCache
-from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.caches.static import StaticCache
 from kvlayers.errors import CacheFileError
 from kvlayers.layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.sink import check_sinks, padding_of
-from kvlayers.layers.sink_config import SinkConfig
+from kvlayers.layers.sink import SinkConfig, check_sinks, padding_of
 from kvlayers.layers.sliding import window_room
 from kvlayers.persistence.format import CacheRecord, LayerRecord, Options
 from kvlayers.rope.rotary import Rotary

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part
 from kvlayers.caches.operations import CacheState, Operable
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers.upstream import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.kinds import PREFIXED
@@ -87,7 +87,7 @@ def _device_of(cache: Cache) -> torch.device:
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     for layer in (layer for part in parts for layer in part.layers):
         if isinstance(layer, LayerOperations) and layer.batch_size is not None:
-            found = attention_part(layer).device
+            found = adapted(layer).parts[0].device
             if found is not None:
                 return torch.device(found)
     return torch.device("cpu")
@@ -209,7 +209,7 @@ class _StateReader:
 
 
 def _operable(layer: Any) -> Operable:
-    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
+    return adapted(layer)
 
 
 def _parts(cache: Cache) -> list[Cache]:

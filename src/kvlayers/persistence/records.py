@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.caches.operations import CacheState
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.sink import SinkCache
@@ -88,7 +87,7 @@ def _facts(state: LayerState) -> dict[str, Any]:
 
 
 def _is_recording(layer: Any) -> bool:
-    return bool(held_layer(layer).is_recording)
+    return bool(layer.is_recording)
 
 
 def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
@@ -139,7 +138,7 @@ def _rotaries(cache: Cache) -> dict[str, Rotary]:
     """How the keys of sink layers are rotated, by fingerprint. No config says it, and no other kind needs it."""
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     found = [part._rotary for part in parts if isinstance(part, SinkCache)]
-    for held in (held_layer(attention_part(layer)) for part in parts for layer in part.layers):
+    for held in (layer.parts[0].unwrapped for part in parts for layer in part.adapted_layers()):
         if isinstance(held, SinkLayer):
             found.append(held.rotary)
     return {rotary.fingerprint: rotary for rotary in found if rotary is not None}

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.errors import OptionError
 from kvlayers.generation.registry import CacheRequest, cache_for
 from kvlayers.layers import SinkLayer, TokenLayer
@@ -64,8 +63,8 @@ def planned_kind(name: str, request: CacheRequest, shapes: Sequence[LayerShape])
 
 def _token_layers(cache: Any) -> Iterator[tuple[int, TokenLayer]]:
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    for index, layer in enumerate(own.layers):
-        held = held_layer(attention_part(layer))
+    for index, layer in enumerate(own.adapted_layers()):
+        held = layer.parts[0].unwrapped
         if isinstance(held, TokenLayer):
             yield index, held
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, keeps_every_token, recurrent_part
 from kvlayers.caches.operations import CacheState
 from kvlayers.caches.sink import SinkCache
 from kvlayers.caches.stacking import can_be_stacked, stack
@@ -194,7 +193,7 @@ class PrefixedCall:
     def _of_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
         cache = self._continued(self._lookup(ids))
-        if not isinstance(cache, SinkCache) and not all(map(keeps_every_token, cache.layers)):
+        if not isinstance(cache, SinkCache) and not cache.keeps_every_token:
             self._compute(ids, cache, ids.shape[1] - 1)
         return cache
 
@@ -230,7 +229,7 @@ class PrefixedCall:
     def _can_share(self, example: Cache, common: int) -> bool:
         if isinstance(example, StaticCache) or common < (LEAST_TOKENS if len(self._prompts) > 1 else 1):
             return False
-        return not self._prompts.is_padded or (self._padding_can_move() and all(map(keeps_every_token, example.layers)))
+        return not self._prompts.is_padded or (self._padding_can_move() and example.keeps_every_token)
 
     def _padding_can_move(self) -> bool:
         """Whether nobody notices where the padding is but the model, which goes by the mask and by `position_ids`.
@@ -273,7 +272,7 @@ class PrefixedCall:
     def _made(self, rows: int, length_hint: int) -> Cache:
         options = self._options
         cache = self._from_registry(options, rows, length_hint)
-        if any(recurrent_part(layer) is not None for layer in cache.layers) and "checkpoints" not in options:
+        if cache.recurrent_parts() and "checkpoints" not in options:
             return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
         return cache
 
@@ -292,7 +291,7 @@ class PrefixedCall:
         found = hit.cache
         if found is None:
             return self._empty()
-        devices = {attention_part(layer).device for layer in found.adapted_layers() if layer.length}
+        devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
         if not isinstance(found, StaticCache) and devices <= {self._model.device}:
             return found
         # It was reserved for another call, or comes from a file.
@@ -323,7 +322,7 @@ class PrefixedCall:
         # A cache that cannot go back serves no prompt that parts in between; one that takes tokens one by one, behind
         # others, is slow to come there.
         every = self._store.snapshot_tokens
-        if all(map(keeps_every_token, cache.layers)) or at_once(cache) is not None or every is None:
+        if cache.keeps_every_token or at_once(cache) is not None or every is None:
             return [length]
         return [*range(begin - begin % every + every, length, every), length]
 

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches import nested_tuples
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import dynamic_layers
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
@@ -79,7 +79,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             length_hint = tokens(length_hint, "length_hint")
         if checkpoints is not None and config is None:
             raise OptionError("expected a config beside checkpoints, to say what layers are recurrent, but saw none.")
-        given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
+        given = nested_tuples.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
             layers = dynamic_layers(config, length_hint, checkpoints)
@@ -96,12 +96,12 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         for index, (keys, values, *_) in enumerate(given):
             if (keys is None) != (values is None):
                 raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw one alone.")
-        legacy_api.check_takes_pairs(
+        nested_tuples.check_takes_pairs(
             layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
         )
         for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
             if states[0] is not None:
-                layer.update(*windowed_states.with_dropped(states, slides))
+                layer.update(*nested_tuples.with_dropped(states, slides))
         # Evicted states may be of other lengths in each layer: that is how they were given, and no pass broke off.
         self._in_step = len(given) - 1
 
@@ -121,7 +121,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         Raises:
             LegacyFormatError: the tuples are nested in another way.
         """
-        pairs = legacy_api.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
+        pairs = nested_tuples.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
         if config is None:
             return cls(ddp_cache_data=pairs)
         cache = cls(config=config)
@@ -135,14 +135,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
                 "those of every layer."
             )
-        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
+        nested_tuples.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
-            layer.update(*windowed_states.with_dropped(pair, slides))
+            layer.update(*nested_tuples.with_dropped(pair, slides))
         return cache
 
 
 def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
-    if isinstance(states, windowed_states.WindowedStates):
+    if isinstance(states, nested_tuples.WindowedStates):
         return SlidingLayer(states.sliding_window)
     sliding_window = states[2] if len(states) == 3 else None
     return (

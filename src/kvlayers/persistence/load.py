@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.operations import CacheState, Operable
+from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
 from kvlayers.layers.upstream import adapted
@@ -152,7 +152,7 @@ class _StateReader:
                     f"expected states of {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it "
                     "into a cache that was made for the same model config."
                 )
-            pairs = enumerate(zip(map(_operable, layers), record.layers, strict=True))
+            pairs = enumerate(zip(map(adapted, layers), record.layers, strict=True))
             found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
             states.append(CacheState(record.kind, found))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
@@ -164,12 +164,12 @@ class _StateReader:
         cache.load_state(state)
         return self._recording(cache)
 
-    def _rehearsed(self, layer: Operable, record: LayerRecord, part: int | None, index: int) -> LayerState:
+    def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
         if layer.is_recurrent or isinstance(layer, TransformersLayer):
             # These believe more of a state than layers of tokens do, and what they hold besides is small.
             with file_at_fault(self.saved.path, mismatch_too=False):
-                _operable(layer.fork()).load_state(state)
+                layer.fork().load_state(state)
         return state
 
     def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
@@ -206,10 +206,6 @@ class _StateReader:
                 if own.recording:
                     layer.activate_past_recording()
         return cache
-
-
-def _operable(layer: Any) -> Operable:
-    return adapted(layer)
 
 
 def _parts(cache: Cache) -> list[Cache]:

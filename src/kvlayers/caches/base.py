@@ -225,6 +225,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         layer = self.layers[layer_idx]
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self.adapted_layer(layer_idx)
+            if not layer.attends:
+                raise UnsupportedLayerError(
+                    f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
+                    "cache from the config of the model that uses it."
+                )
         following, compiling = self._pass, torch.compiler.is_compiling()
         if compiling:
             self._note_trace(layer_idx)

@@ -59,7 +59,7 @@ from contenders import (
 from generation import GENERATORS, Job, measure_generate
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.scoring import CacheMaker
-from kvlayers.tools.measuring.texts import default_text
+from kvlayers.tools.measuring.text import default_text
 from quantized import FULL, Contender
 from quantized import REFERENCE as IN_FULL
 from timing import Disagreements, Ticking, measure_decode, measure_update

@@ -31,7 +31,7 @@ import report
 from fidelity_report import plot, promises, show
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
-from kvlayers.tools.measuring.texts import default_text, passages
+from kvlayers.tools.measuring.text import default_text, passages
 from outliers import key_outliers
 from quantized import EXACT, FULL, Contender, contenders, measure_bytes
 from workload import RandomModel, Shape, default_model

@@ -30,9 +30,12 @@ import transformers
 
 import kvlayers
 import kvlayers.caches.base
-from kvlayers.offload import RecordingTransfers
 from kvlayers.tools.measuring.interleave import quiet_clock
 from workload import RandomModel, Shape
+
+# The tests' double of transfers, which runs on the host and counts bytes.
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+from recording_transfers import RecordingTransfers
 
 QUICK_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 SHAPE = Shape(layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=32768)

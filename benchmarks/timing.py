@@ -12,7 +12,7 @@ from torch import Tensor
 from contenders import REFERENCE, Maker, fill, random_states, roundings
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.ties import is_tie
+from kvlayers.tools.measuring.predictions import is_tie
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from contenders import fill, random_states
-from kvlayers.tools.measuring.texts import default_text
+from kvlayers.tools.measuring.text import default_text
 
 FILL_CHUNK = 2048
 PREFILL_CHUNK = 512

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvlayers.tools.demo.model import NAME, ModelError, export_bundled_model
+from kvlayers.tools.demo.model import ModelError, export_bundled_model
 from kvlayers.tools.demo.report import loading_bars
+from kvlayers.tools.names import DEMO_MODEL
 
 
 def main() -> None:
     """Export the model, or say in one line why it cannot be."""
-    target = Path(__file__).resolve().parent.parent / ".models" / NAME
+    target = Path(__file__).resolve().parent.parent / ".models" / DEMO_MODEL
     try:
         with loading_bars(Console()) as bars:
             export_bundled_model(target, bars)

@@ -17,6 +17,7 @@ import transformers.processing_utils  # noqa: F401
 
 import kvlayers
 import versions
+from counted_graphs import counted as counted
 
 hypothesis.settings.register_profile("kvlayers", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("kvlayers")

@@ -92,7 +92,9 @@ if TYPE_CHECKING:
         calibrate,
     )
 
+late.provide("DynamicCache", "kvlayers.caches.dynamic:DynamicCache")
 late.provide("save_cache", "kvlayers.persistence.save:save_cache")
+late.provide("chosen_cache", "kvlayers.planning.auto:chosen_cache")
 
 if not is_command():
     # The command checks by itself, and does not wait for transformers before it answers `--help`.

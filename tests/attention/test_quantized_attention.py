@@ -928,7 +928,7 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
 
 DECODE = """
 import logging, sys, torch, kvlayers
-from kvlayers.attention import cpu
+from kvlayers.attention.cpu import kernel
 logging.basicConfig(level=logging.WARNING, format="%(name)s %(message)s")
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -939,7 +939,7 @@ for tokens in (300, 1, 1, 40, 1):
     query = torch.randn(1, 4, tokens, 16)
     seen.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
 torch.save(torch.cat(seen, 2), sys.argv[1])
-print("kernel" if cpu.library() else "plain torch")
+print("kernel" if kernel.library() else "plain torch")
 """
 
 

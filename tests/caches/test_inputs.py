@@ -182,7 +182,7 @@ def test_what_is_no_number_is_an_error_that_names_the_argument(name: str, call: 
 
 
 def test_errors_say_bytes_as_people_read_them() -> None:
-    with pytest.raises(kvlayers.CapacityError, match=r"at least \d+\.?\d* [KM]iB \(\d+ bytes\) for .* saw 1000 bytes"):
+    with pytest.raises(kvlayers.CapacityError, match=r"at least \d+\.?\d* [KM]iB \(\d+ bytes\) for .* 1000 bytes"):
         kvlayers.plan(MISTRAL, 4096, memory=1000)
     store, cache = kvlayers.PrefixStore("1k"), kvlayers.DynamicCache()
     cache.update(torch.zeros(1, 2, 60, 8), torch.zeros(1, 2, 60, 8), 0)

@@ -12,14 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 
-import counted_graphs
 import kvlayers
-from counted_graphs import COUNTS, MODELS, backend, counted, graphs
+from counted_graphs import COUNTS, MODELS, backend, graphs
 from families import FAMILIES
 from kvlayers import Buckets, CapacityError
 from models import fresh_model, prompt, tiny_model
-
-__all__ = ["counted"]
 
 PROMPT = 9
 NEW_TOKENS = 40
@@ -544,10 +541,6 @@ def test_a_model_is_collected_although_its_memory_was_kept(counted: None, instal
     gc.collect()
     assert known() is None
     assert caches.alive() == 0
-
-
-def test_the_tests_count_graphs_in_one_place() -> None:
-    assert counted_graphs.COUNTS is COUNTS
 
 
 def test_who_says_how_much_is_reserved_gets_no_more(installed: None) -> None:

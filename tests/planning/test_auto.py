@@ -31,7 +31,7 @@ def test_generate_takes_what_the_free_memory_has_room_for(
     model, ids = tiny_model("llama"), prompt(2, 300)
     arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(ids, **arguments)
-    caplog.set_level(logging.INFO, "kvlayers")
+    caplog.set_level(logging.INFO, "kvlayers.planning")
     with kvlayers.installed():
         roomy = model.generate(ids, cache_implementation="auto", **arguments)
     assert torch.equal(roomy.sequences, plain.sequences)
@@ -49,7 +49,7 @@ def test_generate_takes_what_the_free_memory_has_room_for(
 
 @pytest.mark.parametrize("name", ["dynamic", "int8", "int4"])
 def test_it_takes_the_most_faithful_that_fits(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvlayers")
+    caplog.set_level(logging.INFO, "kvlayers.planning")
     cache = chosen(device_bytes(name))
     assert f"'auto' takes '{name}'" in caplog.text
     assert isinstance(cache, kvlayers.QuantizedCache) is (name != "dynamic")
@@ -66,7 +66,7 @@ def test_the_host_is_for_models_of_other_devices() -> None:
 def test_models_that_cannot_be_planned_get_one_that_grows(caplog: pytest.LogCaptureFixture) -> None:
     config = tf.OpenAIGPTConfig()
     assert type(chosen(2**30, config=config)) is kvlayers.DynamicCache
-    assert "'auto' takes 'dynamic', as nothing can be planned" in caplog.text
+    assert "'auto' takes 'dynamic', since the model cannot be planned" in caplog.text
 
 
 def test_it_is_no_kind_that_is_planned() -> None:
@@ -79,8 +79,8 @@ def test_it_is_no_kind_that_is_planned() -> None:
     [
         ({"memory": 2**30}, "length_hint"),
         ({"length_hint": 10, "memory": "1 gig"}, "memory to be a number of bytes.*1 gig"),
-        ({"length_hint": 10, "memory": 0}, "at least 1, but saw 0"),
-        ({"length_hint": 10, "nbits": 4}, "option memory.*nbits"),
+        ({"length_hint": 10, "memory": 0}, "at least 1, got 0"),
+        ({"length_hint": 10, "nbits": 4}, "option `memory`.*nbits"),
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], words: str) -> None:
@@ -89,6 +89,6 @@ def test_bad_input_is_refused(options: dict[str, Any], words: str) -> None:
 
 
 def test_a_device_that_does_not_tell_is_refused() -> None:
-    with pytest.raises(kvlayers.OptionError, match="pass memory"):
+    with pytest.raises(kvlayers.OptionError, match="pass `memory`"):
         free_memory.free_memory(torch.device("meta"))
     assert 0 < free_memory.free_memory(torch.device("cpu")) < 2**50

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from typing_extensions import override
 
 import families
 import kvlayers
 import versions
 from kvlayers.generation import registry
+from kvlayers.layers import LayerOperations, TokenLayer
 from kvlayers.upstream import compat, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 
@@ -234,7 +236,7 @@ def test_the_longest_context_is_the_last_one_that_fits() -> None:
 def test_a_reservation_of_its_own_is_the_longest_context() -> None:
     with registered(reserved=static(max_cache_len=128)) as names:
         assert kvlayers.plan(LLAMA, 100, memory=2**30, names=names)["reserved"].longest_context == 128
-        with pytest.raises(kvlayers.CapacityError, match="at most 128 tokens.*saw 129"):
+        with pytest.raises(kvlayers.CapacityError, match="at most 128 tokens.*129 new"):
             kvlayers.plan(LLAMA, 129, names=names)
 
 
@@ -299,7 +301,7 @@ class Refusing(tf.PretrainedConfig):
 @pytest.mark.parametrize(
     ("config", "options", "error", "words"),
     [
-        (LLAMA, {"context_length": 0}, kvlayers.OptionError, "context_length.*at least 1, but saw 0"),
+        (LLAMA, {"context_length": 0}, kvlayers.OptionError, "context_length.*at least 1, got 0"),
         (LLAMA, {"context_length": 10.5}, kvlayers.OptionError, "context_length.*10.5"),
         (LLAMA, {"context_length": True}, kvlayers.OptionError, "context_length.*True"),
         (LLAMA, {"batch_size": -1}, kvlayers.OptionError, "batch_size.*sequences"),
@@ -312,7 +314,7 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"names": ["dinamic"]}, kvlayers.RegistryError, "did you mean 'dynamic'"),
         (LLAMA, {"names": ["sliding_window"]}, kvlayers.ConfigError, "sliding or chunked"),
         (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
-        (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "a list of names"),
+        (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "`names` must be a list"),
         (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),
         ("llama", {}, kvlayers.ConfigError, "model config"),
         (tf.OpenAIGPTConfig(), {}, kvlayers.ConfigError, "openai-gpt"),
@@ -333,13 +335,101 @@ def test_states_of_an_unknown_form_are_refused() -> None:
 
 def test_a_factory_that_changes_the_length_hint_is_refused() -> None:
     own = {"roomier": lambda request: kvlayers.StaticCache(request.config, max_cache_len=request.length_hint + 512)}
-    with registered(**own) as names, pytest.raises(kvlayers.OptionError, match="513 for 1 token and 514 for 2"):
+    with (
+        registered(**own) as names,
+        pytest.raises(kvlayers.OptionError, match="for 513 tokens if `length_hint` is 1, and for 514"),
+    ):
         kvlayers.plan(LLAMA, 100, names=names)
 
 
 def test_layers_of_others_are_left_out_with_the_reason() -> None:
     with registered(foreign=lambda request: tf.DynamicCache(config=request.config)):
         plan = kvlayers.plan(LLAMA, 100)
-    assert "expected a cache of kvlayers" in plan.left_out["foreign"]
-    with pytest.raises(kvlayers.RegistryError, match="foreign.*expected a cache of kvlayers"):
+    assert "not a cache of kvlayers" in plan.left_out["foreign"]
+    with pytest.raises(kvlayers.RegistryError, match="foreign.*not a cache of kvlayers"):
         plan["foreign"]
+
+
+class Newest(TokenLayer):
+    """A layer of another package, which keeps a fixed number of the newest tokens."""
+
+    fidelity = "evicting"
+    room = 40
+
+    def __init__(self, store: kvlayers.TokenStore) -> None:
+        super().__init__(store)
+        self._seen = 0
+
+    @override
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        past = self._store.length
+        self._seen += self._store.validate(key_states, value_states)
+        return self._store.extend_and_evict(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
+
+    @override
+    def planned_tokens(self, tokens: int) -> int:
+        return min(tokens, self.room)
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return None
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._store.length + query_length, self._seen - self._store.length
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        raise kvlayers.RollbackError("A `Newest` evicts.")
+
+    @override
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+
+
+class Unspoken(Newest):
+    """A layer of another package, without arithmetic."""
+
+    planned_nbytes = LayerOperations.planned_nbytes  # type: ignore[assignment]
+
+
+class Halves(kvlayers.DenseStore):
+    """A store of another package, without arithmetic."""
+
+    planned_nbytes = kvlayers.TokenStore.planned_nbytes  # type: ignore[assignment]
+
+
+def newest(layer_class: type[Newest] = Newest, store: type[kvlayers.DenseStore] = kvlayers.DenseStore) -> Any:
+    def make(request: kvlayers.CacheRequest) -> kvlayers.Cache:
+        layers = [layer_class(store(length_hint=request.length_hint)) for _ in range(request.config.num_hidden_layers)]
+        return kvlayers.Cache(layers=layers)
+
+    return make
+
+
+@pytest.mark.parametrize("tokens", [7, 40, 41, 300])
+def test_layers_of_another_package_are_planned_like_those_of_kvlayers(tokens: int) -> None:
+    with registered(newest=newest()) as names:
+        plan = kvlayers.plan(LLAMA, tokens, 2, torch.bfloat16, memory=2**40, names=names)
+        assert fed("newest", LLAMA, tokens, 2, torch.bfloat16).nbytes == plan["newest"].nbytes
+    assert (plan["newest"].fidelity, plan["newest"].bits) == ("evicting", 16)
+    assert plan["newest"].longest_context is None
+
+
+def test_a_layer_or_a_store_without_arithmetic_is_refused_by_the_name_of_the_member() -> None:
+    for factory, said in ((newest(Unspoken), "`Unspoken.planned_nbytes`"), (newest(store=Halves), "`Halves.planned_")):
+        with registered(silent=factory) as names, pytest.raises(kvlayers.UnsupportedLayerError, match=said):
+            kvlayers.plan(LLAMA, 10, names=names)
+    with pytest.raises(kvlayers.UnsupportedLayerError, match=r"`Mute.fidelity`"):
+        _ = type("Mute", (kvlayers.DenseStore,), {"fidelity": kvlayers.TokenStore.fidelity})().fidelity
+
+
+def test_a_reservation_of_one_token_is_not_taken_for_the_length_hint() -> None:
+    with registered(tiny=static(max_cache_len=1)) as names, pytest.raises(kvlayers.CapacityError, match="at most 1 "):
+        kvlayers.plan(LLAMA, 2, names=names)

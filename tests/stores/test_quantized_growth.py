@@ -9,7 +9,6 @@ import transformers as tf
 
 import kvlayers
 from kvlayers import DynamicLayer, Quantization, QuantizedLayer, QuantizedStore, SlidingLayer
-from kvlayers.planning.store_bytes import FOLLOWED, Intake, store_bytes
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON
 
@@ -74,12 +73,12 @@ def test_a_plan_says_so_at_every_length(quantization: Quantization) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         form = (1, 1, HEAD_DIM, dtype, torch.device("cpu"))
         for tokens in range(1, LONGEST + 1):
-            intake = Intake((form, form), tokens, tokens)
-            for hint in (FOLLOWED, None):
-                planned = store_bytes(QuantizedStore(quantization, hint), intake)
-                assert planned <= TOLERANCE * store_bytes(kvlayers.DenseStore(hint), intake), tokens
+            for hint in (tokens, None):
+                planned = QuantizedStore(quantization).planned_nbytes(form, form, tokens, hint)
+                dense = kvlayers.DenseStore().planned_nbytes(form, form, tokens, hint)
+                assert planned <= TOLERANCE * dense, tokens
                 if tokens % 40 in (1, 9, 32):
-                    layer = QuantizedLayer(quantization, intake.following(hint))
+                    layer = QuantizedLayer(quantization, hint)
                     layer.update(*states(tokens, dtype))
                     assert layer.nbytes == planned, tokens
 

@@ -18,9 +18,10 @@ from transformers.utils import logging
 import kvlayers
 import versions
 from kvlayers.tools.calibration.allocation import PartChoice, least_losses
-from kvlayers.tools.calibration.divergence import DivergenceInUse, mean_divergence
+from kvlayers.tools.calibration.divergence import DivergenceInUse
 from kvlayers.tools.calibration.passages import passages_of
 from kvlayers.tools.calibration.settings import Settings
+from kvlayers.tools.measuring.predictions import mean_divergence
 from models import COMMON, tiny_model
 
 CONTEXT, SCORED = 320, 32
@@ -415,7 +416,7 @@ def test_sensitivities_serve_another_budget(
     model: Any, ids: Tensor, calibration: kvlayers.Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = calibrated(model, ids, kvlayers.BytesBudget(_bytes(model, 2, 3)))
-    measuring = "kvlayers.tools.calibration.calibrate.measure_sensitivities"
+    measuring = "kvlayers.tools.calibration.calibrator.measure_sensitivities"
     monkeypatch.setattr(measuring, lambda *arguments: pytest.fail("measured again"))
     budget = kvlayers.BytesBudget(_bytes(model, 2, 3))
     assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected

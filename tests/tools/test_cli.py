@@ -181,11 +181,11 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
     ("arguments", "words"),
     [
         (["plan", "{model}", "--context", "32q"], "a number of tokens.*saw '32q'"),
-        (["plan", "{model}", "--context", "0"], "at least 1, but saw 0"),
+        (["plan", "{model}", "--context", "0"], "at least 1, got 0"),
         (["plan", "{model}", "--context", "1k", "--memory", "lots"], "a number of bytes.*saw 'lots'"),
         (
             ["plan", "{model}", "--context", "1k", "--memory", "1kB"],
-            r"at least \d+\.\d KiB \(\d+ bytes\) for 1024 tokens.*saw 1000 bytes",
+            r"at least \d+\.\d KiB \(\d+ bytes\) for 1024 tokens.*1000 bytes",
         ),
         (["plan", "{model}", "--context", "1k", "--name", "dinamic"], "did you mean 'dynamic'"),
         (["plan", "{model}", "--context", "1k", "--encoder-length", "5"], "without an encoder"),
@@ -205,7 +205,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"kvlayers {arguments[0]}: expected ")
+    assert result.stderr.startswith(f"kvlayers {arguments[0]}: ")
     assert re.search(words, result.stderr)
 
 

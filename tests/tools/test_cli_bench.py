@@ -27,7 +27,7 @@ from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
 from kvlayers.tools.cli.bench_view import show  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
-from kvlayers.tools.measuring.texts import rows  # noqa: E402
+from kvlayers.tools.measuring.text import rows  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

@@ -18,7 +18,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
-from kvlayers.tools.measuring.texts import passages  # noqa: E402
+from kvlayers.tools.measuring.text import passages  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

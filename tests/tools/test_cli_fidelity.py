@@ -28,7 +28,7 @@ from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
 from kvlayers.tools.measuring.fidelity import Budget, Fidelity, bytes_of, smallest_within  # noqa: E402
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
-from kvlayers.tools.measuring.texts import passages  # noqa: E402
+from kvlayers.tools.measuring.text import passages  # noqa: E402
 
 pytestmark = pytest.mark.fast
 

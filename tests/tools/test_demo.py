@@ -16,10 +16,11 @@ from typer.testing import CliRunner, Result
 import kvlayers
 import versions
 from kvlayers.__main__ import main, make_app
-from kvlayers.tools.demo import app, caches, generations, report, text
+from kvlayers.tools.demo import app, caches, generations, report
 from kvlayers.tools.demo import model as demo_model
-from kvlayers.tools.measuring import contenders, decoding
+from kvlayers.tools.measuring import contenders, decoding, text
 from kvlayers.tools.measuring.nbytes import cache_nbytes
+from kvlayers.tools.names import DEMO_MODEL
 from model_directories import save_model, word_tokenizer
 
 
@@ -233,10 +234,10 @@ def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: 
 
     monkeypatch.setattr(demo_model, "is_bundled", lambda: True)
     monkeypatch.setattr(demo_model, "export_bundled_model", export)
-    assert demo_model.find_model() == str(nowhere / "cache" / "kvlayers" / demo_model.NAME)
+    assert demo_model.find_model() == str(nowhere / "cache" / "kvlayers" / DEMO_MODEL)
 
-    (nowhere / ".models" / demo_model.NAME).mkdir(parents=True)
-    assert demo_model.find_model() == str(Path(".models") / demo_model.NAME)
+    (nowhere / ".models" / DEMO_MODEL).mkdir(parents=True)
+    assert demo_model.find_model() == str(Path(".models") / DEMO_MODEL)
 
     (nowhere / "elsewhere").mkdir()
     monkeypatch.setenv(demo_model.VARIABLE, str(nowhere / "elsewhere"))

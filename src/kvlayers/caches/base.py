@@ -27,7 +27,7 @@ from kvlayers.errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from kvlayers.layers import DynamicLayer, LayerOperations
+from kvlayers.layers import LayerOperations
 from kvlayers.layers.contract import unbounded_as_minus_one
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
@@ -140,7 +140,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         Args:
             encoder_length: tokens of the encoder's output, if they are known, for a cache that must reserve them.
         """
-        return Cache(layer_class_to_replicate=DynamicLayer, **self.offloading_options())
+        growing: Cache = late.function("DynamicCache")(**self.offloading_options())
+        return growing
 
     def save(self, path: str | os.PathLike[str], token_ids: Tensor | None = None, config: object | None = None) -> None:
         """Write everything that is needed to go on decoding to a file; see `save_cache`.

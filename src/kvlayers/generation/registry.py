@@ -28,6 +28,7 @@ from kvlayers.caches.sink import SinkCache, left_padding_of
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.upstream import model_types
+from kvlayers.utils import late
 from kvlayers.utils.options import checked_device, checked_dtype
 from kvlayers.utils.units import tokens
 
@@ -59,9 +60,6 @@ class CacheRequest:
     encoder_length: int | None = None
     attention_mask: torch.Tensor | None = None
 
-
-AUTO = "auto"
-"""The name of the cache that a plan recommends."""
 
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
@@ -362,9 +360,8 @@ def _int2(request: CacheRequest) -> QuantizedCache:
     return _quantized_cache(request, nbits=2)
 
 
-@register(AUTO)
+@register("auto")
 def _auto(request: CacheRequest) -> transformers.Cache:
-    # Late, as planning makes caches by their names.
-    from kvlayers.planning.auto import chosen_cache
-
-    return chosen_cache(request)
+    # By its name, since planning makes caches by their names, and so is above this room.
+    chosen: transformers.Cache = late.function("chosen_cache")(request)
+    return chosen

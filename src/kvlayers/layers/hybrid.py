@@ -10,9 +10,10 @@ from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.operations import LayerOperations
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.contract import Fact, Fidelity, least_faithful
 from kvlayers.upstream import compat
 
 LINEAR = "linear."
@@ -94,6 +95,26 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def capacity(self) -> int | None:
         return self.attention.capacity
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.attention.sized_for
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return least_faithful((self.attention.fidelity, self.linear.fidelity))
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        attention = self.attention.planned_nbytes(shape, tokens, sized_for)
+        linear = self.linear.planned_nbytes(shape, tokens, None)
+        return PlannedBytes(attention.device + linear.device, attention.host + linear.host)
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self.attention.planned_bits(shape)
 
     @property
     def keys(self) -> Any:

@@ -11,11 +11,12 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
 from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Mover
+from kvlayers.stores.contract import Fidelity, Mover
 
 
 class OffloadedLayer(CacheLayer):
@@ -313,6 +314,24 @@ class OffloadedLayer(CacheLayer):
     @override
     def length(self) -> int:
         return self._seen if torch.compiler.is_compiling() else self.layer.length
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.layer.sized_for
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return self.layer.fidelity
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        return PlannedBytes(host=sum(self.layer.planned_nbytes(shape, tokens, sized_for)))
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self.layer.planned_bits(shape)
 
     @property
     @override

@@ -11,9 +11,10 @@ from typing_extensions import Self
 
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, repeated_rows
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.contract import Fact, Fidelity, lacks_member
 from kvlayers.stores.static import StaticStore
 from kvlayers.utils.tensor_memory import storages_of
 
@@ -141,6 +142,39 @@ class LayerOperations(ABC):
     def can_be_stacked(self) -> bool:
         """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
         return False
+
+    @property
+    def sized_for(self) -> int | None:
+        """The number of tokens that the layer was told to make room for, `None` if it was told no number."""
+        return None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the layer does to the states that the model attends to.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        raise lacks_member(self, "fidelity")
+
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
+
+        Args:
+            shape: what the model's layer holds for each token and each sequence.
+            tokens: tokens of a sequence.
+            sized_for: number of tokens to make room for, in place of the layer's own `sized_for`.
+
+        Raises:
+            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
+            ConfigError: the layer attends, and the model's layer does not.
+            UnsupportedLayerError: the class has no arithmetic.
+        """
+        raise lacks_member(self, "planned_nbytes")
+
+    def planned_bits(self, shape: LayerShape) -> float:
+        """Bits of one number of a key or value that is not among the few in full precision, its scales included."""
+        return 8.0 * shape.dtype.itemsize
 
     @property
     def is_recording(self) -> bool:

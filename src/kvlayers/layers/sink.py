@@ -11,13 +11,14 @@ from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError
 from kvlayers.layers.contract import LayerState, whole_number
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks
 from kvlayers.layers.sliding import take_back, window_room
 from kvlayers.layers.token_layer import TokenLayer, seen_tokens
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.contract import Fact, StatePair
+from kvlayers.stores.contract import Fact, Fidelity, StatePair
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.utils.options import checks_options
@@ -135,6 +136,20 @@ class SinkLayer(TokenLayer):
     @override
     def held_tokens(self) -> int:
         return min(self._seen, self.num_sink_tokens + self._store.length)
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "evicting"
+
+    @override
+    def planned_tokens(self, tokens: int) -> int:
+        return tokens if tokens <= self.room else self.window_length - 1 - self.num_sink_tokens
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        window = super().planned_nbytes(shape, tokens, sized_for)
+        return PlannedBytes(window.device + self._sinks.planned_nbytes(*shape.forms()))
 
     @property
     def rotary(self) -> Rotary | None:

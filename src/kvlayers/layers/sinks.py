@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import StatePair
 
 NAMES = ("first_keys", "first_values")
@@ -113,6 +114,16 @@ class Sinks:
         """Every tensor that keeps memory alive."""
         tensors = (self.padding, self.keys, self.values, self.partner)
         yield from (tensor for tensor in tensors if tensor is not None)
+
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm) -> int:
+        """Bytes of the sinks of sequences without padding, whose states have these forms."""
+        sinks = nbytes_of(key_form, self.num_tokens) + nbytes_of(value_form, self.num_tokens)
+        if self.rotary is None:
+            return sinks
+        # The partners are as wide as the rotation computes, so that no key is rounded twice.
+        batch, kv_heads, head_dim, dtype, device = key_form
+        wide = torch.promote_types(dtype, torch.float32)
+        return sinks + nbytes_of((batch, kv_heads, head_dim, wide, device), self.num_tokens)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of what is held, by name."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, StateMismatchError
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
 from kvlayers.layers.static import check_reservation
 from kvlayers.stores import Buckets, StaticStore
@@ -163,6 +164,19 @@ class StaticSlidingLayer(SlidingLayer):
     def max_cache_len(self) -> int:
         """Tokens that a query attends to at most: the window, or what was reserved if that is less."""
         return min(self._expected, self.sliding_window)
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self._expected
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        expected = self._expected if sized_for is None else sized_for
+        room = reserved_room(expected, self.sliding_window, self._store.grow)
+        # A whole window slides on over the reservation.
+        held = min(tokens, room) if room >= self.sliding_window else tokens
+        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), held, room))
 
     @property
     def max_batch_size(self) -> int | None:

@@ -9,10 +9,11 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fact, Mover
+from kvlayers.stores.contract import Fact, Fidelity, Mover
 from kvlayers.stores.unmatched import UnmatchedHalves, match
 
 
@@ -46,6 +47,29 @@ class TokenLayer(CacheLayer):
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
         return tokens
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self._store.sized_for
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        # A layer that evicts tokens which the model would attend to says so itself.
+        return self._store.fidelity
+
+    def planned_tokens(self, tokens: int) -> int:
+        """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
+        return tokens
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), self.planned_tokens(tokens), sized_for))
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self._store.planned_bits(*shape.forms())
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]

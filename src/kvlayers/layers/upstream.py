@@ -10,7 +10,9 @@ from typing_extensions import Self, override
 from kvlayers.errors import OptionError, RollbackError, UnsupportedLayerError
 from kvlayers.layers import upstream_calls, upstream_states
 from kvlayers.layers.operations import LayerOperations, LayerState
-from kvlayers.stores.buffer import StateForm
+from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.contract import Fidelity
 from kvlayers.upstream import compat
 
 
@@ -221,6 +223,38 @@ class TransformersLayer(LayerOperations):
         """Replace a recurrent state, as the layer does, which checks `layer_options` itself."""
         which = upstream_calls.which_state(state_idx)
         return self.layer.update_recurrent_state(recurrent_states, *which, **layer_options)  # type: ignore[no-any-return]
+
+    # Planning
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        """See `LayerOperations.planned_nbytes`. Counters are not included.
+
+        Raises:
+            UnsupportedLayerError: it is not known how much memory a layer of this class takes.
+        """
+        if isinstance(self.layer, compat.DUMMY_LAYER):
+            return PlannedBytes()
+        if isinstance(self.layer, compat.INDEXED_LAYER):
+            held = tokens
+        elif isinstance(self.layer, compat.STATIC_INDEXED_LAYER):
+            held = self.layer.max_cache_len if sized_for is None else sized_for
+        else:
+            raise UnsupportedLayerError(
+                f"The memory of transformers' `{type(self.layer).__name__}` cannot be planned: make the cache, run the "
+                "model, and ask the cache for `nbytes`."
+            )
+        return PlannedBytes(sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held))
 
     # Both
 

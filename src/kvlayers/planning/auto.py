@@ -1,4 +1,4 @@
-"""`cache_implementation="auto"`: the cache that a plan recommends for the memory that there is."""
+"""`cache_implementation="auto"`: the cache that a plan recommends for the free memory."""
 
 import dataclasses
 import logging
@@ -7,37 +7,36 @@ import torch
 import transformers
 
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.generation.registry import AUTO, CacheRequest, cache_for
+from kvlayers.generation.registry import CacheRequest, cache_for
 from kvlayers.planning.free_memory import free_memory
 from kvlayers.planning.planned_cache import Plan
-from kvlayers.planning.planner import plan_for
+from kvlayers.planning.planner import AUTO, plan_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
 
 KINDS = ("dynamic", "int8", "int4", "offloaded")
-"""What there is to choose from: exact and at hand, then in fewer bits, then on the host."""
+"""The caches to choose from: exact and on the device, then in fewer bits, then on the host."""
 
 ELSEWHERE = ("offloaded",)
-"""Those for which a model on the CPU has no other place."""
+"""The caches that move states to the host, which is no other place for a model on the CPU."""
 
 SHARE_FOR_CACHE = 0.9
-"""Of the free memory: the rest is for what the forward pass computes."""
+"""The share of the free memory that the cache may take. The forward pass needs the rest."""
 
 WITHOUT_PLAN = "dynamic"
-"""The kind for models that no plan can be made for."""
+"""The cache of a model that cannot be planned."""
 
 
 def chosen_cache(request: CacheRequest) -> transformers.Cache:
-    """The cache that a plan recommends, which is said in the log: as a warning where it is not exact and at hand.
+    """The cache that a plan recommends. The log says which: as a warning unless it is exact and on the device.
 
     Args:
-        request: for a number of tokens (`length_hint`). Of options it has `memory` alone: bytes, or a text such
-            as "1GiB".
+        request: must have a `length_hint`. Its only option is `memory`: bytes, or a text such as "1GiB".
 
     Raises:
         OptionError: another option, or no length hint.
-        CapacityError: no kind is within the memory.
+        CapacityError: no cache is within the memory.
     """
     memory = _budget(request)
     device = request.device or torch.device("cpu")
@@ -46,7 +45,7 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
     try:
         plan = plan_for(plain, memory, names)
     except ConfigError as error:
-        logger.warning("'%s' takes '%s', as nothing can be planned: %s", AUTO, WITHOUT_PLAN, error)
+        logger.warning("'%s' takes '%s', since the model cannot be planned: %s", AUTO, WITHOUT_PLAN, error)
         return cache_for(WITHOUT_PLAN, plain)
     _say(plan, memory, device)
     return cache_for(plan.recommended.name, plain)
@@ -55,13 +54,13 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
 def _budget(request: CacheRequest) -> int:
     others = sorted(request.options.keys() - {"memory"})
     if others:
-        raise OptionError(f"'{AUTO}' takes the option memory, but was given {others}: name the cache that has them.")
+        raise OptionError(f"'{AUTO}' has only the option `memory`, got {others}: name the cache that has them.")
     memory = request.options.get("memory")
     if memory is None:
         return int(SHARE_FOR_CACHE * free_memory(request.device or torch.device("cpu")))
     budget = amount_of_bytes(memory, "memory")
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-        raise OptionError(f"expected memory to be a whole number of bytes, at least 1, but saw {memory!r}.")
+        raise OptionError(f"`memory` must be a whole number of bytes, at least 1, got {memory!r}.")
     return budget
 
 

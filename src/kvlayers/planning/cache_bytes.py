@@ -1,14 +1,19 @@
 """Bytes that a whole cache would hold, on the device and on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.errors import UnsupportedLayerError
-from kvlayers.planning.layer_bytes import LayerBytes, layer_bytes
-from kvlayers.planning.shapes import LayerShape
+from kvlayers.errors import OptionError, UnsupportedLayerError
+from kvlayers.layers import LayerOperations, TransformersLayer
+from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.stores.contract import Fidelity, least_faithful
+
+SAMPLE_HINT = 1
+"""The length hint of the cache that a plan asks for bytes. Another one, made for one token more, shows which layers
+follow the hint."""
 
 
 @dataclass(frozen=True)
@@ -16,59 +21,142 @@ class CacheBytes:
     """Bytes of a cache.
 
     Attributes:
-        staying: those that are always on the device.
-        host: those that are at home on the host.
-        staged: the most of these that are on the device at once: of the layer that is attended to, and of the next one.
+        resident: bytes that are always on the device.
+        host: bytes that are kept on the host.
+        staged: the most of the host's bytes that are on the device at once: those of the layer that is attended to, and
+            of the next one.
     """
 
-    staying: int
+    resident: int
     host: int
     staged: int
 
     @property
-    def held(self) -> int:
-        """What `nbytes` of the cache says: each byte once, where it is at home."""
-        return self.staying + self.host
+    def total(self) -> int:
+        """The `nbytes` of the cache: each byte once, where it is kept."""
+        return self.resident + self.host
 
     @property
     def device(self) -> int:
-        """The most that the device must have room for."""
-        return self.staying + self.staged
+        """The most bytes that the device must have room for."""
+        return self.resident + self.staged
 
 
-def cache_bytes(cache: Any, shapes: Sequence[LayerShape], tokens: int, encoder_length: int | None) -> CacheBytes:
-    """Bytes of a cache that is made like an empty one, for `tokens` tokens, and takes them in at once.
+@dataclass(frozen=True)
+class _SampleLayer:
+    """A layer of a sample, which is empty, and the shape of the model's layer.
+
+    Attributes:
+        layer: the layer.
+        shape: what the model's layer holds.
+        follows_hint: whether the layer makes room for as many tokens as the length hint says.
+    """
+
+    layer: LayerOperations | TransformersLayer
+    shape: LayerShape
+    follows_hint: bool
+
+    def nbytes(self, tokens: int) -> PlannedBytes:
+        sized_for = tokens if self.follows_hint else self.layer.sized_for
+        return self.layer.planned_nbytes(self.shape, tokens, sized_for)
+
+
+class CacheArithmetic:
+    """Bytes, bits and fidelity of the caches that a factory makes, for any number of tokens.
+
+    Two small caches are made, and never used.
 
     Args:
-        cache: made with a length hint of `FOLLOWED`, or a pair of such.
-        shapes: of the layers of the decoder.
-        tokens: how many it is made for and takes in.
-        encoder_length: tokens of the encoder's output, for a pair.
+        make: makes a cache for a model from a length hint.
+        shapes: shapes of the layers of the model's decoder.
+        encoder_length: tokens of the encoder's output, if the model has an encoder.
 
     Raises:
-        UnsupportedLayerError: it is not known what it, or one of its layers, holds.
-        CapacityError: a layer reserves a number of its own, which is smaller.
+        OptionError: the layers' sizes are neither the length hint nor independent of it.
+        UnsupportedLayerError: the cache is of another package.
     """
-    if not isinstance(cache, EncoderDecoderCache):
-        return _sum(_of_layers(cache, shapes, tokens))
-    own = _sum(_of_layers(cache.self_attention_cache, shapes, tokens))
-    cross = _sum(_of_layers(cache.cross_attention_cache, shapes, encoder_length or 0))
-    return CacheBytes(own.staying + cross.staying, own.host + cross.host, own.staged + cross.staged)
+
+    def __init__(self, make: Callable[[int], Any], shapes: Sequence[LayerShape], encoder_length: int | None) -> None:
+        sample, longer = make(SAMPLE_HINT), make(SAMPLE_HINT + 1)
+        self._encoder_length = encoder_length or 0
+        self._decoder = _sample_layers(_decoder_part(sample), _decoder_part(longer), shapes)
+        self._cross: list[_SampleLayer] = []
+        if isinstance(sample, EncoderDecoderCache):
+            self._cross = _sample_layers(sample.cross_attention_cache, longer.cross_attention_cache, shapes)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the caches do to the states that the model attends to."""
+        return least_faithful(sample.layer.fidelity for sample in self._decoder + self._cross)
+
+    @property
+    def bits(self) -> float:
+        """Bits of one number of a key or value, scales and zeros included, in the layers with the fewest."""
+        return min(sample.layer.planned_bits(sample.shape) for sample in self._decoder)
+
+    def nbytes(self, tokens: int) -> CacheBytes:
+        """Bytes of a cache that is made for `tokens` tokens, after it took them in at once.
+
+        Raises:
+            UnsupportedLayerError: it is not known what a layer holds.
+            CapacityError: a layer reserves a number of its own, which is smaller.
+        """
+        decoder = _summed([sample.nbytes(tokens) for sample in self._decoder])
+        cross = _summed([sample.nbytes(self._encoder_length) for sample in self._cross])
+        return CacheBytes(decoder.resident + cross.resident, decoder.host + cross.host, decoder.staged + cross.staged)
 
 
-def _of_layers(cache: Any, shapes: Sequence[LayerShape], tokens: int) -> list[LayerBytes]:
+def fidelity_of(cache: Any) -> Fidelity:
+    """What a cache of kvlayers does to the states that the model attends to.
+
+    Raises:
+        UnsupportedLayerError: the class of a layer does not say.
+    """
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
+    return least_faithful(layer.fidelity for part in parts for layer in part.operable())
+
+
+def _is_pair(cache: Any) -> bool:
+    return isinstance(cache, EncoderDecoderCache)
+
+
+def _decoder_part(cache: Any) -> Any:
+    return cache.self_attention_cache if _is_pair(cache) else cache
+
+
+def _sample_layers(cache: Any, longer: Any, shapes: Sequence[LayerShape]) -> list[_SampleLayer]:
+    layers, longer_layers = (_adapted_layers(each, len(shapes)) for each in (cache, longer))
+    return [
+        _SampleLayer(layer, shape, _follows_hint(cache, layer.sized_for, other.sized_for))
+        for layer, other, shape in zip(layers, longer_layers, shapes, strict=False)
+    ]
+
+
+def _adapted_layers(cache: Any, count: int) -> Iterator[LayerOperations | TransformersLayer]:
     if not isinstance(cache, Cache):
         raise UnsupportedLayerError(
-            f"expected a cache of kvlayers, whose bytes are known, but saw a {type(cache).__module__}."
-            f"{type(cache).__name__}: leave it out of the names."
+            f"A `{type(cache).__module__}.{type(cache).__name__}` is not a cache of kvlayers, whose bytes are known: "
+            "leave it out of the names."
         )
-    layers = cache.layers_for(len(shapes))
-    return [layer_bytes(layer, shape, tokens) for layer, shape in zip(layers, shapes, strict=False)]
+    for layer in cache.layers_for(count):
+        yield layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
 
 
-def _sum(layers: Sequence[LayerBytes]) -> CacheBytes:
-    travelling = [layer.travelling for layer in layers if layer.travelling]
-    # The first one follows the last, at the next token.
+def _follows_hint(cache: Any, size: int | None, size_if_longer: int | None) -> bool:
+    if size == size_if_longer:
+        return False
+    if (size, size_if_longer) != (SAMPLE_HINT, SAMPLE_HINT + 1):
+        raise OptionError(
+            f"The factory of this `{type(cache).__name__}` makes layers for {size} tokens if `length_hint` is "
+            f"{SAMPLE_HINT}, and for {size_if_longer} tokens if it is {SAMPLE_HINT + 1}: pass `request.length_hint` on "
+            "as it is, or use a fixed number."
+        )
+    return True
+
+
+def _summed(layers: Sequence[PlannedBytes]) -> CacheBytes:
+    travelling = [layer.host for layer in layers if layer.host]
+    # The first layer follows the last one, at the next token.
     following = [*travelling[1:], *travelling[:1]] if len(travelling) > 1 else [0] * len(travelling)
     staged = max((one + other for one, other in zip(travelling, following, strict=True)), default=0)
-    return CacheBytes(sum(layer.staying for layer in layers), sum(travelling), staged)
+    return CacheBytes(sum(layer.device for layer in layers), sum(travelling), staged)

@@ -1,4 +1,4 @@
-"""Memory that a device has left."""
+"""Free memory of a device."""
 
 import torch
 
@@ -6,10 +6,10 @@ from kvlayers.errors import OptionError
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that tensors on a device can still take: what nobody has, and what torch has and does not use.
+    """Bytes that tensors on a device can still take: free memory, and memory that torch has reserved and not used.
 
     Raises:
-        OptionError: torch does not tell it of such a device.
+        OptionError: torch does not report the free memory of such a device.
     """
     if device.type == "cpu":
         # Late, as nothing else needs it.
@@ -27,6 +27,6 @@ def free_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     raise OptionError(
-        f"expected a device whose free memory torch tells (cpu, cuda, xpu, mps), but saw {device}: pass memory, in "
-        "bytes, or the name of a cache."
+        f"torch reports the free memory of cpu, cuda, xpu and mps, but not of {device}: pass `memory`, in bytes, or "
+        "name a cache."
     )

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 NO_END = 2**40
-"""Tokens that no context has: what holds so many in a budget holds any number."""
+"""More tokens than any context has: if so many fit, any number fits."""
 
 
 def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
-    """The most tokens that fit, 0 where not one does, `None` where there is no end.
+    """The most tokens that fit, 0 if not even one fits, `None` if any number fits.
 
     Args:
-        fits: whether so many tokens do. Where some do, so do fewer.
-        guess: where to begin: the nearer, the fewer are tried.
+        fits: whether a number of tokens fits. If a number fits, so does any smaller one.
+        guess: where the search begins: the nearer to the result, the shorter it is.
 
     Example:
         >>> longest_context(lambda tokens: tokens * 3 <= 1000)
@@ -21,7 +21,7 @@ def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
         return None
     least, most = 0, NO_END
     tokens, step = min(max(guess, 1), NO_END - 1), 1
-    # From the guess outwards in steps that double, until what fits and what does not are on either side.
+    # Outwards from the guess in steps that double, until the result is between `least` and `most`.
     while least < tokens < most:
         if fits(tokens):
             least, tokens = tokens, tokens + step

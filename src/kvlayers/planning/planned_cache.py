@@ -1,4 +1,4 @@
-"""What a plan says: a line for each kind of cache, and which to use."""
+"""The result of a plan: a line for each cache, and which one to use."""
 
 import html
 from collections.abc import Mapping
@@ -8,30 +8,30 @@ from typing import Any
 import torch
 
 from kvlayers.errors import RegistryError
-from kvlayers.planning.planned_kind import EXACT
+from kvlayers.stores.contract import Fidelity
 from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
-"""Names that stand for others at the same cost, in this order."""
+"""Names that are shown for a group of caches at the same cost, in order of preference."""
 
 
 @dataclass(frozen=True)
 class PlannedCache:
-    """What one kind of cache would cost.
+    """What one cache would cost.
 
     Attributes:
-        name: the name that it is asked for by.
-        nbytes: what `nbytes` of the cache says: each byte once, where it is at home.
-        device_bytes: the most that the device must have room for: all of them, or for an offloaded cache what stays on
-            the device and the two layers of which states are there at once.
-        host_bytes: those that are at home on the host.
-        bytes_per_token: what a token more adds to `nbytes`, the mean of the next 4096.
-        longest_context: the most tokens whose `device_bytes` are within the budget; `None` where there is no end to
-            them, or no budget.
-        fidelity: "exact" where the states that the model attends to are kept as they came, "rounded" where they are
-            quantized, "evicting" where tokens are forgotten that the model would attend to.
-        bits: of a state in the layers that hold it in the fewest, its part of the scales and zeros included.
-        fits: whether it is within the budget, and holds the context.
+        name: name of the cache.
+        nbytes: the `nbytes` of the cache: each byte once, where it is kept.
+        device_bytes: the most bytes that the device must have room for. For an offloaded cache these are the layers
+            that stay on the device, and the two others whose states are there at once.
+        host_bytes: bytes that are kept on the host.
+        bytes_per_token: bytes that each further token adds to `nbytes`, the mean of the next 4096.
+        longest_context: the most tokens whose `device_bytes` are within the budget; `None` if any number is, or if
+            there is no budget.
+        fidelity: "exact" if all states that the model attends to are kept as they came, "rounded" if some are
+            quantized, "evicting" if tokens are evicted that the model would attend to.
+        bits: bits of one number of a key or value, with its share of scales and zeros, in the layers with the fewest.
+        fits: whether the cache is within the budget.
         reason: why it is recommended or not, in a sentence.
     """
 
@@ -41,7 +41,7 @@ class PlannedCache:
     host_bytes: int
     bytes_per_token: float
     longest_context: int | None
-    fidelity: str
+    fidelity: Fidelity
     bits: float
     fits: bool
     reason: str
@@ -49,21 +49,21 @@ class PlannedCache:
     @property
     def is_exact(self) -> bool:
         """Whether the states that the model attends to are kept as they came."""
-        return self.fidelity == EXACT
+        return self.fidelity == "exact"
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What caches would cost; printed, it is a table.
+    """What caches would cost. Printed, it is a table.
 
     Attributes:
         context_length: tokens of a sequence, prompt and continuation together.
         batch_size: sequences side by side.
         dtype: dtype of the states.
         memory: the budget in bytes, `None` for none.
-        caches: those that there can be for the model, in the order of their names.
-        recommended: the one to use.
-        left_out: for each other name, why there can be no such cache, or why it cannot be planned.
+        caches: the caches that the model supports, in the order of their names.
+        recommended: the cache to use.
+        left_out: for each other name, why the model does not support the cache, or why it cannot be planned.
         most_positions: the most tokens that the model has positions for, `None` if its config names no limit.
     """
 
@@ -77,30 +77,30 @@ class Plan:
     most_positions: int | None = None
 
     def __getitem__(self, name: str) -> PlannedCache:
-        """The cache of a name.
+        """The planned cache called `name`.
 
         Raises:
-            RegistryError: it was not planned.
+            RegistryError: no such cache was planned.
         """
         for cache in self.caches:
             if cache.name == name:
                 return cache
         why = self.left_out.get(name)
         raise RegistryError(
-            f"expected the name of a planned cache ({', '.join(cache.name for cache in self.caches)}), but saw "
-            f"{name!r}{'.' if why is None else f': {why}'}"
+            f"{name!r} is not among the planned caches ({', '.join(cache.name for cache in self.caches)})"
+            f"{'.' if why is None else f': {why}'}"
         )
 
     @property
     def title(self) -> str:
-        """What is planned, in a line."""
+        """The arguments of the plan, in a line."""
         budget = "" if self.memory is None else f", {readable_bytes(self.memory)} for the cache"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.context_length} tokens, batch {self.batch_size}, {dtype}{budget}"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else there is to say, a sentence each: which to use, other names of the same, and missing positions."""
+        """Sentences below the table: which cache to use, names of equal caches, and whether positions are missing."""
         same = [
             f"{first.name} ({', '.join(cache.name for cache in others)})" for first, *others in self.groups() if others
         ]
@@ -116,9 +116,9 @@ class Plan:
         )
 
     def groups(self) -> list[tuple[PlannedCache, ...]]:
-        """The caches, those of which a table would say the same together, the fewest bytes on the device first.
+        """The caches, grouped by equal figures, with the fewest bytes on the device first.
 
-        The first of a group is the one that is recommended, or the one with the plainest name.
+        The first of a group is the recommended one, or the one with the plainest name.
         """
         found: dict[tuple[str, ...], list[PlannedCache]] = {}
         for cache in self.caches:
@@ -127,7 +127,7 @@ class Plan:
         return sorted(groups, key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits))
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A head, and a row for the first of each group."""
+        """A header, and a row for the first cache of each group."""
         head = ("cache", "device", "host", "a token", "bits", "states")
         rows = [(first.name, *self._figures(first)) for first, *_ in self.groups()]
         return [head if self.memory is None else (*head, "longest"), *rows]

@@ -1,28 +1,32 @@
-"""What each kind of cache costs for a model and a context, and which to use within a budget."""
+"""What each kind of cache costs for a model and a context, and which one to use within a budget."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+import transformers
 from transformers import PretrainedConfig
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.generation.registry import AUTO, CacheRequest, cache_names
+from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
 from kvlayers.layers.contract import whole_number
-from kvlayers.planning.cache_bytes import CacheBytes
+from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
 from kvlayers.planning.longest_context import longest_context
 from kvlayers.planning.planned_cache import Plan, PlannedCache
-from kvlayers.planning.planned_kind import PlannedKind, planned_kind
 from kvlayers.planning.recommend import best_of, nothing_fits, why_not, why_recommended
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_dtype
 from kvlayers.utils.units import amount_of_bytes, tokens
 
+AUTO = "auto"
+"""The name of the cache that a plan recommends."""
+
 TOKENS_AHEAD = 4096
-"""Tokens behind the context over which `bytes_per_token` is the mean, as packed blocks come many tokens at a time."""
+"""`bytes_per_token` is the mean over this many further tokens, since packed blocks grow by many tokens at a time."""
 
 
 def plan(
@@ -37,24 +41,25 @@ def plan(
 ) -> Plan:
     """What each kind of cache costs for a model, by arithmetic from its config: nothing is loaded or allocated.
 
-    Bytes are the `nbytes` of a cache that `generate()` has made for `context_length` tokens, and that has read them in
-    one forward pass: spare room, scales, checkpoints and counters included.
+    Bytes are the `nbytes` of a cache that was made for `context_length` tokens and has read them in one forward pass.
+    They include spare room, scales, checkpoints and counters.
 
     Args:
         config: config of the model, or the model.
         context_length: tokens of a sequence, prompt and continuation together: 32768, or "32k".
         batch_size: sequences side by side, beams included.
-        dtype: dtype of the model, or its name ("bfloat16"); if not given, the config says it, or it is float32.
+        dtype: dtype of the model, or its name ("bfloat16"). By default it is that of the config, or float32.
         memory: bytes of the device that the cache may take, such as 2**30 or "1GiB"; `None` for no budget.
-        names: names of caches, those that were registered included; all that there are where not given. Those that
-            there cannot be for the model are then left out, rather than an error.
-        encoder_length: tokens of the encoder's output, for a model that has one: 1024, or "1k".
+        names: names of caches, registered ones included. By default all names are planned, and a cache that the model
+            does not support is left out instead of raising an error.
+        encoder_length: tokens of the encoder's output, for a model with an encoder: 1024, or "1k".
 
     Raises:
-        OptionError: a number that is none or too small, a dtype that is none, or a missing encoder_length.
-        ConfigError: no model and no model config, one that lacks a field, or layers whose states are not known.
+        OptionError: a number is missing, too small or not a number, or `dtype` is not a dtype.
+        ConfigError: `config` is neither a model nor its config, lacks a field, or has layers of an unknown shape.
         CapacityError: no cache that holds the context is within the budget.
-        RegistryError: a name that is not known.
+        RegistryError: a name is not known.
+        UnsupportedLayerError: a cache in `names` is of another package, or has a layer without arithmetic.
 
     Example:
         >>> import kvlayers, torch, transformers
@@ -85,7 +90,7 @@ def plan(
 
 
 def plan_for(request: CacheRequest, memory: int, names: Sequence[str]) -> Plan:
-    """A plan for a cache that is about to be made, of those of `names` that there can be for the model.
+    """A plan for a cache that is about to be made, over those of `names` that the model supports.
 
     Args:
         request: what the cache is for; its `length_hint` is the context.
@@ -93,14 +98,13 @@ def plan_for(request: CacheRequest, memory: int, names: Sequence[str]) -> Plan:
         names: names of caches.
 
     Raises:
-        OptionError: the request does not say for how many tokens.
-        ConfigError: layers whose states are not known.
+        OptionError: the request has no `length_hint`.
+        ConfigError: layers have an unknown shape.
         CapacityError: no cache is within the budget.
     """
     if request.length_hint is None:
         raise OptionError(
-            f"expected a length_hint, to choose a cache for so many tokens, but saw none: pass one to '{AUTO}', or the "
-            "name of a cache."
+            f"'{AUTO}' chooses a cache for a number of tokens, but got no `length_hint`: pass one, or name a cache."
         )
     encoder_length = request.encoder_length
     if encoder_length is None and request.config.is_encoder_decoder:
@@ -128,7 +132,7 @@ class _Wanted:
     encoder_length: int | None
 
     def caches(self, names: Sequence[str]) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
-        """Those that there can be, without reasons, and why there cannot be the others."""
+        """The caches that the model supports, without reasons, and the errors of the others."""
         shapes = layer_shapes(self.config, self.batch_size, self.dtype)
         request = CacheRequest(
             self.config, batch_size=self.batch_size, dtype=self.dtype, encoder_length=self.encoder_length
@@ -136,18 +140,19 @@ class _Wanted:
         caches: list[PlannedCache] = []
         refused: dict[str, KVLayersError] = {}
         for name in names:
-            # What chooses among caches is none.
+            # "auto" is a choice among the others.
             if name == AUTO:
                 continue
             try:
-                kind = planned_kind(name, request, shapes)
-                caches.append(_planned(kind, kind.bytes_for(self.context_length), self.context_length, self.memory))
+                make = functools.partial(_cache_for, name, request)
+                arithmetic = CacheArithmetic(make, shapes, self.encoder_length)
+                caches.append(_planned(name, arithmetic, self.context_length, self.memory))
             except KVLayersError as error:
                 refused[name] = error
         return caches, refused
 
     def plan(self, caches: Sequence[PlannedCache], refused: Mapping[str, KVLayersError]) -> Plan:
-        """What they come to, once one of them is recommended."""
+        """The plan: one cache is recommended, and each has its reason."""
         left_out = {name: str(error) for name, error in refused.items()}
         best = best_of(caches)
         if best is None:
@@ -174,55 +179,57 @@ class _Wanted:
         )
 
 
-def _planned(kind: PlannedKind, costs: CacheBytes, context_length: int, memory: int | None) -> PlannedCache:
+def _cache_for(name: str, request: CacheRequest, length_hint: int) -> transformers.Cache:
+    return cache_for(name, dataclasses.replace(request, length_hint=length_hint))
+
+
+def _planned(name: str, arithmetic: CacheArithmetic, context_length: int, memory: int | None) -> PlannedCache:
+    costs = arithmetic.nbytes(context_length)
+    # Nearly all caches grow nearly evenly.
+    guess = context_length * (memory or 0) // max(costs.device, 1)
     return PlannedCache(
-        name=kind.name,
-        nbytes=costs.held,
+        name=name,
+        nbytes=costs.total,
         device_bytes=costs.device,
         host_bytes=costs.host,
-        bytes_per_token=_bytes_per_token(kind, costs, context_length),
-        longest_context=None if memory is None else _longest(kind, costs, context_length, memory),
-        fidelity=kind.fidelity,
-        bits=kind.bits,
+        bytes_per_token=_bytes_per_token(arithmetic, costs, context_length),
+        longest_context=(
+            None if memory is None else longest_context(lambda tokens: _fits(arithmetic, tokens, memory), guess)
+        ),
+        fidelity=arithmetic.fidelity,
+        bits=arithmetic.bits,
         fits=memory is None or costs.device <= memory,
         reason="",
     )
 
 
-def _longest(kind: PlannedKind, costs: CacheBytes, context_length: int, memory: int) -> int | None:
-    # Nearly all kinds grow nearly evenly.
-    guess = context_length * memory // max(costs.device, 1)
-    return longest_context(lambda tokens: _fits(kind, tokens, memory), guess)
-
-
-def _fits(kind: PlannedKind, tokens: int, memory: int) -> bool:
+def _fits(arithmetic: CacheArithmetic, tokens: int, memory: int) -> bool:
     try:
-        return kind.bytes_for(tokens).device <= memory
+        return arithmetic.nbytes(tokens).device <= memory
     except CapacityError:
         return False
 
 
-def _bytes_per_token(kind: PlannedKind, costs: CacheBytes, context_length: int) -> float:
+def _bytes_per_token(arithmetic: CacheArithmetic, costs: CacheBytes, context_length: int) -> float:
     try:
-        further = kind.bytes_for(context_length + TOKENS_AHEAD)
+        further = arithmetic.nbytes(context_length + TOKENS_AHEAD)
     except CapacityError:
         # What is reserved is reserved.
         return 0.0
-    return (further.held - costs.held) / TOKENS_AHEAD
+    return (further.total - costs.total) / TOKENS_AHEAD
 
 
 def _count(number: object, name: str, what: str) -> int:
     count = whole_number(number, name)
     if isinstance(number, bool) or count < 1:
-        raise OptionError(f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}.")
+        raise OptionError(f"`{name}` must be a whole number of {what}, at least 1, got {number!r}.")
     return count
 
 
 def _checked(names: Sequence[str]) -> Sequence[str]:
     if isinstance(names, str) or not names:
         raise OptionError(
-            f"expected a list of names with at least one name of a cache, but saw {names!r}: pass a list, or leave "
-            "names out."
+            f"`names` must be a list with at least one name of a cache, got {names!r}: pass one, or leave `names` out."
         )
     return names
 
@@ -235,12 +242,12 @@ def _encoder_length(config: PretrainedConfig, encoder_length: int | str | None) 
     if not config.is_encoder_decoder:
         if encoder_length is not None:
             raise OptionError(
-                f"expected no encoder_length for a model without an encoder, but saw {encoder_length!r}: leave it out."
+                f"`encoder_length` must be left out for a model without an encoder, got {encoder_length!r}."
             )
         return None
     if encoder_length is None:
         raise OptionError(
-            "expected encoder_length for a model with an encoder, as cross-attention caches its output, but saw none: "
-            "pass the tokens of that output."
+            "`encoder_length` is missing, and cross-attention caches the output of the model's encoder: pass the "
+            "number of tokens in that output."
         )
     return _count(tokens(encoder_length, "encoder_length"), "encoder_length", "tokens")

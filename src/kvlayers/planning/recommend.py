@@ -1,27 +1,26 @@
-"""Which of the caches that fit is the one to use, and why."""
+"""Which of the caches that fit to use, and why."""
 
 from collections.abc import Mapping, Sequence
 
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError
 from kvlayers.planning.planned_cache import PlannedCache
-from kvlayers.planning.planned_kind import EVICTING
 from kvlayers.utils.units import exact_bytes, readable_bytes
 
 COARSE_BITS = 4
-"""Below so many bits of a state, answers are often others: rather from the host."""
+"""With fewer bits than this, answers often change: a cache on the host is better."""
 
 SIMPLEST = "dynamic"
-"""The name that wins where another one costs and keeps the same: it needs no options, and no token is refused."""
+"""The name that wins over another one of equal cost and fidelity: it needs no options, and never refuses a token."""
 
 
 def best_of(caches: Sequence[PlannedCache]) -> PlannedCache | None:
-    """The best of those that fit, `None` where none does.
+    """The best of the caches that fit, `None` if no cache fits.
 
-    At least `COARSE_BITS` before fewer; then on the device before on the host, from where every token brings the
-    states; then exact before rounded, more bits before fewer, and fewer bytes before more. What evicts does not hold
-    the context, and is the best only of its like.
+    First come caches with at least `COARSE_BITS`. Then the device comes before the host, from which every token brings
+    the states; exact before rounded; more bits before fewer; and fewer bytes before more. A cache that evicts does not
+    hold the context, and is recommended only if all caches evict.
     """
-    keeping = [cache for cache in caches if cache.fidelity != EVICTING]
+    keeping = [cache for cache in caches if cache.fidelity != "evicting"]
     fitting = [cache for cache in keeping or caches if cache.fits]
     return min(fitting, key=_rank, default=None)
 
@@ -44,17 +43,17 @@ def _rank(cache: PlannedCache) -> tuple[bool, bool, bool, float, int, bool, str]
 
 
 def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory: int | None) -> str:
-    """The reason for the best one of some."""
+    """The reason to use the best of the caches."""
     if len(caches) == 1:
         return "it is the only one that was asked for."
     within = "" if memory is None else f" that fits into {readable_bytes(memory)}"
-    if cache.fidelity == EVICTING:
-        return "it is all that was asked for, but forgets tokens that the model would attend to."
+    if cache.fidelity == "evicting":
+        return "only caches that evict were asked for, and it is the best of them."
     if cache.host_bytes:
         kept = "is exact" if cache.is_exact else f"has the most bits, {cache.bits:.3g},"
         return (
-            f"no cache on the device{within} has {COARSE_BITS} bits or more, and it {kept} of those on the host, which "
-            "every token waits for."
+            f"no cache on the device{within} has {COARSE_BITS} bits or more, and it {kept} of the caches on the host, "
+            "for which every token waits."
         )
     if cache.is_exact:
         return f"it is exact, and the smallest such cache on the device{within}."
@@ -62,11 +61,11 @@ def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory:
 
 
 def why_not(cache: PlannedCache, best: PlannedCache, memory: int | None) -> str:
-    """The reason against another one."""
+    """The reason to use the best cache instead of this one."""
     if memory is not None and not cache.fits:
-        return f"it needs {readable_bytes(cache.device_bytes - memory)} more than there is."
-    if cache.fidelity == EVICTING:
-        return "it forgets tokens that the model would attend to."
+        return f"it needs {readable_bytes(cache.device_bytes - memory)} more than the budget."
+    if cache.fidelity == "evicting":
+        return "it evicts tokens that the model would attend to."
     if _is_coarse(cache) and not _is_coarse(best):
         return f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more."
     if cache.host_bytes and not best.host_bytes:
@@ -76,18 +75,18 @@ def why_not(cache: PlannedCache, best: PlannedCache, memory: int | None) -> str:
     if cache.bits != best.bits:
         return f"it has fewer bits than '{best.name}'."
     if cache.device_bytes != best.device_bytes:
-        return f"it takes more than '{best.name}'."
-    return f"it costs and keeps what '{best.name}' does."
+        return f"it takes more memory than '{best.name}'."
+    return f"it costs and keeps the same as '{best.name}'."
 
 
 def nothing_fits(
     caches: Sequence[PlannedCache], left_out: Mapping[str, str], context_length: int, memory: int | None
 ) -> KVLayersError:
-    """The error for a budget that is too small for each, or for a model that no cache could be planned for."""
+    """The error for a budget that is too small for all caches, or for a model that no cache could be planned for."""
     if not caches or memory is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        return ConfigError(f"expected a model that some cache can be planned for, but saw none ({reasons}).")
-    keeping = [cache for cache in caches if cache.fidelity != EVICTING] or caches
+        return ConfigError(f"No cache could be planned for the model: {reasons}.")
+    keeping = [cache for cache in caches if cache.fidelity != "evicting"] or caches
     least = min(keeping, key=lambda cache: cache.device_bytes)
     furthest = max(keeping, key=lambda cache: cache.longest_context or 0)
     shorter = (
@@ -96,6 +95,6 @@ def nothing_fits(
         else ""
     )
     return CapacityError(
-        f"expected memory of at least {exact_bytes(least.device_bytes)} for {context_length} tokens, which "
-        f"'{least.name}' takes, but saw {exact_bytes(memory)}: give it as much{shorter}."
+        f"`memory` must be at least {exact_bytes(least.device_bytes)} for {context_length} tokens, which "
+        f"'{least.name}' takes, got {exact_bytes(memory)}: allow more{shorter}."
     )

@@ -9,10 +9,20 @@ StateForm = tuple[int, int, int, torch.dtype, torch.device]
 """Batch size, kv_heads, head_dim, dtype and device: what states must share to be held in one buffer."""
 
 
+COUNT_DTYPE = torch.int64
+"""The dtype of counts of tokens on a device."""
+
+
 def form_of(states: Tensor) -> StateForm:
     """Form of `states`, `[batch, kv_heads, tokens, head_dim]`."""
     batch, kv_heads, _, head_dim = states.shape
     return batch, kv_heads, head_dim, states.dtype, states.device
+
+
+def nbytes_of(form: StateForm, tokens: int) -> int:
+    """Bytes of `tokens` tokens of this form, for all sequences and heads."""
+    batch, kv_heads, head_dim, dtype, _ = form
+    return batch * kv_heads * tokens * head_dim * dtype.itemsize
 
 
 MOST_PIECES = 8

@@ -1,16 +1,34 @@
 """How tokens are held: the contract of a store."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, get_args
 
 from torch import Tensor
 from typing_extensions import Self
 
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.utils.tensor_memory import storages_of
 
 Fact = int | str | bool | None
 """A plain fact that is kept beside the tensors of a state."""
+
+
+Fidelity = Literal["exact", "rounded", "evicting"]
+"""What happens to the states that the model attends to: all are kept as they came, all are kept but some are rounded to
+fewer bits, or the states of some tokens are evicted."""
+
+
+def least_faithful(fidelities: Iterable[Fidelity]) -> Fidelity:
+    """The fidelity of something that consists of parts with these fidelities; "exact" if there are no parts."""
+    return max(fidelities, key=get_args(Fidelity).index, default="exact")
+
+
+def lacks_member(part: object, member: str) -> UnsupportedLayerError:
+    """The error for a layer or a store whose class does not define a member that a plan asks for."""
+    name = type(part).__name__
+    return UnsupportedLayerError(f"`{name}` has no `{member}`, which a plan asks for: define `{name}.{member}`.")
 
 
 StatePair = tuple[Tensor, Tensor]
@@ -37,6 +55,39 @@ class TokenStore(ABC):
     """Whether a `SharedStore` can hold the tokens once for several sequences that go on from them."""
     is_complete = True
     """Whether keys and values are of the same tokens. False only between the assignment of keys and that of values."""
+
+    @property
+    def sized_for(self) -> int | None:
+        """The number of tokens that the store was told to make room for, `None` if it was told no number."""
+        return None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the store does to the states that it takes in.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        raise lacks_member(self, "fidelity")
+
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        """The `nbytes` of a store like this one after it took in `tokens` tokens at once.
+
+        Args:
+            key_form: form of the keys.
+            value_form: form of the values.
+            tokens: tokens of a sequence.
+            sized_for: number of tokens to make room for, in place of the store's own `sized_for`.
+
+        Raises:
+            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
+            UnsupportedLayerError: the class has no arithmetic.
+        """
+        raise lacks_member(self, "planned_nbytes")
+
+    def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
+        """Bits of one number of a key or value in the store's main memory, with its share of scales and zeros."""
+        return 8.0 * key_form[3].itemsize
 
     @property
     @abstractmethod

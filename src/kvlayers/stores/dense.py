@@ -3,7 +3,9 @@
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
+from kvlayers.stores.contract import Fidelity
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by one part in so many: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -39,10 +41,28 @@ class DenseStore(ContiguousStore):
 
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate when `needed` tokens must fit."""
+        return self._capacity_for(needed, self.length_hint)
+
+    def _capacity_for(self, needed: int, length_hint: int | None) -> int:
         capacity = needed + max(needed // self.growth_divisor, self.minimum_growth)
-        if self.length_hint is not None and needed <= self.length_hint:
-            return min(capacity, self.length_hint)
+        if length_hint is not None and needed <= length_hint:
+            return min(capacity, length_hint)
         return capacity
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.length_hint
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
+
+    @override
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        capacity = self._capacity_for(tokens, sized_for) + self.front_room if tokens else 0
+        return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
     @override
     def _make_room(self, tokens: int) -> None:

@@ -12,7 +12,7 @@ from kvlayers.attention.segments import PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Mover, StatePair
 from kvlayers.stores.dense import DenseStore
 from kvlayers.utils.autocast import without_autocast
@@ -51,7 +51,7 @@ class PackedBlocks:
         self.block_tokens = block_tokens
         self._packed: dict[Side, DenseStore] = {}
         for side, form in zip(SIDES, forms, strict=True):
-            store = self._packed[side] = DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
+            store = self._packed[side] = _store_of_blocks(hint)
             store.reserve_form(*packed_forms(quantizers[side].format, side, form, block_tokens))
         self._ends: list[int] = []
         """For each block the tokens that count, from its beginning: all but where it was cropped."""
@@ -260,3 +260,28 @@ def packed_forms(
     codes = side_bytes(code_format, side, head_dim, block_tokens, itemsize=0)
     parameters = side_bytes(code_format, side, head_dim, block_tokens, itemsize=1) - codes
     return (batch, kv_heads, codes, torch.uint8, device), (batch, kv_heads, parameters, dtype, device)
+
+
+def _store_of_blocks(hint: int | None) -> DenseStore:
+    return DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
+
+
+def planned_nbytes(
+    quantizers: dict[Side, Quantizer],
+    forms: tuple[StateForm, StateForm],
+    block_tokens: int,
+    blocks: int,
+    hint: int | None,
+) -> int:
+    """The bytes of `PackedBlocks`, made with these arguments, after `blocks` blocks were packed at once."""
+    store = _store_of_blocks(hint)
+    return sum(
+        store.planned_nbytes(*packed_forms(quantizers[side].format, side, form, block_tokens), blocks, hint)
+        for side, form in zip(SIDES, forms, strict=True)
+    )
+
+
+def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:
+    """Bytes of one block of keys, or of values, for all sequences and heads: its codes, scales and zeros."""
+    codes, parameters = packed_forms(code_format, side, form, block_tokens)
+    return nbytes_of(codes, 1) + nbytes_of(parameters, 1)

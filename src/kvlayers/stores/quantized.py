@@ -13,10 +13,18 @@ from kvlayers.attention.path_counter import PathCounter
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import Quantizer, Side
-from kvlayers.stores.buffer import StateForm, form_of
-from kvlayers.stores.contract import Fact, Mover, StatePair, TokenStore
+from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
+from kvlayers.stores.contract import Fact, Fidelity, Mover, StatePair, TokenStore
 from kvlayers.stores.dense import DenseStore
-from kvlayers.stores.packed_blocks import BLOCKS_AT_ONCE, PACKED_NAMES, PackedBlocks, check_packed_state
+from kvlayers.stores.packed_blocks import (
+    BLOCKS_AT_ONCE,
+    PACKED_NAMES,
+    SIDES,
+    PackedBlocks,
+    block_nbytes,
+    check_packed_state,
+    planned_nbytes,
+)
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
 from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch
@@ -161,17 +169,55 @@ class QuantizedStore(TokenStore):
         """Hold nothing, in memory that nothing was returned from."""
         quantizers = self._quantizers_for(*forms)
         size = block_tokens(quantizers)
-        given = self.quantization
-        hint = None
-        if self.length_hint is not None:
-            hint = blocks_beyond(self.length_hint, given.sink_tokens + given.residual_length + size, size)
         self._forms = forms
-        self._blocks = PackedBlocks(quantizers, forms, size, hint)
-        self._sinks = DenseStore(length_hint=given.sink_tokens)
+        self._blocks = PackedBlocks(quantizers, forms, size, self._most_blocks(size, self.length_hint))
+        self._sinks = DenseStore(length_hint=self.quantization.sink_tokens)
         self._recent = unpacked_residual()
         self._recent.reserve_form(*forms)
         self._changed()
         self._length = 0
+
+    def _most_blocks(self, size: int, length_hint: int | None) -> int | None:
+        """The most blocks of `size` tokens that are expected, if that is known."""
+        return None if length_hint is None else blocks_beyond(length_hint, self._unpacked_room(size), size)
+
+    def _unpacked_room(self, size: int) -> int:
+        """The most tokens that stay in full precision, beside blocks of `size` tokens."""
+        return self.quantization.sink_tokens + self.quantization.residual_length + size
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.length_hint
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "rounded"
+
+    @override
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        quantizers = self._quantizers_for(key_form, value_form)
+        size, forms = block_tokens(quantizers), (key_form, value_form)
+        room = self._unpacked_room(size)
+        blocks = blocks_beyond(tokens, room, size)
+        if not blocks:
+            return unpacked_residual().planned_nbytes(*forms, tokens, most_in_residual(room, sized_for, 0))
+        sinks = self.quantization.sink_tokens
+        old = sinks + blocks * size
+        hint = most_in_residual(self.quantization.residual_length + size, sized_for, old, tokens - old)
+        residual = residual_behind_blocks(size).planned_nbytes(*forms, tokens - old, hint)
+        packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, sized_for))
+        return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
+
+    @override
+    def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
+        quantizers = self._quantizers_for(key_form, value_form)
+        size, forms = block_tokens(quantizers), (key_form, value_form)
+        packed = sum(
+            block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
+        )
+        return 8 * packed * key_form[3].itemsize / sum(nbytes_of(form, size) for form in forms)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:

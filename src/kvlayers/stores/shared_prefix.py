@@ -14,7 +14,7 @@ from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Mover, StatePair, TokenStore
+from kvlayers.stores.contract import Fidelity, Mover, StatePair, TokenStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.validation import checked_forms, mismatch
 
@@ -50,6 +50,11 @@ class SharedStore(TokenStore):
         self._prefix_history: KVSegments | None = None
         self._held: Snapshot | None = None
         self.ways = PathCounter()
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
 
     @property
     def _shared_tokens(self) -> int:

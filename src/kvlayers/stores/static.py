@@ -11,9 +11,9 @@ from typing_extensions import Self, override
 from kvlayers.attention.gqa_compiled import shared_in_graph
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buckets import Buckets, places
-from kvlayers.stores.buffer import StateForm, TokenBuffer, form_of
+from kvlayers.stores.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
-from kvlayers.stores.contract import Mover, StatePair
+from kvlayers.stores.contract import Fidelity, Mover, StatePair
 from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.upstream import compat
@@ -385,6 +385,28 @@ class StaticStore(ContiguousStore):
         )
         return keys, values
 
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.capacity
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
+
+    @override
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        capacity = self.capacity if sized_for is None else sized_for
+        if tokens > capacity and not self.grow:
+            raise no_room_for_tokens(capacity, 0, tokens)
+        while capacity < tokens:
+            capacity = self.buckets.after(capacity)
+        rows = max(key_form[0], self.max_batch_size or 0)
+        reserved = sum(nbytes_of((rows, *form[1:]), capacity) for form in (key_form, value_form))
+        # The device's two counts: the cursor, and the tokens that have passed.
+        return reserved + 2 * COUNT_DTYPE.itemsize
+
     def _is_reserved(self, batch_size: int, capacity: int) -> bool:
         reserved = self._reserved
         return reserved is not None and reserved[0].capacity == capacity and reserved[0].form[0] >= batch_size
@@ -610,4 +632,4 @@ def is_one_number(number: int) -> bool:
 
 def _count(number: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((), number, dtype=torch.int64, device=device)
+        return torch.full((), number, dtype=COUNT_DTYPE, device=device)

@@ -192,6 +192,9 @@ class _NoFp8Layer:
 
 FP8_LAYER: type = upstream.Fp8QuantizedLayer if Version("5.23") <= TRANSFORMERS else _NoFp8Layer
 
+QUANTIZED_LAYERS = (QUANTO_LAYER, HQQ_LAYER, FP8_LAYER)
+"""transformers' layers that round states."""
+
 _HAS_INDEXERS = Version("5.11") <= TRANSFORMERS
 INDEXED_LAYER: tuple[Any, ...] = (upstream.DynamicIndexedLayer,) if _HAS_INDEXERS else ()
 """A layer of full attention that caches the keys of an indexer besides, in versions that have one."""

@@ -1,6 +1,6 @@
-"""Functions of upper rooms that lower rooms call.
+"""Functions and classes of upper modules that lower ones call.
 
-A room imports from the rooms below it alone. Where a lower room offers what an upper one does (`Cache.save`, the name
+A module imports only modules below it. If a lower one offers what an upper one does (`Cache.save`, the name
 `"auto"`), it asks for the function by name. The package's `__init__` says where each one is.
 """
 

@@ -22,6 +22,8 @@ from kvlayers.layers.linear.saving import check_linear_state, linear_state, read
 from kvlayers.layers.linear.states import LinearStates, StatesByIndex
 from kvlayers.layers.linear.token_count import TokenCount
 from kvlayers.layers.operations import LayerOperations, LayerState, whole_number
+from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.stores.contract import Fidelity
 from kvlayers.upstream import compat
 from kvlayers.utils.options import checks_options
 
@@ -160,6 +162,20 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
         """By state index, whether there is memory for a recurrent state."""
         return {index: states is not None for index, states in self._states.recurrent.items()}
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        states = shape.recurrent_nbytes()
+        if not states:
+            return PlannedBytes()
+        # One checkpoint is taken after the prompt, unless the prompt is a single token.
+        checkpoints = min(self.checkpoints.most, 1) if tokens > 1 else 0
+        return PlannedBytes(states * (1 + checkpoints) + self._count.planned_nbytes())
 
     # Taking in states
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from kvlayers.stores.buffer import COUNT_DTYPE
 from kvlayers.stores.contract import Fact
 
 
@@ -52,7 +53,11 @@ class TokenCount:
 
     def _zeros(self, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
-            return torch.zeros(self._number_of_states, dtype=torch.int64, device=device)
+            return torch.zeros(self._number_of_states, dtype=COUNT_DTYPE, device=device)
+
+    def planned_nbytes(self) -> int:
+        """Bytes of the device's counts, once tokens have been counted."""
+        return self._number_of_states * COUNT_DTYPE.itemsize
 
     def add_untold(self, state_idx: int) -> bool:
         """Count one token where a recurrent state came without columns. Returns whether it did."""

@@ -1,7 +1,7 @@
 """Bits for each layer of a model, chosen by what its predictions lose."""
 
 from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget
-from kvlayers.tools.calibration.calibrate import calibrate
+from kvlayers.tools.calibration.calibrator import calibrate
 from kvlayers.tools.calibration.result import Calibration, MeasuredSetting
 from kvlayers.tools.calibration.sensitivities import Sensitivity
 

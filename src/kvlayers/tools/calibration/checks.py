@@ -16,7 +16,7 @@ from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget
 from kvlayers.tools.calibration.sensitivities import Sensitivity
 from kvlayers.tools.calibration.settings import Part
-from kvlayers.tools.measuring.texts import check_known
+from kvlayers.tools.measuring.text import check_known
 from kvlayers.upstream import model_types
 from kvlayers.utils.units import exact_bytes, tokens
 

@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.tools.measuring.forward import newest_alone
-from kvlayers.tools.measuring.scoring import divergences
+from kvlayers.tools.measuring.predictions import mean_divergence, newest_logits_only
 from kvlayers.upstream import model_types
-
-
-def mean_divergence(expected: Tensor, seen: Tensor) -> float:
-    """Mean of `divergences` over the tokens."""
-    return float(divergences(expected, seen).mean())
 
 
 def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
@@ -35,7 +29,7 @@ def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
     with torch.no_grad():
         for part in torch.split(ids, at_once or ids.shape[1], dim=1):
             newest = min(scored, part.shape[1])
-            found.append(model(input_ids=part, **given, **newest_alone(model, newest)).logits[0, -newest:])
+            found.append(model(input_ids=part, **given, **newest_logits_only(model, newest)).logits[0, -newest:])
     return torch.cat(found)[-scored:].double().log_softmax(-1)
 
 

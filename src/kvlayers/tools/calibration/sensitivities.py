@@ -1,5 +1,6 @@
 """What each layer's keys, and its values, make of a model's predictions when they alone are quantized."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from kvlayers.layers import QuantizedLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.packed_blocks import SIDES
 from kvlayers.stores.quantization import Quantization
-from kvlayers.tools.calibration.bits import with_bits
-from kvlayers.tools.calibration.divergence import mean_divergence, read
+from kvlayers.tools.calibration.divergence import read
+from kvlayers.tools.measuring.predictions import mean_divergence
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,8 @@ def _rounded(layer: Any, quantization: Quantization, nbits: int) -> dict[Side, T
     if keys is None or values is None:
         raise RuntimeError("a layer that has taken in states holds none")
     return {"keys": keys, "values": values}
+
+
+def with_bits(quantization: Quantization, nbits: int) -> Quantization:
+    """The same quantization with so many bits for keys and values."""
+    return dataclasses.replace(quantization, nbits=nbits, key_nbits=None, value_nbits=None)

@@ -8,11 +8,10 @@ from typing import Any
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.packed_blocks import SIDES, packed_forms
+from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.tools.calibration.allocation import PartChoice, least_losses
-from kvlayers.tools.calibration.bits import with_bits
-from kvlayers.tools.calibration.sensitivities import Sensitivity
+from kvlayers.tools.calibration.sensitivities import Sensitivity, with_bits
 
 Part = tuple[int, Side]
 """Index of a layer, and one side of it."""
@@ -132,5 +131,4 @@ def part_costs(
 def _bytes_per_token(forms: tuple[StateForm, StateForm], side: Side, quantization: Quantization) -> Fraction:
     quantizers = quantization.quantizers(forms[0][2], forms[1][2])
     size, form = block_tokens(quantizers), forms[SIDES.index(side)]
-    packed = packed_forms(quantizers[side].format, side, form, size)
-    return Fraction(sum(kv_heads * width * dtype.itemsize for _, kv_heads, width, dtype, _ in packed), size)
+    return Fraction(block_nbytes(quantizers[side].format, side, (1, *form[1:]), size), size)

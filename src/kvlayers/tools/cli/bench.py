@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.failing import NOT_WELL, one_line_errors
-from kvlayers.tools.demo.names import HUB_NAME
-from kvlayers.tools.measuring.names import THEIR_NAMES
+from kvlayers.tools.cli.exit_codes import NOT_WELL, one_line_errors
+from kvlayers.tools.names import HUB_NAME, TRANSFORMERS_CACHES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +39,8 @@ def bench(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A cache of transformers ({', '.join(THEIR_NAMES)}); may come several times. Its dynamic one always "
-            "runs. Default: those whose packages are installed."
+            help=f"A cache of transformers ({', '.join(TRANSFORMERS_CACHES)}). May be given several times. Its dynamic "
+            "cache always runs. Default: every one whose package is installed."
         ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU slow at it.")] = Dtype.auto,
@@ -65,20 +64,19 @@ def bench(
     from kvlayers.tools.cli.bench_results import BenchResults
     from kvlayers.tools.cli.bench_view import bench_report, show
     from kvlayers.tools.cli.files import text_in
-    from kvlayers.tools.cli.output import print_json
-    from kvlayers.tools.cli.quietly import few_words
+    from kvlayers.tools.cli.output import print_json, quiet_libraries
     from kvlayers.tools.cli.reports import command_line, destination, publish
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
     from kvlayers.tools.measuring.environment import environment
-    from kvlayers.tools.measuring.texts import check_known, rows
+    from kvlayers.tools.measuring.text import check_known, rows
     from kvlayers.utils.units import tokens
 
     # With JSON on stdout, what is for people goes elsewhere.
     console = Console(stderr=as_json)
     if threads is not None:
         torch.set_num_threads(threads)
-    with one_line_errors("bench"), few_words():
+    with one_line_errors("bench"), quiet_libraries():
         asked = [tokens(each, "--lengths") for each in lengths.split(",")]
         theirs = transformers_names(against)
         path = destination(console, report, REPORT)

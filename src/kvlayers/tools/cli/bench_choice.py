@@ -5,19 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlayers.errors import KVLayersError, OptionError
-from kvlayers.tools.measuring.contenders import (
-    KVLAYERS,
-    THEIR_NAMES,
-    TRANSFORMERS,
-    Key,
-    contender,
-    exact_names,
-    is_installed,
-    states_in,
-)
+from kvlayers.tools.measuring.contenders import Key, contender, exact_names, is_installed, states_in
+from kvlayers.tools.names import KVLAYERS, TRANSFORMERS, TRANSFORMERS_CACHES
 from kvlayers.upstream.model_types import most_positions
 
-REFERENCE: Key = (TRANSFORMERS, THEIR_NAMES[0])
+REFERENCE: Key = (TRANSFORMERS, TRANSFORMERS_CACHES[0])
 QUANTIZED = ("int8", "int4")
 
 
@@ -41,10 +33,12 @@ def transformers_names(asked: Sequence[str] | None) -> list[str]:
         OptionError: one is not known, or not installed.
     """
     if asked is None:
-        return [name for name in THEIR_NAMES[1:] if is_installed(name)]
+        return [name for name in TRANSFORMERS_CACHES[1:] if is_installed(name)]
     for name in asked:
-        if name not in THEIR_NAMES:
-            raise OptionError(f"expected --against to be one of {', '.join(THEIR_NAMES[1:])}, but saw {name!r}.")
+        if name not in TRANSFORMERS_CACHES:
+            raise OptionError(
+                f"expected --against to be one of {', '.join(TRANSFORMERS_CACHES[1:])}, but saw {name!r}."
+            )
         if not is_installed(name):
             raise OptionError(
                 f"expected the package that transformers' {name} cache needs, but it is not installed: "

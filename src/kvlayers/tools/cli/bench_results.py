@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvlayers.planning.planned_kind import EXACT
-from kvlayers.tools.measuring.contenders import KVLAYERS, Key
+from kvlayers.tools.measuring.contenders import Key
 from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.names import KVLAYERS
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BenchResults:
 
     def is_exact(self, row: Row) -> bool:
         """Whether a cache keeps what the model attends to as it is."""
-        return self.states[row.contender.library, row.contender.cache] == EXACT
+        return self.states[row.contender.library, row.contender.cache] == "exact"
 
     def is_well(self, row: Row) -> bool:
         """Whether a cache did what it should; of those of transformers, only the reference must."""

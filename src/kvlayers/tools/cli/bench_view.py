@@ -10,8 +10,8 @@ from rich.table import Table
 from kvlayers.tools.cli.bench_results import BenchResults
 from kvlayers.tools.cli.output import PASTE, pasted, plain
 from kvlayers.tools.cli.reports import facts
-from kvlayers.tools.measuring.contenders import KVLAYERS, TRANSFORMERS
 from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable
 from kvlayers.utils.units import readable_bytes
 

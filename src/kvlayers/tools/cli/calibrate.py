@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.failing import NOT_WELL, one_line_errors
-from kvlayers.tools.demo.names import HUB_NAME
+from kvlayers.tools.cli.exit_codes import NOT_WELL, one_line_errors
+from kvlayers.tools.names import HUB_NAME
 
 
 def calibrate(
@@ -58,20 +58,19 @@ def calibrate(
     from kvlayers.tools.calibration import DivergenceBudget
     from kvlayers.tools.calibration import calibrate as calibrate_model
     from kvlayers.tools.calibration.checks import check_ids, check_positions
-    from kvlayers.tools.cli.calibrating import CalibrationAsked, CalibrationResults, show
+    from kvlayers.tools.cli.calibrate_results import CalibrationAsked, CalibrationResults, show
     from kvlayers.tools.cli.files import text_in
-    from kvlayers.tools.cli.output import print_json
-    from kvlayers.tools.cli.quietly import few_words
+    from kvlayers.tools.cli.output import print_json, quiet_libraries
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
     from kvlayers.tools.measuring.environment import environment
-    from kvlayers.tools.measuring.texts import passages as passages_of
+    from kvlayers.tools.measuring.text import passages as passages_of
 
     # With JSON on stdout, what is for people goes elsewhere.
     console = Console(stderr=as_json)
     if threads is not None:
         torch.set_num_threads(threads)
-    with one_line_errors("calibrate"), few_words():
+    with one_line_errors("calibrate"), quiet_libraries():
         asked = CalibrationAsked.of(bytes_per_token, max_kl, bits, backend, context, scored, output)
         content = text_in(text)
         target = find_device(device)

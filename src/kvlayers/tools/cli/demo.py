@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.demo.names import HUB_NAME
+from kvlayers.tools.names import HUB_NAME
 
 PROMPT = "Once upon a time, a programmer"
 CONTEXT_OF_PROMPT = 4096

@@ -7,8 +7,8 @@ import typer
 
 from kvlayers.tools.cli.defaults import FIDELITY_BITS, FIDELITY_CONTEXT, FIDELITY_SCORED
 from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.failing import NOT_WELL, one_line_errors
-from kvlayers.tools.demo.names import HUB_NAME
+from kvlayers.tools.cli.exit_codes import NOT_WELL, one_line_errors
+from kvlayers.tools.names import HUB_NAME
 
 
 def fidelity(
@@ -57,17 +57,16 @@ def fidelity(
     from kvlayers.tools.cli.fidelity_results import FidelityResults
     from kvlayers.tools.cli.fidelity_view import fidelity_report, show
     from kvlayers.tools.cli.files import text_in
-    from kvlayers.tools.cli.output import print_json
+    from kvlayers.tools.cli.output import print_json, quiet_libraries
     from kvlayers.tools.cli.progress import bar_between_runs
-    from kvlayers.tools.cli.quietly import few_words
     from kvlayers.tools.cli.reports import command_line, destination, publish
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
     from kvlayers.tools.measuring.environment import environment
     from kvlayers.tools.measuring.fidelity import Budget, measure_fidelity
     from kvlayers.tools.measuring.settings import settings
-    from kvlayers.tools.measuring.texts import check_known
-    from kvlayers.tools.measuring.texts import passages as passages_of
+    from kvlayers.tools.measuring.text import check_known
+    from kvlayers.tools.measuring.text import passages as passages_of
     from kvlayers.upstream.model_types import tokens_at_once
     from kvlayers.utils.units import tokens
 
@@ -75,7 +74,7 @@ def fidelity(
     console = Console(stderr=as_json)
     if threads is not None:
         torch.set_num_threads(threads)
-    with one_line_errors("fidelity"), few_words():
+    with one_line_errors("fidelity"), quiet_libraries():
         budget = Budget(max_kl, max_perplexity_increase)
         named = settings(bits or FIDELITY_BITS)
         of_calibration = [] if calibration is None else [calibrated(calibration)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlayers.tools.cli.failing import one_line_errors
+from kvlayers.tools.cli.exit_codes import one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table

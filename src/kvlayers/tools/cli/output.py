@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import logging as transformers_logging
 
 
 def plain(value: Any) -> Any:
@@ -50,3 +54,16 @@ def pasted(options: Mapping[str, Any]) -> str:
 def print_json(value: Any) -> None:
     """A value as JSON on stdout, as it is: a console would wrap it."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep transformers' advice, and the hub's account of its attempts, out of what a command shows."""
+    before = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before[0])
+        hub_logging.set_verbosity(before[1])

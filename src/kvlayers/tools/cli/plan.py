@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.failing import one_line_errors
+from kvlayers.tools.cli.exit_codes import one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,12 +35,11 @@ def plan(
     """
     # Late, as torch takes seconds to import, which `--help` need not wait for.
     from kvlayers.planning import plan as plan_caches
-    from kvlayers.tools.cli.configs import config_of
-    from kvlayers.tools.cli.output import print_json
-    from kvlayers.tools.cli.quietly import few_words
+    from kvlayers.tools.cli.files import config_of
+    from kvlayers.tools.cli.output import print_json, quiet_libraries
     from kvlayers.utils.units import amount_of_bytes, tokens
 
-    with one_line_errors("plan"), few_words():
+    with one_line_errors("plan"), quiet_libraries():
         # What needs no config before what may ask the hub for one.
         length = tokens(context, "--context")
         budget = None if memory is None else amount_of_bytes(memory, "--memory")

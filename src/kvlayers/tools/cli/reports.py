@@ -1,5 +1,6 @@
 """Where a command writes its report, and what every report says."""
 
+import importlib.util
 import shlex
 import sys
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from rich.console import Console
 
 from kvlayers.errors import OptionError
 from kvlayers.tools.cli.files import check_writable, home_expanded, unwritable
-from kvlayers.tools.reporting.needs import REMEDY, missing_packages
 from kvlayers.tools.reporting.page import Report, write
 from kvlayers.utils.units import readable_bytes
 
@@ -72,3 +72,12 @@ def facts(found: Mapping[str, Any]) -> dict[str, str]:
     gpu = {} if hardware["cuda"] is None else {"GPU": hardware["cuda"]}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "platform")
     return {**machine, **gpu, "System": versions["platform"], "Versions": packages, "Date": found["date"]}
+
+
+PACKAGES = ("jinja2", "matplotlib")
+REMEDY = 'pip install "kvlayers[report]"'
+
+
+def missing_packages() -> list[str]:
+    """Those of `PACKAGES` that are not there."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]

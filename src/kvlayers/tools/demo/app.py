@@ -9,20 +9,20 @@ from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.errors import KVLayersError
-from kvlayers.planning.planned_kind import EXACT
 from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.failing import NOT_WELL, one_line_errors
-from kvlayers.tools.cli.output import print_json
+from kvlayers.tools.cli.exit_codes import NOT_WELL, one_line_errors
+from kvlayers.tools.cli.output import print_json, quiet_libraries
 from kvlayers.tools.cli.progress import bar_between_runs
-from kvlayers.tools.cli.quietly import few_words
-from kvlayers.tools.demo import report, text
+from kvlayers.tools.demo import report
 from kvlayers.tools.demo.caches import compare, contenders
 from kvlayers.tools.demo.generations import Samples, Turn, continue_text, differs, sample, second_turn
 from kvlayers.tools.demo.loading import find, load
 from kvlayers.tools.demo.model import LoadedModel, find_device
-from kvlayers.tools.measuring.contenders import KVLAYERS, TRANSFORMERS, states_in
+from kvlayers.tools.measuring import text
+from kvlayers.tools.measuring.contenders import states_in
 from kvlayers.tools.measuring.decoding import Row
 from kvlayers.tools.measuring.scoring import ReadingError
+from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 
 LIBRARIES = (TRANSFORMERS, KVLAYERS)
 SAMPLES = 8
@@ -50,7 +50,7 @@ def run_demo(
     console = Console(stderr=as_json)
     if threads is not None:
         torch.set_num_threads(threads)
-    with one_line_errors("demo"), few_words():
+    with one_line_errors("demo"), quiet_libraries():
         target = find_device(device)
         loaded = load(console, find(console, model), dtype.on(target), target)
         ids = text.input_ids(loaded.tokenizer, prompt, context)
@@ -75,7 +75,7 @@ def run_demo(
                 "second_turn": None if turns is None else dict(zip(LIBRARIES, turns, strict=True)),
             }
         )
-    exact = [row for row in rows if row.contender.library == KVLAYERS and states_in(row.contender) == EXACT]
+    exact = [row for row in rows if row.contender.library == KVLAYERS and states_in(row.contender) == "exact"]
     if is_other or not all(row.failure is None and row.same_tokens for row in exact):
         raise typer.Exit(NOT_WELL)
 

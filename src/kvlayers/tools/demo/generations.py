@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvlayers.generation.generate import generate
 from kvlayers.prefix import PrefixStore
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.ties import is_tie
+from kvlayers.tools.measuring.predictions import is_tie
 from kvlayers.upstream import model_types
 
 STORE_BYTES = 4 * 2**30

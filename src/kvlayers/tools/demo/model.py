@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvlayers.errors import KVLayersError
 from kvlayers.rope.parameters import rope_parameters
-from kvlayers.tools.demo.names import HUB_NAME, NAME
+from kvlayers.tools.names import DEMO_MODEL, HUB_NAME
 from kvlayers.upstream import compat
 
 VARIABLE = "KVLAYERS_DEMO_MODEL"
@@ -73,11 +73,11 @@ def find_model(given: str | None = None, report: Report = quiet, origin: str = "
         return _checked(given, origin)
     if from_environment := os.environ.get(VARIABLE):
         return _checked(from_environment, VARIABLE)
-    checkout = Path(".models") / NAME
+    checkout = Path(".models") / DEMO_MODEL
     if checkout.is_dir():
         return str(checkout)
     if is_bundled():
-        return str(export_bundled_model(user_cache_dir() / NAME, report))
+        return str(export_bundled_model(user_cache_dir() / DEMO_MODEL, report))
     return HUB_NAME
 
 

@@ -10,12 +10,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from transformers import TextStreamer
 
-from kvlayers.planning.planned_kind import EXACT
 from kvlayers.tools.cli.progress import bar_between_runs
 from kvlayers.tools.demo.generations import Samples, Turn
 from kvlayers.tools.demo.model import Report
-from kvlayers.tools.measuring.contenders import KVLAYERS, Contender, states_in
+from kvlayers.tools.measuring.contenders import Contender, states_in
 from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.names import KVLAYERS
 from kvlayers.utils.units import readable_bytes
 
 LEAST_GAIN = 1.1
@@ -88,7 +88,7 @@ def verdict(row: Row, is_reference: bool) -> str:
     if is_reference:
         return "reference"
     fidelity = states_in(row.contender)
-    if fidelity != EXACT:
+    if fidelity != "exact":
         return f"{fidelity}, KL {row.kl:.2g}"
     if not row.same_tokens:
         return f"[red]{row.other_tokens - row.ties} other tokens[/red]"

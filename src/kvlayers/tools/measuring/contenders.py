@@ -9,10 +9,9 @@ import transformers
 
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.generation.registry import make_cache
-from kvlayers.planning.planned_kind import EXACT, ROUNDED, fidelity_of
-from kvlayers.tools.measuring.names import KVLAYERS as KVLAYERS
-from kvlayers.tools.measuring.names import THEIR_NAMES as THEIR_NAMES
-from kvlayers.tools.measuring.names import TRANSFORMERS as TRANSFORMERS
+from kvlayers.planning.cache_bytes import fidelity_of
+from kvlayers.stores.contract import Fidelity
+from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_types import config_of
 
@@ -28,7 +27,7 @@ _MAKERS: dict[str, Callable[[Any, int], Any]] = {
 }
 _PACKAGES = {"quanto": ("optimum", "optimum.quanto"), "hqq": ("hqq",)}
 
-THEIR_QUANTIZED = tuple(_PACKAGES)
+TRANSFORMERS_QUANTIZED = tuple(_PACKAGES)
 """Those that round states."""
 
 
@@ -54,7 +53,7 @@ def of_kvlayers(name: str, model: Any, length: int) -> Contender:
 
 
 def of_transformers(name: str, model: Any, length: int) -> Contender:
-    """A cache of transformers, of `THEIR_NAMES`, for a model or its config and the most tokens that it will hold."""
+    """A cache of `TRANSFORMERS_CACHES`, for a model or its config and the most tokens that it will hold."""
     return Contender(TRANSFORMERS, name, lambda: _MAKERS[name](config_of(model), length))
 
 
@@ -64,7 +63,7 @@ def contender(library: str, name: str, model: Any, length: int) -> Contender:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the packages of one of `THEIR_NAMES` are there."""
+    """Whether the packages of one of `TRANSFORMERS_CACHES` are there."""
     return all(importlib.util.find_spec(package) is not None for package in _PACKAGES.get(name, ()))
 
 
@@ -74,12 +73,12 @@ def exact_names(config: Any) -> list[str]:
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]
 
 
-def states_in(rival: Contender) -> str:
-    """What a cache does to states: "exact", "rounded" or "evicting".
+def states_in(rival: Contender) -> Fidelity:
+    """What a cache does to the states that the model attends to.
 
     Raises:
         KVLayersError: there is no such cache for the model.
     """
     if rival.library == TRANSFORMERS:
-        return ROUNDED if rival.cache in THEIR_QUANTIZED else EXACT
+        return "rounded" if rival.cache in TRANSFORMERS_QUANTIZED else "exact"
     return fidelity_of(rival.make())

@@ -10,9 +10,8 @@ import transformers
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.planning.cache_bytes import cache_bytes
+from kvlayers.planning.cache_bytes import CacheArithmetic
 from kvlayers.planning.shapes import layer_shapes
-from kvlayers.planning.store_bytes import FOLLOWED
 from kvlayers.tools.measuring.contenders import of_kvlayers
 from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
 from kvlayers.tools.measuring.settings import QuantizationSetting
@@ -100,7 +99,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
         OptionError: there is no such cache for the model.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return cache_bytes(make(config, FOLLOWED), shapes, tokens, None).held
+    return CacheArithmetic(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
 
 
 def measure_fidelity(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import KVLayersError
-from kvlayers.tools.measuring.forward import newest_alone
+from kvlayers.tools.measuring.predictions import divergences, newest_logits_only
 from kvlayers.upstream import model_types
 
 Key = TypeVar("Key", bound=Hashable)
@@ -17,25 +17,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 CacheMaker = Callable[[Any], Any]
 """Makes an empty cache from a model config."""
-
-
-def divergences(expected: Tensor, seen: Tensor) -> Tensor:
-    """KL divergence of each next-token distribution from the expected one, in nats.
-
-    Args:
-        expected: log-probabilities `[tokens, vocab]`, float64: in float32 they sum to 1 so roughly that small
-            divergences come out below 0.
-        seen: the same.
-
-    Returns:
-        `[tokens]`.
-
-    Example:
-        >>> halves, other = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-        >>> divergences(halves, other)  # 0.5 * log(0.5 / 0.25) + 0.5 * log(0.5 / 0.75)
-        tensor([0.1438])
-    """
-    return (expected.exp() * (expected - seen)).sum(-1)
 
 
 class ReadingError(KVLayersError, RuntimeError):
@@ -144,7 +125,7 @@ class _Reading:
     def __init__(self, model: Any, scores: Mapping[Any, Scores], reference: Hashable) -> None:
         self._model, self._scores, self._reference = model, scores, reference
         self._argument = model_types.cache_argument(model)
-        self._last_alone = newest_alone(model)
+        self._last_alone = newest_logits_only(model)
 
     def forward(self, cache: Any, tokens: Tensor, scored: bool) -> Tensor:
         """Logits `[1, tokens, vocab]` of tokens `[1, tokens]`; of the last alone where none are scored."""

@@ -5,10 +5,10 @@ from typing import Any
 from kvlayers.errors import ConfigError
 
 
-class Fields:
-    """What a config says of one layer.
+class ConfigNumbers:
+    """Reads the fields of a config that say what one layer holds.
 
-    By attribute throughout, as configs have other names for some of these.
+    Fields are read as attributes, since configs have aliases for some of them.
 
     Args:
         config: config of the decoder, or of one of its layers.
@@ -18,25 +18,25 @@ class Fields:
         self._config = config
 
     def get(self, name: str) -> Any:
-        """A field, `None` where the config has none."""
+        """A field, `None` if the config does not have it."""
         return getattr(self._config, name, None)
 
     def number(self, *names: str) -> int:
         """The first of these fields that is a number.
 
         Raises:
-            ConfigError: none of them is.
+            ConfigError: no field is a number.
         """
         found = self.number_or_none(*names)
         if found is None:
             raise ConfigError(
-                f"expected a config with {' or '.join(names)}, to know the states of its layers, but saw a "
-                f"{type(self._config).__name__} without: set it, or pass the config of the model itself."
+                f"The config ({type(self._config).__name__}) has no number in {' or '.join(names)}, which says what "
+                "its layers hold: set it, or pass the config of the model itself."
             )
         return found
 
     def number_or_none(self, *names: str) -> int | None:
-        """The first of these fields that is a number, `None` where none of them is."""
+        """The first of these fields that is a number, `None` if no field is."""
         for name in names:
             found = self.get(name)
             if isinstance(found, int | float) and not isinstance(found, bool):

@@ -1,0 +1,101 @@
+"""What a layer of a model holds for each token and each sequence: what planned bytes are computed from."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvlayers.errors import ConfigError
+from kvlayers.stores.buffer import StateForm
+
+NO_DEVICE = torch.device("meta")
+"""The device of planned states."""
+
+
+@dataclass(frozen=True)
+class TokenShape:
+    """What a layer of attention holds for one token of one sequence.
+
+    Attributes:
+        kv_heads: heads of the keys, and of the values.
+        key_head_dim: channels of a key.
+        value_head_dim: channels of a value.
+        indexer_head_dim: channels of the key that an indexer holds besides, 0 if the layer has no indexer.
+    """
+
+    kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    indexer_head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """What a recurrent layer holds for one sequence, whatever its length.
+
+    Attributes:
+        conv: elements of the convolution state, `channels * kernel`, in the dtype of the model.
+        recurrent: elements of the recurrent state, which every model keeps in float32.
+    """
+
+    conv: int
+    recurrent: int = 0
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer holds.
+
+    Attributes:
+        batch_size: sequences side by side.
+        dtype: dtype of the model.
+        token: what it holds for each token, `None` if it does not attend.
+        recurrent: what it holds for each sequence besides, `None` if it has no recurrent states.
+    """
+
+    batch_size: int
+    dtype: torch.dtype
+    token: TokenShape | None = None
+    recurrent: RecurrentShape | None = None
+
+    def forms(self) -> tuple[StateForm, StateForm]:
+        """Forms of the keys and of the values.
+
+        Raises:
+            ConfigError: the layer does not attend.
+        """
+        token = self._attending()
+        return (
+            (self.batch_size, token.kv_heads, token.key_head_dim, self.dtype, NO_DEVICE),
+            (self.batch_size, token.kv_heads, token.value_head_dim, self.dtype, NO_DEVICE),
+        )
+
+    def indexer_nbytes(self, tokens: int) -> int:
+        """Bytes of the indexer's keys of `tokens` tokens, for all sequences."""
+        return self.batch_size * tokens * self._attending().indexer_head_dim * self.dtype.itemsize
+
+    def recurrent_nbytes(self) -> int:
+        """Bytes of the convolution states and recurrent states, for all sequences."""
+        if self.recurrent is None:
+            return 0
+        conv = self.recurrent.conv * self.dtype.itemsize
+        return self.batch_size * (conv + self.recurrent.recurrent * torch.float32.itemsize)
+
+    def _attending(self) -> TokenShape:
+        if self.token is None:
+            raise ConfigError(
+                "The cache has a layer of attention where the model has none: make the cache from the model's config."
+            )
+        return self.token
+
+
+class PlannedBytes(NamedTuple):
+    """The bytes that a layer will hold, each counted once.
+
+    Attributes:
+        device: bytes that stay on the device.
+        host: bytes that are kept on the host, and are on the device only while the layer is attended to.
+    """
+
+    device: int = 0
+    host: int = 0

@@ -312,10 +312,10 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return (nested_tuples.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
     def to_legacy_cache(self) -> nested_tuples.LegacyStates:
-        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; the pairs alone without an encoder.
+        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; only `(keys, values)` if empty.
 
         Raises:
-            LegacyFormatError: a layer has dropped tokens, which tuples cannot say.
+            LegacyFormatError: a layer has dropped tokens, which tuples cannot express.
         """
         return super().to_legacy_cache()
 
@@ -332,7 +332,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None) -> Self:
-        """A cache that holds copies of `((keys, values, cross_keys, cross_values), ...)`; an empty one for `None`.
+        """A cache that holds copies of `((keys, values, cross_keys, cross_values), ...)`; an empty cache for `None`.
 
         Raises:
             LegacyFormatError: the tuples are nested in another way.

@@ -1,4 +1,4 @@
-"""From what a model config says to the layers of a cache: the one table."""
+"""Makes the layers of a cache from a model's config. This is the one place where the kinds of layers are chosen."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -29,13 +29,13 @@ from kvlayers.upstream import compat, model_types
 from kvlayers.upstream.compat import LayerSpec
 
 WINDOWED = ("sliding_attention", "chunked_attention")
-"""Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
+"""Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""
 
 RECURRENT = ("linear_attention", "conv")
-"""Layer types that have states of a fixed size, and do not attend."""
+"""Layer types that have states of a fixed size and do not attend."""
 
 HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""Layer types that have such states and attend, and how they attend."""
+"""Layer types that have states of a fixed size and attend, with the layer type of their attention."""
 
 Factory = Callable[[LayerSpec], Any]
 CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
@@ -43,7 +43,7 @@ CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
+    """The memory that the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
 
     max_cache_len: int
     max_batch_size: int | None = None
@@ -51,17 +51,17 @@ class Reservation:
     grow: bool = False
 
     def options(self) -> dict[str, Any]:
-        """The arguments that it was made of, which are those of a `StaticLayer`."""
+        """The fields as arguments of a `StaticLayer`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
-    """Layers that grow, for each layer of a model; transformers' own where kvlayers has no kind for the type.
+    """A layer that grows for each layer of a model; transformers' layer if kvlayers has no kind for the layer type.
 
     Args:
         config: config of the model.
-        length_hint: the most tokens that are expected, where known.
-        checkpoints: of layers with recurrent states, see `Checkpoints`.
+        length_hint: the most tokens that are expected, if known.
+        checkpoints: see `Checkpoints`, for layers with recurrent states.
     """
     kinds: dict[str, Factory] = {
         "full_attention": lambda spec: DynamicLayer(length_hint=length_hint),
@@ -73,7 +73,7 @@ def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: 
 def every_token_layers(
     config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None
 ) -> list[Any]:
-    """As `dynamic_layers`, but what attends within a window holds every token, and leaves the window to its mask."""
+    """As `dynamic_layers`, but layers with a window hold every token, and leave the window to the mask."""
     kinds: dict[str, Factory] = dict.fromkeys(
         ("full_attention", *WINDOWED), lambda spec: DynamicLayer(length_hint=length_hint)
     )
@@ -81,9 +81,9 @@ def every_token_layers(
 
 
 def static_layers(config: object, reserved: Reservation, checkpoints: CheckpointOptions = None) -> list[Any]:
-    """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
-    # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
-    # others have not could not be taken back.
+    """A layer with a fixed reservation for each layer of a model; transformers' layers as in `dynamic_layers`."""
+    # If one layer must refuse a token, the windows before it must refuse it too: an update that only some layers have
+    # taken in could not be taken back.
     attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in compat.layer_specs(config)]
     token_limit = reserved.max_cache_len if any(kind not in WINDOWED for kind in attending) else None
 
@@ -102,7 +102,14 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
 def _layers(
     config: object, kinds: Mapping[str, Factory], checkpoints: CheckpointOptions, max_cache_len: int | None = None
 ) -> list[Any]:
-    """A layer for each layer of a model: by `kinds` where it attends, and with a recurrent state where it has one."""
+    """A layer for each layer of a model.
+
+    Args:
+        config: config of the model.
+        kinds: for each layer type that attends, a function that makes the layer.
+        checkpoints: see `Checkpoints`, for layers with recurrent states.
+        max_cache_len: tokens that transformers' layers reserve, `None` for layers that grow.
+    """
     policy, tokens_at_once = Checkpoints.of(checkpoints), model_types.tokens_at_once(config)
 
     def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
@@ -187,7 +194,7 @@ def quantized_layers(
     length_hint: int | None = None,
     checkpoints: CheckpointOptions = None,
 ) -> list[Any]:
-    """As `dynamic_layers`, with full attention quantized, and windows as well where `quantize_sliding` says so.
+    """As `dynamic_layers`, with full attention quantized, and windows too if `quantize_sliding` is true.
 
     Raises:
         OptionError: bits were given for another number of layers.
@@ -198,7 +205,7 @@ def quantized_layers(
         return SlidingLayer(spec.options["sliding_window"])
 
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
-        # A window drops its oldest tokens, so that none of them stays for good.
+        # A window drops its oldest tokens, so no token could stay as a sink.
         in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
         window = spec.options["sliding_window"]
         return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
@@ -210,21 +217,21 @@ def quantized_layers(
     return _layers(config, kinds, checkpoints)
 
 
-def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
-    """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than those of the sinks.
+def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
+    """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than the sinks' window.
 
     Args:
         config: config of the model.
-        sinking: how sink layers are made.
-        rotary: how the keys of all layers are rotated, as the config says where not given.
+        sink_config: how sink layers are made.
+        rotary: how the keys of all layers are rotated; as the config says if it is not given.
 
     Raises:
-        ConfigError: keys cannot be turned, or no layer attends to more than the window.
+        ConfigError: the keys cannot be rotated, or no layer attends to more tokens than the sinks' window.
     """
-    specs, turns = compat.layer_specs(config), None if rotary is not None else rotaries(config)
+    specs, rotations = compat.layer_specs(config), None if rotary is not None else rotaries(config)
     layers, forgetful = dynamic_layers(config), True
     for index, spec in enumerate(specs):
-        if not _attends_beyond(spec, sinking.window_length):
+        if not _attends_beyond(spec, sink_config.window_length):
             continue
         forgetful = False
         layer = adapted(layers[index])
@@ -233,11 +240,11 @@ def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = Non
                 f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
                 f"{type(layers[index]).__name__}: use a DynamicCache, or a newer transformers."
             )
-        sinks = sinking.layer(rotary if turns is None else turns[index])
+        sinks = sink_config.layer(rotary if rotations is None else rotations[index])
         layers[index] = HybridLayer(sinks, layers[index].linear) if layer.is_recurrent else sinks
     if forgetful:
         raise ConfigError(
-            f"expected a layer that attends to more than {sinking.window_length} tokens, but saw "
+            f"expected a layer that attends to more than {sink_config.window_length} tokens, but saw "
             f"{', '.join(sorted({spec.layer_type for spec in specs}))}: the model forgets by itself, so use a "
             "DynamicCache."
         )

@@ -15,12 +15,12 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
 
     Args:
         indices: whole numbers from `-batch_size` to `batch_size - 1`, or a boolean mask `[batch_size]`.
-        batch_size: rows that there are.
+        batch_size: number of rows.
 
     Raises:
-        BatchIndexError: nothing is selected, or a row that does not exist. Indices that live on an accelerator are
-            not read back to be checked, as that would stall it at every step of a beam search: there, the device
-            itself fails on a row that does not exist.
+        BatchIndexError: no row is selected, or a row does not exist. Indices on an accelerator are not read back for
+            this check, since that would stall it at every step of a beam search. There, the device itself fails on a
+            row that does not exist.
     """
     try:
         rows = torch.as_tensor(indices)
@@ -29,12 +29,12 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
     if rows.dtype == torch.bool:
         if tuple(rows.shape) != (batch_size,):
             raise BatchIndexError(
-                f"expected a mask of shape ({batch_size},), one entry a sequence, but saw {tuple(rows.shape)}."
+                f"expected a mask of shape ({batch_size},), one entry for each sequence, but saw {tuple(rows.shape)}."
             )
         rows = rows.nonzero().squeeze(1)
     if rows.dim() != 1 or rows.shape[0] == 0 or rows.is_floating_point() or rows.is_complex():
         raise BatchIndexError(
-            f"expected at least one batch index, in one dimension of whole numbers, but saw shape {tuple(rows.shape)} "
+            f"expected a list of at least one batch index, all whole numbers, but saw shape {tuple(rows.shape)} "
             f"of {rows.dtype}."
         )
     rows = rows.to(torch.int64)
@@ -51,7 +51,7 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
 
 
 def is_identity(rows: Tensor, batch_size: int) -> bool:
-    """Whether selecting `rows` changes nothing, where that can be known without waiting for an accelerator."""
+    """Whether selecting `rows` changes nothing. False if an accelerator would have to be waited for."""
     return rows.device.type == "cpu" and rows.shape[0] == batch_size and rows.tolist() == list(range(batch_size))
 
 

@@ -14,11 +14,11 @@ from kvlayers.utils.options import checks_options
 
 
 class DynamicLayer(TokenLayer):
-    """Full attention: keeps every token, for as long as memory lasts.
+    """Full attention: keeps every token.
 
     Args:
-        length_hint: the most tokens that are expected, where known; see `DenseStore`.
-        store: how the tokens are held, a `DenseStore` where not given.
+        length_hint: the most tokens that are expected, if known; see `DenseStore`.
+        store: how the tokens are held; a `DenseStore` if it is not given.
     """
 
     keeps_every_token = True
@@ -79,7 +79,7 @@ class DynamicLayer(TokenLayer):
 
 
 def check_rollback(length: int, held: int) -> None:
-    """Raise `RollbackError` where `length` is no length that a layer of `held` tokens once had."""
+    """Raise `RollbackError` if a layer of `held` tokens never had `length` tokens."""
     if not 0 <= length <= held:
         raise RollbackError(
             f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."

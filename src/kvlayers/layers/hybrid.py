@@ -1,4 +1,4 @@
-"""A layer that attends and has a state besides: an attention layer and a recurrent one, side by side."""
+"""A layer that attends and has a recurrent state: an attention layer and a recurrent layer, side by side."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,20 +17,21 @@ from kvlayers.stores.contract import Fact, Fidelity, least_faithful
 from kvlayers.upstream import compat
 
 LINEAR = "linear."
-"""What the names of the recurrent part begin with in a saved state."""
+"""Prefix of the names of the recurrent part in a saved state."""
 
 
 class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
-    Keys and values go to the one, convolution states and recurrent states to the other; operations go to both.
+    Keys and values go to the attention layer, convolution states and recurrent states to the linear-attention layer.
+    Operations go to both.
 
     Args:
-        attention: which tokens are attended to, and how they are held: any `CacheLayer`.
-        linear: the states besides.
+        attention: any `CacheLayer` that has no recurrent states itself.
+        linear: the layer of the convolution states and recurrent states.
 
     Raises:
-        UnsupportedLayerError: layers of other kinds.
+        UnsupportedLayerError: a layer of another kind.
 
     Example:
         >>> import kvlayers
@@ -118,7 +119,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def keys(self) -> Any:
-        """As those of the attention layer."""
+        """See the attention layer."""
         return self._attends.keys
 
     @keys.setter
@@ -127,7 +128,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def values(self) -> Any:
-        """As those of the attention layer."""
+        """See the attention layer."""
         return self._attends.values
 
     @values.setter
@@ -147,7 +148,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.attention.recount(length)
 
     def __getattr__(self, name: str) -> Any:
-        """What this kind of attention layer has besides, such as a window or a reservation."""
+        """Further attributes of the attention layer, such as its window or its reservation."""
         return attribute_within(self, "attention", name)
 
     def __dir__(self) -> list[str]:
@@ -188,7 +189,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
-        """As those of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.conv_states
 
     @conv_states.setter
@@ -197,7 +198,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """As those of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.recurrent_states
 
     @recurrent_states.setter
@@ -206,27 +207,27 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def is_conv_states_initialized(self) -> dict[int, bool]:
-        """As that of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.is_conv_states_initialized
 
     @property
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
-        """As that of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.is_recurrent_states_initialized
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:
-        """As those of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.conv_kernel_size
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """As that of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.has_previous_state
 
     @property
     def record_past(self) -> bool:
-        """As that of the recurrent layer: always true."""
+        """Always true; see `LinearAttentionLayer`."""
         return self.linear.record_past
 
     @record_past.setter
@@ -305,7 +306,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @override
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, that both can be put back to."""
+        """The greatest length, `length` at most, to which both layers can be put back."""
         while True:
             before = length
             length = self._of_linear(self.attention.nearest_restorable(length))
@@ -313,7 +314,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
                 return length
 
     def _of_linear(self, length: int) -> int:
-        # Where the model does not use it, or an update broke off before it, there is nothing to take back.
+        # If the model does not use it, or an update was interrupted before it, there is nothing to take back.
         unused = self.linear.length == 0
         if unused or (self.linear.length is None and length == self.attention.length):
             return length

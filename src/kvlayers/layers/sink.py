@@ -1,4 +1,4 @@
-"""A layer that keeps the first few tokens and a window of the newest."""
+"""A layer that keeps the first few tokens and a window of the newest tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,28 +25,28 @@ from kvlayers.utils.options import checks_options
 
 
 class SinkLayer(TokenLayer):
-    """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest, `window_length` in all.
+    """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest tokens, `window_length` in all.
 
-    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query see the kept tokens as if they were one sequence
-    without a gap. Attention under RoPE sees distances alone, so the window's keys stay as they are, and the few keys of
-    the sinks are turned by the distance that eviction has put between them and the window. They are always turned
-    from what they were at first: nothing is rounded twice.
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query attend to the kept tokens as if they were one
+    sequence without a gap. Attention under RoPE depends on distances only. So the window's keys stay as they are, and
+    the few keys of the sinks are rotated by the distance that eviction has put between them and the window. They are
+    always rotated from the keys as they came, so nothing is rounded twice.
 
-    Tokens are evicted between updates, never within one: the tokens of a prompt see all of it.
+    Tokens are evicted between updates, never within one: the tokens of a prompt attend to the whole prompt.
 
-    Where sequences are padded on the left, each has its own sinks: its first tokens that are no padding.
+    If sequences are padded on the left, each has its own sinks: its first tokens that are not padding.
 
-    While the past is recorded, nothing is evicted between one `truncate` or `crop` and the next.
+    While the past is recorded, no token is evicted between one `truncate` or `crop` and the next.
 
     Args:
         window_length: tokens that a query attends to, the sinks and itself included.
         num_sink_tokens: how many of them are sinks.
-        rotary: how keys are rotated, `None` for a layer of attention that knows no positions.
-        store: how the tokens of the window are held, a `DenseStore` where not given.
-        left_padding: tokens of padding before each sequence.
+        rotary: how keys are rotated, `None` for a layer whose attention does not know positions.
+        store: how the tokens of the window are held; a `DenseStore` if it is not given.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`.
 
     Raises:
-        OptionError: a window that is not larger than the sinks, or a count that is no whole number.
+        OptionError: a window that is not larger than the sinks, or a count that is not a whole number.
 
     Example:
         >>> import torch, kvlayers
@@ -85,8 +85,7 @@ class SinkLayer(TokenLayer):
         past = self.attended_past(seen)
         first = seen - past
         front = sinks.standing_before(first) if first > sinks.first_start else None
-        # Where some sequences have tokens between their sinks and the window and others do not, those of the latter
-        # are attended to as they are.
+        # A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
         all_stand = front is not None and first > sinks.last_start
         behind = past - self.num_sink_tokens if all_stand else past
         if self.record_past:
@@ -109,7 +108,13 @@ class SinkLayer(TokenLayer):
         return attended
 
     def _with_some(self, stands: Tensor, front: StatePair, attended: StatePair) -> StatePair:
-        """What is attended to, with the sinks of those sequences whose sinks are not among it anyway."""
+        """The attended states, in which the sinks replace the first states of the sequences that `stands` marks.
+
+        Args:
+            stands: bool `[batch, 1, 1, 1]`, see `Sinks.stands_before`.
+            front: keys and values of the sinks.
+            attended: keys and values `[batch, kv_heads, attended, head_dim]`.
+        """
         width = self.num_sink_tokens
         keys, values = (
             torch.cat([torch.where(stands.to(states.device), sinks, states[:, :, :width]), states[:, :, width:]], 2)
@@ -119,11 +124,11 @@ class SinkLayer(TokenLayer):
 
     @override
     def attended_past(self, tokens: int) -> int:
-        # The sinks included.
+        # Sinks included.
         return min(tokens, self.window_length - 1)
 
     def _needed(self, seen: int) -> int:
-        """Newest tokens that must be held after `seen` tokens: all that is attended to, or that but for the sinks."""
+        """Newest tokens to hold after `seen` tokens: all attended tokens, less the sinks once they stand apart."""
         past = self.attended_past(seen)
         return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
 
@@ -153,19 +158,20 @@ class SinkLayer(TokenLayer):
 
     @property
     def rotary(self) -> Rotary | None:
-        """How keys are rotated, `None` where they know no positions."""
+        """How keys are rotated, `None` for keys that do not know positions."""
         return self._sinks.rotary
 
     @property
     def left_padding(self) -> Tensor | None:
-        """Tokens of padding before each sequence, int64 `[batch]`; `None` where there is none."""
+        """Tokens of padding before each sequence, int64 `[batch]`; `None` without padding."""
         return self._sinks.padding
 
     @left_padding.setter
     def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
-                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first."
+                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first "
+                "token."
             )
         self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
 
@@ -175,7 +181,7 @@ class SinkLayer(TokenLayer):
 
     @override
     def _handed_out(self, side: Side) -> Tensor | None:
-        # Copies: the layer does not hold what the next token attends to, but the sinks as they came, and the window.
+        # Copies: what the next token attends to is made from the sinks, as they came, and from the window.
         keys, values = self.peek()
         return _copied(keys if side == "keys" else values)
 
@@ -197,13 +203,13 @@ class SinkLayer(TokenLayer):
     def assignable(self, states: Tensor) -> Tensor:
         if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
-                f"expected states in place of those of all {self._seen} tokens, but some have been evicted: use "
+                f"expected a layer that holds all of its {self._seen} tokens, but tokens have been evicted: use "
                 "state() and load_state()."
             )
         if states.shape[2] != self._seen:
             raise StateMismatchError(
-                f"expected states of all {self._seen} tokens, as keys are turned by their positions, but saw "
-                f"{states.shape[2]}: use a DynamicCache to evict others than the oldest."
+                f"expected states of all {self._seen} tokens, since keys are rotated by their positions, but saw "
+                f"{states.shape[2]}: use a DynamicCache to evict other tokens than the oldest."
             )
         return states
 
@@ -250,7 +256,7 @@ class SinkLayer(TokenLayer):
         if length and needed < dropped:
             raise RollbackError(
                 f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
-                f"tokens needs token {needed} again, and those between the {self.num_sink_tokens} sinks and token "
+                f"tokens needs token {needed} again, and the tokens between the {self.num_sink_tokens} sinks and token "
                 f"{dropped} have been evicted: call activate_past_recording() before the tokens that may be taken "
                 "back, or fork() the cache."
             )
@@ -317,8 +323,8 @@ class SinkLayer(TokenLayer):
         least = max(self.attended_past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
         if not least <= held <= seen:
             raise StateMismatchError(
-                f"expected a state with the newest {least} of {seen} tokens, or with more of them, but saw {held}: "
-                "take the state again."
+                f"expected a state with at least the newest {least} of {seen} tokens, but saw {held}: take the state "
+                "again."
             )
 
     @override
@@ -354,7 +360,7 @@ class SinkConfig:
 
 
 def _copied(states: Tensor | None) -> Tensor | None:
-    # Handles cannot be written to.
+    # Handles of packed states cannot be written to.
     return states if states is None or isinstance(states, PackedStates) else states.clone()
 
 
@@ -367,22 +373,22 @@ def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
 
 
 def check_sinks(window_length: object, num_sink_tokens: object) -> None:
-    """Raise `OptionError` where the two are no window and no count of sinks in it."""
+    """Raise `OptionError` if the two are not the length of a window and a smaller number of sinks."""
     for name, number, least in (("window_length", window_length, 2), ("num_sink_tokens", num_sink_tokens, 1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise OptionError(f"expected {name} to be a whole number of at least {least}, but saw {number!r}.")
     if window_length <= num_sink_tokens:  # type: ignore[operator]
         raise OptionError(
-            f"expected a window_length larger than num_sink_tokens, since the sinks are part of it, but saw "
+            f"expected window_length to be larger than num_sink_tokens, since the sinks are part of it, but saw "
             f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
         )
 
 
 def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
-    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` where there is none.
+    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
 
     Raises:
-        OptionError: other than one whole number, of at least 0, for each sequence.
+        OptionError: not a whole number, of at least 0, for each sequence.
     """
     if left_padding is None:
         return None

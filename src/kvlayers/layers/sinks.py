@@ -12,24 +12,24 @@ from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import StatePair
 
 NAMES = ("first_keys", "first_values")
-"""What the sinks are called in a state."""
+"""The names of the sinks in a state."""
 
 PADDING_NAME = "left_padding"
-"""What the padding of each sequence is called in a state."""
+"""The name of the padding of each sequence in a state."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sinks:
-    """The first `num_tokens` tokens of each sequence that are no padding. What changes them makes new ones.
+    """The first `num_tokens` tokens of each sequence that are not padding. Every change makes a new object.
 
     Attributes:
-        num_tokens: tokens of each sequence.
-        rotary: how their keys are turned to where they stand, `None` where keys know no positions.
-        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` where there is none.
-        keys: `[batch, kv_heads, num_tokens, key_head_dim]`, turned as they came; `None` before the first tokens.
+        num_tokens: sinks of each sequence.
+        rotary: how their keys are rotated to their place, `None` for keys that do not know positions.
+        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
+        keys: `[batch, kv_heads, num_tokens, key_head_dim]`, rotated as they came; `None` before the first tokens.
         values: `[batch, kv_heads, num_tokens, value_head_dim]`.
-        partner: what a rotation mixes into the keys, of their shape.
-        first_start: position of the first token that is no padding.
+        partner: the channels that a rotation mixes into the keys, of the shape of the keys.
+        first_start: position of the first token that is not padding in any sequence.
         last_start: position from which on no sequence has padding.
     """
 
@@ -48,15 +48,15 @@ class Sinks:
             object.__setattr__(self, "last_start", int(self.padding.max()))
 
     def check_batch(self, batch_size: int) -> None:
-        """Raise `StateMismatchError` where the padding is of another count of sequences."""
+        """Raise `StateMismatchError` if the padding is for another number of sequences."""
         if self.padding is not None and self.padding.shape[0] != batch_size:
             raise StateMismatchError(
-                f"expected states of {self.padding.shape[0]} sequences, as left_padding was given for, but saw "
-                f"{batch_size}: give it for each sequence, beams included, or reset the cache."
+                f"expected states of {self.padding.shape[0]} sequences, since left_padding has as many entries, but "
+                f"saw {batch_size}: give one entry for each sequence, beams included, or reset the cache."
             )
 
     def with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
-        """The sinks with those of new tokens that are some; `seen` tokens came before.
+        """The sinks, with any new tokens that fall into sink positions.
 
         Args:
             seen: position of the first new token.
@@ -67,7 +67,7 @@ class Sinks:
             return self
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return self._with_tokens(seen, keys, values)
-        # What is made in inference mode could not be attended to by queries that require gradients.
+        # Queries that require gradients could not attend to tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._with_tokens(seen, keys.clone(), values.clone())
 
@@ -80,12 +80,12 @@ class Sinks:
         return replace(self, keys=taken_keys, values=taken_values, partner=partner)
 
     def standing_before(self, position: int) -> StatePair:
-        """Keys and values as they are attended to in front of the token at `position + num_tokens`.
+        """Keys and values of the sinks, rotated to stand in front of the token at `position + num_tokens`.
 
-        A sequence whose padding reaches beyond `position` has its keys as they came.
+        The keys of a sequence whose padding reaches beyond `position` stay as they came.
         """
         if self.keys is None or self.values is None:
-            raise StateMismatchError("expected tokens before any stand in front of others: update the layer first.")
+            raise StateMismatchError("expected a layer that has seen tokens, but saw an empty layer: update it first.")
         if self.rotary is None or self.partner is None:
             return self.keys, self.values
         distance = position if self.padding is None else (position - self.padding).clamp(min=0)
@@ -97,7 +97,7 @@ class Sinks:
         return (position > starts)[:, None, None, None]
 
     def selected(self, indices: Tensor) -> "Sinks":
-        """Those of the sequences at `indices`, int64 `[new_batch]`."""
+        """The sinks of the sequences at `indices`, int64 `[new_batch]`."""
 
         def rows(states: Tensor | None) -> Tensor | None:
             return None if states is None else states.index_select(0, indices.to(states.device))
@@ -107,7 +107,7 @@ class Sinks:
         )
 
     def emptied(self) -> "Sinks":
-        """As many sinks of sequences that are not known yet."""
+        """Sinks of the same number and rotation, before the first tokens."""
         return Sinks(self.num_tokens, self.rotary)
 
     def held_tensors(self) -> Iterator[Tensor]:
@@ -126,15 +126,15 @@ class Sinks:
         return sinks + nbytes_of((batch, kv_heads, head_dim, wide, device), self.num_tokens)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of what is held, by name."""
+        """Copies of the keys, values and padding, by name."""
         held = {NAMES[0]: self.keys, NAMES[1]: self.values, PADDING_NAME: self.padding}
         return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
 
     def of_state(self, tensors: dict[str, Tensor]) -> "Sinks":
-        """The sinks that `state` was taken of, with the rotation of these.
+        """The sinks that `state` returned these tensors for, with the rotation of these sinks.
 
         Raises:
-            StateMismatchError: the tensors are no such state.
+            StateMismatchError: the tensors are not a state of as many sinks.
         """
         keys, values = (tensors.get(name) for name in NAMES)
         padding = tensors.get(PADDING_NAME)
@@ -167,7 +167,7 @@ def _holds(states: Tensor, tokens: int) -> bool:
 
 
 def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:
-    """For each sink the new state at its `place`, `[batch, num_tokens]`, or what is held where that is none of them."""
+    """For each sink the new state at its `place`, `[batch, num_tokens]`, or the held state if no new token is there."""
     batch, kv_heads, new, head_dim = states.shape
     sinks = place.shape[1]
     index = place.clamp(0, new - 1)[:, None, :, None].expand(batch, kv_heads, sinks, head_dim)

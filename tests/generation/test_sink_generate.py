@@ -234,12 +234,12 @@ def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
     given = SinkCache(20, 3, config=model.config)
     with kvlayers.installed():
         for how in ({"past_key_values": given}, {"cache_implementation": "sink"}):
-            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left only"):
                 generated(model, ids, attention_mask=mask, **how)
         assert given.get_seq_length() == 0
         text = generated(model, ids, past_key_values=given, tokens=4).sequences
         later = torch.cat([torch.ones_like(text), mask], dim=1)
-        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left only"):
             generated(model, torch.cat([text, ids], dim=1), attention_mask=later, past_key_values=given)
 
 

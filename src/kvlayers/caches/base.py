@@ -350,10 +350,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
             self._pass.check_in_step(self)
         layer = self.adapted_layer(layer_idx)
-        if not layer.attends:
-            first = self._first_attending(layer_idx)
-            layer = first if first is not None or not layer.counts_columns else layer
-            layer = self._attending(layer_idx) if layer is None else layer
+        if not layer.attends and (self._first_attending(layer_idx) is not None or not layer.counts_columns):
+            layer = self._attending(layer_idx)
         seen = layer.get_seq_length()
         # transformers' layers may count in a tensor, and in compiled code all static layers do.
         if compiling:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.layers.dynamic import DynamicLayer
@@ -146,7 +146,7 @@ def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) ->
     if isinstance(attention, TokenLayer):
         stays = only_non_sliding and attention.is_sliding
         wrapped: Any = attention if stays else OffloadedLayer(attention, prefetcher)
-        return HybridLayer(wrapped, recurrent[0]) if recurrent else wrapped
+        return HybridLayer(wrapped, cast("LinearAttentionLayer", recurrent[0])) if recurrent else wrapped
     if attention.attends:
         raise UnsupportedLayerError(
             f"expected layers that can be offloaded, but a {type(attention.original).__name__} holds tokens in a way "

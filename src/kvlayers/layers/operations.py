@@ -109,6 +109,11 @@ class LayerOperations(ABC):
         """Sequences side by side, `None` before the first states."""
 
     @property
+    def device(self) -> Any:
+        """Device of the states, `None` before the first ones."""
+        return None
+
+    @property
     def is_initialized(self) -> bool:
         """Whether the form of the states is known."""
         return self.batch_size is not None

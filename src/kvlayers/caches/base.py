@@ -22,13 +22,11 @@ from kvlayers.caches.summary import CacheSummary, Explanation, explanation_of, s
 from kvlayers.errors import (
     ConfigError,
     InterruptedPassError,
-    LayerIndexError,
     OptionError,
     StateMismatchError,
     UnsupportedLayerError,
 )
 from kvlayers.layers import LayerOperations
-from kvlayers.layers.contract import unbounded_as_minus_one
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.upstream import compat
@@ -203,7 +201,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         layer_idx: int,
         cache_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take in the states of new tokens in one layer, and return the states that their queries attend to.
+        """Append the states of new tokens to a layer, and return the states that their queries attend to.
 
         Args:
             key_states: `[batch, kv_heads, new, key_head_dim]`.
@@ -217,9 +215,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
         Raises:
             LayerIndexError: no layer has that index.
-            StateMismatchError: states of another batch size, kv_heads, head_dim, dtype or device than those held.
+            StateMismatchError: the batch size, kv_heads, head_dim, dtype or device differ from those held.
             CapacityError: more tokens than fit.
-            InterruptedPassError: an earlier forward pass ended before this layer, so that it lacks tokens.
+            InterruptedPassError: an earlier forward pass ended before this layer, which therefore lacks tokens.
         """
         if not 0 <= layer_idx < len(self.layers):
             return self._update_new_layer(key_states, value_states, layer_idx)
@@ -285,55 +283,6 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         missing = range(len(self.layers), count) if make_layer is not None else ()
         return [*self.layers, *(make_layer() for _ in missing if make_layer is not None)]
 
-    def check_layer(self, layer_idx: int) -> int:
-        """`layer_idx` counted from the first layer, as negative ones count from the last.
-
-        Raises:
-            LayerIndexError: no layer has that index.
-        """
-        if not -len(self.layers) <= layer_idx < len(self.layers):
-            raise self._no_layer(layer_idx)
-        return layer_idx % len(self.layers)
-
-    def _no_layer(self, layer_idx: int) -> LayerIndexError:
-        return LayerIndexError(
-            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx}: make the cache from the "
-            "config of the model that uses it."
-        )
-
-    def early_initialization(
-        self,
-        batch_size: int,
-        num_heads: int | Sequence[int],
-        head_dim: int | Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        """Reserve what can be reserved before the first forward pass.
-
-        Args:
-            batch_size: sequences side by side.
-            num_heads: kv_heads, for all layers or for each.
-            head_dim: head_dim of keys and values, for all layers or for each.
-            dtype: dtype of the states.
-            device: device of the states.
-        """
-        if batch_size < 1:
-            raise OptionError(f"expected a batch of at least one sequence, but saw batch_size={batch_size!r}.")
-        layers = self.adapted_layers()
-        heads = [num_heads] * len(layers) if isinstance(num_heads, int) else list(num_heads)
-        dims = [head_dim] * len(layers) if isinstance(head_dim, int) else list(head_dim)
-        if len(heads) != len(layers) or len(dims) != len(layers):
-            raise LayerIndexError(
-                f"expected num_heads and head_dim for each of {len(layers)} layers, but saw {len(heads)} and "
-                f"{len(dims)}: pass one number for all, or one for each."
-            )
-        device = torch.empty(0, device=device).device
-        for layer, layer_heads, layer_dim in zip(layers, heads, dims, strict=True):
-            if layer.supports_early_init and not layer.is_initialized:
-                form = batch_size, layer_heads, layer_dim, dtype, device
-                layer.reserve_form(form, form)
-
     # Lengths and masks
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -381,35 +330,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         """Position of the next token in a layer."""
         return self.get_seq_length(layer_idx)
 
-    def _attending(self, layer_idx: int) -> LayerOperations:
-        """The layer if it attends, or the first layer that does if it is layer 0."""
-        layer = self.adapted_layer(layer_idx)
-        found = layer if layer.attends else self._first_attending(layer_idx)
-        if found is None:
-            raise UnsupportedLayerError(
-                f"expected a layer that attends, but layer {layer_idx} is a {type(layer.original).__name__}: ask "
-                "another layer, if the model has one that attends, or make the cache from the config of the model."
-            )
-        return found
-
-    def _first_attending(self, layer_idx: int) -> LayerOperations | None:
-        """The first layer that attends, if layer 0 is asked for."""
-        return next((layer for layer in self.adapted_layers() if layer.attends), None) if layer_idx == 0 else None
-
-    def most_tokens(self, layer_idx: int | None = None) -> int:
-        """As `get_max_length`, whose answer is another one under `legacy_names`."""
-        if layer_idx is not None:
-            if layer_idx >= len(self.layers):
-                return -1
-            return int(self.adapted_layer(layer_idx).get_max_length())
-        capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
-        bounded = [capacity for capacity in capacities if capacity is not None]
-        return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)
-
     # Placement
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Move a layer's states to the host, where its kind can.
+        """Move a layer's states to the host, if its kind can.
 
         Raises:
             UnsupportedLayerError: it cannot.
@@ -418,7 +342,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             self.adapted_layer(layer_idx).offload()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Bring a layer's states back from the host, where its kind can leave.
+        """Bring a layer's states back from the host, if its kind can.
 
         Raises:
             UnsupportedLayerError: it cannot.
@@ -426,52 +350,11 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if not (only_non_sliding and self.is_sliding[layer_idx]):
             self.adapted_layer(layer_idx).prefetch()
 
-    # What the layers are
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences side by side, -1 before the first states."""
-        return next((layer.batch_size for layer in self.adapted_layers() if layer.batch_size is not None), -1)
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether every layer that takes tokens knows what they look like."""
-        reserving = [layer for layer in self.adapted_layers() if layer.supports_early_init]
-        return bool(reserving) and all(layer.is_initialized for layer in reserving)
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether generate() may compile the forward pass around this cache."""
-        return bool(self.layers) and all(layer.is_compileable for layer in self.adapted_layers())
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can put every layer back as it was."""
-        return all(layer.is_croppable for layer in self.adapted_layers())
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """For each layer, whether it attends within a window."""
-        return [layer.is_sliding for layer in self.adapted_layers()]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """For each layer, whether it has a recurrent state and no attention."""
-        return [layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """For each layer, whether it holds nothing at all."""
-        return [not layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def __repr__(self) -> str:
         try:
             return self.summary().line
         except StateMismatchError as error:
-            # Keys and values that were assigned do not match: a debugger shows the cache all the same.
+            # Assigned keys and values do not match. A debugger shows the cache all the same.
             return f"{type(self).__name__}({error})"
 
     def _repr_html_(self) -> str:

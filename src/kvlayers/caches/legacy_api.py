@@ -1,11 +1,12 @@
 """The part of a cache that code for transformers 4 calls: tuples, subscripts, lists of states, and old names."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, overload
 
 from torch import Tensor
 
+from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.nested_tuples import LegacyStates, StatePair, copied_states, pairs_of, with_window
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.layers import LayerOperations
@@ -68,30 +69,12 @@ class StateList(Sequence[Tensor | None]):
         return len(self._layers)
 
 
-class LegacySurface(ABC):
+class LegacySurface(LayerList):
     """The part of a cache's interface that code written for transformers 4 calls."""
-
-    layers: list[Any]
-
-    @abstractmethod
-    def adapted_layers(self) -> Sequence[LayerOperations]:
-        """All layers, with the operations of kvlayers' layers."""
-
-    @abstractmethod
-    def check_layer(self, layer_idx: int) -> int:
-        """`layer_idx` counted from the first layer. Negative numbers count from the last.
-
-        Raises:
-            LayerIndexError: no layer has that index.
-        """
 
     @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen."""
-
-    @abstractmethod
-    def most_tokens(self, layer_idx: int | None = None) -> int:
-        """As `get_max_length`, whose answer is different under `legacy_names`."""
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a layer, or the whole cache, can hold; -1 if there is no maximum.
@@ -99,11 +82,6 @@ class LegacySurface(ABC):
         Under `install(legacy_names=True)` it is `None` instead of -1, as code for transformers 4 expects.
         """
         return self.most_tokens(layer_idx)
-
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Sequences side by side, -1 before the first states."""
 
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""

@@ -1,9 +1,7 @@
 """Operations on every layer of a cache: each is done to all layers, or to no layer."""
 
 import copy
-import operator
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -11,12 +9,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.caches.from_config import share_readings
+from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from kvlayers.layers.contract import crop_target, whole_number
-from kvlayers.layers.upstream import adapted, adapted_anew
+from kvlayers.layers.upstream import adapted
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
@@ -35,61 +34,26 @@ class CacheState:
     parts: tuple["CacheState", ...] = ()
 
 
-class LayerwiseOperations(ABC):
+class LayerwiseOperations(LayerList):
     """The part of a cache's interface that changes, copies or measures all of its layers.
 
     Each operation asks every layer first whether it can, so that an error leaves none of them changed.
     """
 
-    layers: list[Any]
     known_ids: Tensor | None = None
     """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
     `install()` the ids of prompts are known, and of sequences that `generate()` has returned. Forks share the tensor.
     """
     warned_of_prompt: bool = False
     """Whether a `PromptMismatchWarning` was given, which comes only once."""
-    _adapted: Sequence[LayerOperations] = ()
-    """Each layer, or its adapter if it is one of transformers' layers, as of the last time that somebody asked."""
-    _grows = False
-    """Whether reservations of transformers' layers are made larger when they are too small."""
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:
         """The layers, and new ones up to `count`, if the cache makes layers when they are needed."""
 
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Sequences side by side, -1 before the first states."""
-
     @abstractmethod
     def forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, since all layers have changed."""
-
-    def adapted_layers(self) -> Sequence[LayerOperations]:
-        """The layers with the operations of kvlayers' layers: each layer itself, or its adapter.
-
-        `layers` is a plain list that anybody may change, and shows transformers' layers themselves. Their adapters
-        stand beside it, are made once, and are found by the identity of the layer.
-        """
-        known = self._adapted
-        if len(known) != len(self.layers) or not all(map(operator.is_, known, self.layers)):
-            self._adapted = known = adapted_anew(self.layers, known, self._grows)
-        return known
-
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        """As `adapted_layers()[layer_idx]`, without a look at the other layers."""
-        layer = self.layers[layer_idx]
-        if layer_idx < len(self._adapted):
-            known = self._adapted[layer_idx]
-            if known is layer or known.original is layer:
-                return known
-        return self.adapted_layers()[layer_idx]
-
-    @property
-    def keeps_every_token(self) -> bool:
-        """Whether the cache can be put back to any number of tokens, whatever it has seen since."""
-        return all(layer.keeps_every_token for layer in self.adapted_layers())
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly.

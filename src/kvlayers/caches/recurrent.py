@@ -1,36 +1,21 @@
 """The part of a cache that models with recurrent layers call: convolution states, recurrent states, indexer keys."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.caches.forward_pass import ForwardPassFollower
+from kvlayers.caches.layer_list import LayerList
 from kvlayers.errors import LayerIndexError, UnsupportedLayerError
-from kvlayers.layers import LayerOperations
 
 
-class RecurrentSurface(ABC):
+class RecurrentSurface(LayerList):
     """The part of a cache's interface that linear-attention, hybrid and sparse-attention models call."""
 
-    layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
-    _adapted: Sequence[LayerOperations]
     _pass: ForwardPassFollower
-
-    @abstractmethod
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        """The layer, with the operations of kvlayers' layers."""
-
-    @abstractmethod
-    def adapted_layers(self) -> Sequence[LayerOperations]:
-        """All layers, with the operations of kvlayers' layers."""
-
-    def recurrent_parts(self) -> list[Any]:
-        """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
-        return [part for layer in self.adapted_layers() for part in layer.parts if part.counts_columns]
 
     def _recurrent(self, layer_idx: int) -> Any:
         """The layer at `layer_idx`, which has recurrent states."""

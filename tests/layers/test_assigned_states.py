@@ -272,7 +272,11 @@ REFUSED = {
     ),
     "less than a static window attends to": ("static sliding", lambda keys: keys[:, :, :6], "at least the 7 tokens"),
     "more than a static layer holds": ("static", lambda keys: torch.cat([keys, keys], 2), "of the 12 tokens"),
-    "fewer among sinks": ("sink over a long window", lambda keys: keys[:, :, 1:], "all 12 tokens, since keys are rotated"),
+    "fewer among sinks": (
+        "sink over a long window",
+        lambda keys: keys[:, :, 1:],
+        "all 12 tokens, since keys are rotated",
+    ),
     "sinks after eviction": ("sink", lambda keys: keys, "some have been evicted"),
 }
 

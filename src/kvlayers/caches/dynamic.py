@@ -15,7 +15,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import dynamic_layers
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.layers import Checkpoints, DynamicLayer, SlidingLayer
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens

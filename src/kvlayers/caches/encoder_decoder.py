@@ -16,7 +16,7 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.operations import CacheState, check_is_state
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
 from kvlayers.layers import LayerOperations
-from kvlayers.layers.batch_indices import repeated_rows
+from kvlayers.layers.arguments import repeated_rows
 from kvlayers.offload import TrafficMeter
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.tensor_memory import Storages

@@ -9,7 +9,7 @@ import torch
 
 from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
-from kvlayers.layers.contract import unbounded_as_minus_one
+from kvlayers.layers.arguments import unbounded_as_minus_one
 from kvlayers.layers.upstream import adapted_anew
 
 

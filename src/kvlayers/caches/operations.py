@@ -13,8 +13,14 @@ from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState
-from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, is_identity, repeated_rows
-from kvlayers.layers.contract import crop_target, whole_number
+from kvlayers.layers.arguments import (
+    BatchIndices,
+    as_batch_indices,
+    crop_target,
+    is_identity,
+    repeated_rows,
+    whole_number,
+)
 from kvlayers.layers.upstream import adapted
 from kvlayers.utils.tensor_memory import Storages, storages_of
 

@@ -12,7 +12,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import quantized_layers
 from kvlayers.errors import OptionError
 from kvlayers.layers import Checkpoints
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.quantized import quantized_layer
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 from kvlayers.upstream import model_types

@@ -13,7 +13,8 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import sink_layers
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.layers import LayerOperations, SinkLayer
-from kvlayers.layers.sink import SinkConfig, check_sinks, padding_of
+from kvlayers.layers.sink import SinkConfig
+from kvlayers.layers.sinks import check_sinks, padding_of
 from kvlayers.layers.upstream import adapted
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.quantization import Quantization

@@ -19,7 +19,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
 from kvlayers.generation.chunked_prefill import at_once, cut, pass_tokens
-from kvlayers.layers.contract import crop_target
+from kvlayers.layers.arguments import crop_target
 from kvlayers.upstream import compat, model_types
 
 MOST_WITH_A_DRAFT = 32

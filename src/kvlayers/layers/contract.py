@@ -8,7 +8,8 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.layers.operations import LayerOperations, LayerState, crop_target, unbounded_as_minus_one, whole_number
+from kvlayers.layers.arguments import crop_target, unbounded_as_minus_one, whole_number
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.stores.buffer import StateForm, form_of
 
 __all__ = ["CacheLayer", "LayerOperations", "LayerState", "crop_target", "unbounded_as_minus_one", "whole_number"]

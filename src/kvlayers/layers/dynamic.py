@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.errors import RollbackError
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, SharedStore, TokenStore
 from kvlayers.utils.options import checks_options

@@ -7,7 +7,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
+from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.shape import LayerShape, PlannedBytes

@@ -1,6 +1,5 @@
 """What every layer of a cache can do, whether it attends or not, and the names that transformers has for it."""
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, repeated_rows
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.layers.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.stores.buffer import StateForm
@@ -26,11 +25,6 @@ class LayerState:
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
-
-
-def unbounded_as_minus_one(capacity: int | None) -> int:
-    """A capacity as transformers writes it, where -1 means that there is no maximum."""
-    return -1 if capacity is None else capacity
 
 
 class LayerOperations(ABC):
@@ -436,34 +430,3 @@ class LayerOperations(ABC):
         except StateMismatchError as error:
             # Keys and values that were assigned do not match: a debugger shows the layer all the same.
             return f"{type(self).__name__}({error})"
-
-
-def whole_number(number: object, what: str) -> int:
-    """`number` as an `int`, where it is one by type: an int, or an integer tensor of one element.
-
-    Raises:
-        OptionError: it is not.
-    """
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise OptionError(f"expected {what} to be a whole number, but saw {number!r}.") from error
-
-
-def crop_target(tokens: int, length: int) -> int:
-    """Length that `crop(tokens)` asks for, of a cache of `length` tokens.
-
-    A positive number is a length, as in transformers 4; zero and negative ones remove tokens, as in transformers 5.
-
-    Raises:
-        RollbackError: that many tokens are not held.
-    """
-    tokens = whole_number(tokens, "tokens to crop")
-    target = tokens if tokens > 0 else length + tokens
-    if not 0 <= target <= length:
-        asked = f"to keep {tokens}" if tokens > 0 else f"to remove {-tokens}"
-        raise RollbackError(
-            f"expected to crop within the {length} tokens that are held, but was asked {asked}: pass a length of at "
-            f"most {length}, or a negative count of at least {-length}."
-        )
-    return target

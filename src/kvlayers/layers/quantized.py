@@ -3,7 +3,7 @@
 import torch
 from typing_extensions import override
 
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.dynamic import DynamicLayer
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore

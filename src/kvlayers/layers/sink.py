@@ -8,11 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.errors import OptionError, RollbackError, StateMismatchError
-from kvlayers.layers.contract import LayerState, whole_number
+from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.contract import LayerState
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks
+from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
 from kvlayers.layers.sliding import take_back, window_room
 from kvlayers.layers.token_layer import TokenLayer, seen_tokens
 from kvlayers.quantizers.contract import Side
@@ -370,40 +371,3 @@ def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
     own = {name: tensor for name, tensor in state.tensors.items() if name in names}
     window = {name: tensor for name, tensor in state.tensors.items() if name not in names}
     return own, LayerState(state.kind, window, state.facts)
-
-
-def check_sinks(window_length: object, num_sink_tokens: object) -> None:
-    """Raise `OptionError` if the two are not the length of a window and a smaller number of sinks."""
-    for name, number, least in (("window_length", window_length, 2), ("num_sink_tokens", num_sink_tokens, 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise OptionError(f"expected {name} to be a whole number of at least {least}, but saw {number!r}.")
-    if window_length <= num_sink_tokens:  # type: ignore[operator]
-        raise OptionError(
-            f"expected window_length to be larger than num_sink_tokens, since the sinks are part of it, but saw "
-            f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
-        )
-
-
-def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
-    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
-
-    Raises:
-        OptionError: not a whole number, of at least 0, for each sequence.
-    """
-    if left_padding is None:
-        return None
-    try:
-        padding = torch.as_tensor(left_padding)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_padding(left_padding) from error
-    whole = not padding.dtype.is_floating_point and padding.dtype != torch.bool and not padding.dtype.is_complex
-    if padding.dim() != 1 or not padding.numel() or not whole or bool((padding < 0).any()):
-        raise _no_padding(left_padding)
-    padding = padding.to("cpu", torch.int64, copy=True)
-    return padding if bool(padding.any()) else None
-
-
-def _no_padding(left_padding: object) -> OptionError:
-    return OptionError(
-        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
-    )

@@ -6,7 +6,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
-from kvlayers.layers.contract import LayerState, not_of_so_many, whole_number
+from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.contract import LayerState, not_of_so_many
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.token_layer import TokenLayer, seen_tokens
 from kvlayers.stores import DenseStore, TokenStore

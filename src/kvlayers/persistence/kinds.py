@@ -26,7 +26,8 @@ from kvlayers.caches.static import StaticCache
 from kvlayers.errors import CacheFileError
 from kvlayers.layers import DynamicLayer, QuantizedLayer, SinkLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.sink import SinkConfig, check_sinks, padding_of
+from kvlayers.layers.sink import SinkConfig
+from kvlayers.layers.sinks import check_sinks, padding_of
 from kvlayers.layers.sliding import window_room
 from kvlayers.persistence.format import CacheRecord, LayerRecord, Options
 from kvlayers.rope.rotary import Rotary

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import RollbackError, UnsupportedLayerError
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.checks import (
     check_columns,
@@ -21,7 +22,7 @@ from kvlayers.layers.linear.past import LinearPast
 from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
 from kvlayers.layers.linear.states import LinearStates, StatesByIndex
 from kvlayers.layers.linear.token_count import TokenCount
-from kvlayers.layers.operations import LayerOperations, LayerState, whole_number
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.stores.contract import Fidelity
 from kvlayers.upstream import compat

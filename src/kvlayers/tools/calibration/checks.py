@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.quantizers.registry import backend
 from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget

@@ -1,11 +1,12 @@
-"""Which sequences of a batch to keep, checked once before any layer is touched."""
+"""What the arguments of layers and caches mean: batch indices, numbers of tokens, lengths to crop to."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvlayers.errors import BatchIndexError
+from kvlayers.errors import BatchIndexError, OptionError, RollbackError
 
 BatchIndices = Tensor | Sequence[int]
 
@@ -60,3 +61,39 @@ def repeated_rows(repeats: int, batch_size: int) -> Tensor:
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
         raise BatchIndexError(f"expected to repeat each sequence at least once, but saw repeats={repeats!r}.")
     return torch.arange(batch_size).repeat_interleave(repeats)
+
+
+def unbounded_as_minus_one(capacity: int | None) -> int:
+    """A capacity as transformers writes it: -1 if there is no maximum."""
+    return -1 if capacity is None else capacity
+
+
+def whole_number(number: object, what: str) -> int:
+    """`number` as an `int`, if it is an int, or an integer tensor of one element. `what` names it in the error.
+
+    Raises:
+        OptionError: it is something else, such as a float.
+    """
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise OptionError(f"expected {what} to be a whole number, but saw {number!r}.") from error
+
+
+def crop_target(tokens: int, length: int) -> int:
+    """The length that `crop(tokens)` asks for, if `length` tokens are held.
+
+    A positive number is a length, as in transformers 4. Zero and negative numbers remove tokens, as in transformers 5.
+
+    Raises:
+        RollbackError: fewer tokens are held.
+    """
+    tokens = whole_number(tokens, "tokens to crop")
+    target = tokens if tokens > 0 else length + tokens
+    if not 0 <= target <= length:
+        asked = f"to keep {tokens}" if tokens > 0 else f"to remove {-tokens}"
+        raise RollbackError(
+            f"expected to crop within the {length} tokens that are held, but was asked {asked}: pass a length of at "
+            f"most {length}, or a negative count of at least {-length}."
+        )
+    return target

@@ -12,6 +12,7 @@ from typing_extensions import override
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import HYBRID, RECURRENT, WINDOWED
 from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.layers import Checkpoints
@@ -23,6 +24,7 @@ from kvlayers.utils.options import check_accepted, checks_options
 # Static caches
 
 
+@register_cache_class
 class HybridCache(StaticCache):
     """A `StaticCache`, by the name that transformers had for models with sliding and full layers.
 
@@ -30,6 +32,7 @@ class HybridCache(StaticCache):
     """
 
 
+@register_cache_class
 class HybridChunkedCache(StaticCache):
     """A `StaticCache`, by the name that transformers had for models with chunked and full layers.
 
@@ -37,6 +40,7 @@ class HybridChunkedCache(StaticCache):
     """
 
 
+@register_cache_class
 class SlidingWindowCache(StaticCache):
     """A `StaticCache` for models that attend within a window.
 
@@ -59,6 +63,7 @@ class SlidingWindowCache(StaticCache):
 # Offloaded caches
 
 
+@register_cache_class
 class OffloadedCache(DynamicCache):
     """A `DynamicCache` with `offloading=True`, by the name of transformers 4.
 
@@ -93,6 +98,7 @@ class OffloadedCache(DynamicCache):
         )
 
 
+@register_cache_class
 class OffloadedStaticCache(StaticCache):
     """A `StaticCache` with `offloading=True`, by the name of transformers 4.
 
@@ -156,6 +162,7 @@ class _CacheOfOneBackend(QuantizedCache):
         super().__init__(**{**given, **options, "backend": self._backend, "config": config})
 
 
+@register_cache_class
 class QuantoQuantizedCache(_CacheOfOneBackend):
     """A `QuantizedCache` of the quanto backend, by the name of transformers 4.
 
@@ -168,6 +175,7 @@ class QuantoQuantizedCache(_CacheOfOneBackend):
     _backend = "quanto"
 
 
+@register_cache_class
 class HQQQuantizedCache(_CacheOfOneBackend):
     """A `QuantizedCache` of the hqq backend, by the name of transformers 4.
 
@@ -224,6 +232,7 @@ class _RecurrentStates(DynamicCache):
         return [next((part for part in layer.parts if part.counts_columns), None) for layer in self.adapted_layers()]
 
 
+@register_cache_class
 class MambaCache(_RecurrentStates):
     """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4. Models take it as `cache_params`.
 
@@ -265,6 +274,7 @@ class MambaCache(_RecurrentStates):
         super().__init__(config=config, checkpoints=checkpoints)
 
 
+@register_cache_class
 class HybridMambaAttentionDynamicCache(_RecurrentStates):
     """A `DynamicCache` for models with recurrent layers and layers that attend, by the name of transformers 4.
 

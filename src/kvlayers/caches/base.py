@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches.forward_pass import ForwardPassFollower, interruption
-from kvlayers.caches.from_config import placed, share_readings
+from kvlayers.caches.from_config import dynamic_layers, placed, share_readings
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -29,9 +29,12 @@ from kvlayers.errors import (
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
+from kvlayers.utils.registry import ClassRegistry
 
 
 class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.Cache):  # type: ignore[misc]
@@ -92,12 +95,6 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         if layer_class_to_replicate is not None:
             self.make_more_with(layer_class_to_replicate)
 
-    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
-        """Let `make_layer` make a layer whenever the model uses one more."""
-        self.layer_class_to_replicate = functools.partial(
-            _made_and_placed, make_layer, self._prefetcher, self.only_non_sliding
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code knows a copy by another handle.
         return {name: value for name, value in self.__dict__.items() if name != "_handle"}
@@ -110,6 +107,62 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def offloading(self) -> bool:
         """Whether states are held on the host, and on their device only while they are attended to."""
         return self._prefetcher is not None
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of cache, by which saved states are known: that which its class is registered by."""
+        return CACHE_CLASSES.name_of(type(self))
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
+        return tuple(rotary for layer in self.adapted_layers() for rotary in layer.rotaries)
+
+    def describe(self) -> dict[str, Any]:
+        """What the cache was made with, as far as its layers do not say it: values that JSON has, and no paths."""
+        return {
+            "offloading": self.offloading,
+            "only_non_sliding": bool(self.only_non_sliding),
+            "grows": self.layer_class_to_replicate is not None,
+        }
+
+    @classmethod
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        """An empty cache over layers that were described apart from it.
+
+        A subclass whose initialiser sets attributes of its own sets them here as well, from what it adds to `describe`.
+
+        Args:
+            options: what `describe` returned. They may come from a file that anybody has written.
+            layers: the layers, empty.
+            context: what is needed besides.
+
+        Raises:
+            KeyError: an option is missing.
+            KVLayersError: an option has a value that the cache does not take.
+        """
+        cache = cls.__new__(cls)
+        Cache.__init__(
+            cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
+        )
+        return cache
+
+    @classmethod
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        """The layers that a cache with these options has for a model, for those that no description makes.
+
+        Args:
+            options: what `describe` returned.
+            config: config of the model.
+            context: what is needed besides.
+        """
+        return dynamic_layers(config)
+
+    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
+        """Let `make_layer` make a layer whenever the model uses one more."""
+        self.layer_class_to_replicate = functools.partial(
+            _made_and_placed, make_layer, self._prefetcher, self.only_non_sliding
+        )
 
     @property
     def traffic(self) -> TrafficMeter | None:
@@ -360,6 +413,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
         return self.summary()._repr_html_()
+
+
+CACHE_CLASSES = ClassRegistry("cache", "kvlayers.cache_classes", "unregister_cache_class", Cache)
+"""The caches that a file may name."""
+
+CACHE_CLASSES.register(Cache)
 
 
 def _made_and_placed(make_layer: Callable[[], Any], prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:

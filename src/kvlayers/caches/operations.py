@@ -22,6 +22,7 @@ from kvlayers.layers.arguments import (
     whole_number,
 )
 from kvlayers.layers.upstream import adapted
+from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
@@ -40,7 +41,7 @@ class CacheState:
     parts: tuple["CacheState", ...] = ()
 
 
-class LayerwiseOperations(LayerList):
+class LayerwiseOperations(DescribesItself, LayerList):
     """The part of a cache's interface that changes, copies or measures all of its layers.
 
     Each operation asks every layer first whether it can, so that an error leaves none of them changed.
@@ -57,9 +58,19 @@ class LayerwiseOperations(LayerList):
     def layers_for(self, count: int) -> list[Any]:
         """The layers, and new ones up to `count`, if the cache makes layers when they are needed."""
 
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Name of the kind of cache, by which saved states are known."""
+
     @abstractmethod
     def forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, since all layers have changed."""
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return all(layer.keeps_every_token for layer in self.adapted_layers())
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly.
@@ -299,7 +310,7 @@ class LayerwiseOperations(LayerList):
 
     def state(self) -> CacheState:
         """Copies of the live tensors of all layers, and the facts that belong to them."""
-        return CacheState(type(self).__name__, tuple(layer.state() for layer in self.adapted_layers()))
+        return CacheState(self.kind, tuple(layer.state() for layer in self.adapted_layers()))
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.

@@ -9,7 +9,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import LayerState
 from kvlayers.layers.hybrid import LINEAR
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import Fact
 
 
 def can_be_stacked(cache: Cache) -> bool:

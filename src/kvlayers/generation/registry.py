@@ -1,9 +1,6 @@
 """Caches by name: who makes the cache that `cache_implementation="..."` asks for."""
 
 import difflib
-import functools
-import importlib.metadata
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +27,7 @@ from kvlayers.errors import OptionError, RegistryError
 from kvlayers.upstream import model_types
 from kvlayers.utils import late
 from kvlayers.utils.options import checked_device, checked_dtype
+from kvlayers.utils.registry import Registry
 from kvlayers.utils.units import tokens
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
@@ -64,8 +62,7 @@ class CacheRequest:
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
 
-_factories: dict[str, CacheFactory] = {}
-_changing = threading.Lock()
+_factories: Registry[CacheFactory] = Registry("cache", ENTRY_POINT_GROUP, "unregister")
 _listeners: list[Callable[[], None]] = []
 
 
@@ -84,28 +81,14 @@ def register(name: str) -> Callable[[Factory], Factory]:
         True
         >>> kvlayers.unregister("roomy")
     """
-    if not isinstance(name, str) or not name.strip():
-        raise RegistryError(f"expected a name for the cache, but saw {name!r}: pass a string that is not empty.")
-    _check_free(name)
+    _factories.check_free(name)
 
     def keep(factory: Factory) -> Factory:
-        with _changing:
-            # Another thread may have taken it since.
-            _check_free(name)
-            _factories[name] = factory
+        _factories.add(name, factory)
         _tell_listeners()
         return factory
 
     return keep
-
-
-def _check_free(name: str) -> None:
-    taken_by = _factories.get(name)
-    if taken_by is not None:
-        raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}.{taken_by.__qualname__}: "
-            f"choose another, or unregister('{name}') first."
-        )
 
 
 def unregister(name: str) -> None:
@@ -114,19 +97,19 @@ def unregister(name: str) -> None:
     Raises:
         RegistryError: there is no such name.
     """
-    if _factories.pop(name, None) is None:
+    if not _factories.remove(name):
         raise unknown_name(name)
     _tell_listeners()
 
 
 def cache_names() -> list[str]:
     """Every name that `make_cache` knows, those of other packages' entry points included."""
-    return sorted({*_factories, *(point.name for point in _entry_points())})
+    return _factories.names()
 
 
 def is_registered(name: str) -> bool:
     """Whether `make_cache` knows a name."""
-    return name in _factories or any(point.name == name for point in _entry_points())
+    return name in _factories
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -221,19 +204,10 @@ def name_instead_of_cache(argument: str, arguments: dict[str, Any]) -> None:
 
 
 def _factory(name: str) -> CacheFactory:
-    registered = _factories.get(name)
-    if registered is not None:
-        return registered
-    for point in _entry_points():
-        if point.name == name:
-            factory: CacheFactory = point.load()
-            return factory
-    raise unknown_name(name)
-
-
-@functools.cache
-def _entry_points() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    factory = _factories.get(name)
+    if factory is None:
+        raise unknown_name(name)
+    return factory
 
 
 def unknown_name(name: object) -> RegistryError:

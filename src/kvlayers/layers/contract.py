@@ -49,6 +49,26 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def length(self) -> int:
         """Tokens seen and not rolled back."""
 
+    @property
+    @abstractmethod
+    def keys(self) -> Any:
+        """Keys held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Any:
+        """Values held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Any:
+        """dtype of the keys, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def device(self) -> Any:
+        """Device of the keys, `None` before the first states."""
+
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length of what the next `update` of `query_length` tokens returns, and the position of its first token.

@@ -8,11 +8,13 @@ from typing_extensions import override
 
 from kvlayers.errors import RollbackError
 from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, SharedStore, TokenStore
 from kvlayers.utils.options import checks_options
 
 
+@register_layer
 class DynamicLayer(TokenLayer):
     """Full attention: keeps every token.
 
@@ -21,6 +23,7 @@ class DynamicLayer(TokenLayer):
         store: how the tokens are held; a `DenseStore` if it is not given.
     """
 
+    hints = ("length_hint",)
     keeps_every_token = True
 
     @checks_options

@@ -12,9 +12,12 @@ from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fact, Fidelity, lacks_member
+from kvlayers.stores.contract import Fidelity, lacks_member
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.static import StaticStore
+from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.tensor_memory import storages_of
 
 
@@ -26,8 +29,20 @@ class LayerState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
 
+    @property
+    def length(self) -> int:
+        """Tokens that the layer had seen.
 
-class LayerOperations(ABC):
+        Raises:
+            StateMismatchError: the state does not say it.
+        """
+        length = self.facts.get("length")
+        if not isinstance(length, int):
+            raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
+        return length
+
+
+class LayerOperations(DescribesItself, ABC):
     """The operations of a layer: roll back, select sequences, copy, measure, save.
 
     A kind of layer implements the abstract members; what transformers and older code call besides is derived from them
@@ -47,6 +62,7 @@ class LayerOperations(ABC):
         is_upstream: whether it is one of transformers' layers, behind an adapter.
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
         counts_columns: whether it counts its tokens by the columns that its convolutions are given.
+        rotaries: rotations that its description names by their fingerprints.
     """
 
     is_compileable = False
@@ -62,6 +78,7 @@ class LayerOperations(ABC):
     is_upstream = False
     keeps_every_token = False
     counts_columns = False
+    rotaries: tuple[Rotary, ...] = ()
 
     # What the layer consists of
 
@@ -79,6 +96,39 @@ class LayerOperations(ABC):
     def unwrapped(self) -> "LayerOperations":
         """The layer without a wrapper that moves its states between devices."""
         return self
+
+    # What it is made from
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of layer, by which its saved states are known: that which its class is registered by."""
+        return LAYER_CLASSES.name_of(type(self))
+
+    @abstractmethod
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty layer like this one is made. They are among the facts of its `state()`."""
+
+    @classmethod
+    @abstractmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty layer, from what `describe` returned.
+
+        Args:
+            facts: what `describe` returned, among other facts. They may come from a file that anybody has written.
+            context: what is needed besides, such as the reader of the layer's store.
+
+        Raises:
+            KeyError: a fact is missing.
+            KVLayersError: a fact has a value that the layer does not take.
+        """
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """How many tokens, and how many sequences, a layer of these facts reserves memory for with its first states.
+
+        0 if it takes memory as it needs it. What a file asks for is compared with what it holds by this.
+        """
+        return 0, 0
 
     # What it holds
 
@@ -237,10 +287,6 @@ class LayerOperations(ABC):
         """Bytes of memory held, spare room included."""
         return sum(storages_of(self.held_tensors()).values())
 
-    def settings(self) -> dict[str, Fact]:
-        """The arguments that the layer was made with, as far as its states depend on them."""
-        return {}
-
     @abstractmethod
     def state(self) -> LayerState:
         """Copies of the live tensors, and the facts beside them."""
@@ -314,10 +360,10 @@ class LayerOperations(ABC):
             "another model, so make one from the config of the model that uses it."
         )
 
-    def travel_by(self, prefetcher: Prefetcher) -> None:  # noqa: B027 - most layers do not move
+    def travel_by(self, prefetcher: Prefetcher) -> None:
         """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
 
-    def note_left_padding(self, padding: Tensor | None) -> None:  # noqa: B027 - most layers leave it to the mask
+    def note_left_padding(self, padding: Tensor | None) -> None:
         """Learn how many tokens of padding come before each sequence, int64 `[batch]`, before the first tokens."""
 
     def activate_past_recording(self) -> None:
@@ -430,3 +476,7 @@ class LayerOperations(ABC):
         except StateMismatchError as error:
             # Keys and values that were assigned do not match: a debugger shows the layer all the same.
             return f"{type(self).__name__}({error})"
+
+
+LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations)  # type: ignore[type-abstract]
+"""The layers that a file may name."""

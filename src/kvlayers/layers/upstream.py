@@ -13,6 +13,7 @@ from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
 
 
@@ -88,6 +89,29 @@ class TransformersLayer(LayerOperations):
     @override
     def original(self) -> Any:
         return self.layer
+
+    @property
+    @override
+    def kind(self) -> str:
+        """Module and name of the layer's class. No kind of kvlayers has such a name."""
+        return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        """No facts: the layer is made from the model's config, not from a description."""
+        return {}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """Refuse: see `describe`.
+
+        Raises:
+            UnsupportedLayerError: always.
+        """
+        raise UnsupportedLayerError(
+            "expected a kind of kvlayers, but transformers' layers are made from the config of the model: pass it."
+        )
 
     # Attention
 
@@ -410,11 +434,12 @@ class TransformersLayer(LayerOperations):
 
     @override
     def state(self) -> LayerState:
-        return upstream_states.state_of(self.layer)
+        return upstream_states.state_of(self.layer, self.kind)
 
     @override
     def check_state(self, state: LayerState) -> None:
-        upstream_states.check_state(self.layer, state)
+        # Files of the first version have the name of the class alone.
+        upstream_states.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
 
     @override
     def load_state(self, state: LayerState) -> None:

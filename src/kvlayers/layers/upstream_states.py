@@ -1,7 +1,7 @@
 """How the states of transformers' layers are copied, saved and loaded: by their attributes, whatever their class."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.operations import LayerState
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import Fact
 
 
 def entries(layer: Any) -> Iterator[tuple[str, Any]]:
@@ -34,17 +34,25 @@ def copy_of(layer: Any) -> Any:
     return twin
 
 
-def state_of(layer: Any) -> LayerState:
+def state_of(layer: Any, kind: str) -> LayerState:
     """Copies of all tensors of a layer, counts included, and its plain facts."""
     found = dict(entries(layer))
-    facts = {name: value for name, value in found.items() if isinstance(value, int | str | bool | None)}
+    facts: dict[str, Fact] = {
+        name: value for name, value in found.items() if isinstance(value, int | str | bool | None)
+    }
     tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
-    return LayerState(type(layer).__name__, tensors, facts)
+    return LayerState(kind, tensors, facts)
 
 
-def check_state(layer: Any, state: LayerState) -> None:
-    """Raise `StateMismatchError` if the layer cannot become what it was when `state` was taken."""
-    if state.kind != type(layer).__name__:
+def check_state(layer: Any, state: LayerState, kinds: Sequence[str]) -> None:
+    """Raise `StateMismatchError` if the layer cannot become what it was when `state` was taken.
+
+    Args:
+        layer: the layer.
+        state: the state.
+        kinds: names by which states of such a layer are known.
+    """
+    if state.kind not in kinds:
         raise StateMismatchError(
             f"expected the state of a {type(layer).__name__}, but saw that of a {state.kind}: load it into a cache "
             "that was made for the same model config."

@@ -1,13 +1,11 @@
 """Quantization backends by name: who makes the quantizers that `backend="..."` asks for."""
 
-import functools
-import importlib.metadata
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.quantizers.contract import Backend
+from kvlayers.utils.registry import Registry
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories that other packages offer, under the entry point's name."""
@@ -15,8 +13,7 @@ ENTRY_POINT_GROUP = "kvlayers.quantizers"
 BackendFactory = Callable[[], Backend]
 Factory = TypeVar("Factory", bound=BackendFactory)
 
-_factories: dict[str, BackendFactory] = {}
-_changing = threading.Lock()
+_backends: Registry[BackendFactory] = Registry("backend", ENTRY_POINT_GROUP, "unregister_quantizer")
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:
@@ -25,27 +22,13 @@ def register_quantizer(name: str) -> Callable[[Factory], Factory]:
     Raises:
         RegistryError: the name is empty or taken.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise RegistryError(f"expected a name for the backend, but saw {name!r}: pass a string that is not empty.")
-    _check_free(name)
+    _backends.check_free(name)
 
     def keep(factory: Factory) -> Factory:
-        with _changing:
-            # Another thread may have taken it since.
-            _check_free(name)
-            _factories[name] = factory
+        _backends.add(name, factory)
         return factory
 
     return keep
-
-
-def _check_free(name: str) -> None:
-    taken_by = _factories.get(name)
-    if taken_by is not None:
-        raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}: choose another, or "
-            f"unregister_quantizer('{name}') first."
-        )
 
 
 def unregister_quantizer(name: str) -> None:
@@ -54,13 +37,13 @@ def unregister_quantizer(name: str) -> None:
     Raises:
         RegistryError: there is no such name.
     """
-    if _factories.pop(name, None) is None:
+    if not _backends.remove(name):
         raise RegistryError(f"expected the name of a backend ({', '.join(quantizer_names())}), but saw {name!r}.")
 
 
 def quantizer_names() -> list[str]:
     """Every name that `backend` knows, those of other packages' entry points included."""
-    return sorted({*_factories, *(point.name for point in _entry_points())})
+    return _backends.names()
 
 
 def backend(name: str) -> Backend:
@@ -75,28 +58,15 @@ def backend(name: str) -> Backend:
         >>> backend("native").widths
         (2, 3, 4, 8)
     """
-    made = _factory(name)()
+    factory = _backends.get(name)
+    if factory is None:
+        raise OptionError(
+            f"expected the name of a quantization backend ({', '.join(quantizer_names())}), but saw {name!r}."
+        )
+    made = factory()
     if not isinstance(made, Backend):
         raise RegistryError(
             f"expected the factory of '{name}' to return a Backend, but saw a {type(made).__name__}: correct the "
             "factory."
         )
     return made
-
-
-def _factory(name: str) -> BackendFactory:
-    registered = _factories.get(name) if isinstance(name, str) else None
-    if registered is not None:
-        return registered
-    for point in _entry_points():
-        if point.name == name:
-            factory: BackendFactory = point.load()
-            return factory
-    raise OptionError(
-        f"expected the name of a quantization backend ({', '.join(quantizer_names())}), but saw {name!r}."
-    )
-
-
-@functools.cache
-def _entry_points() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)

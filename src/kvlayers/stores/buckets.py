@@ -7,7 +7,10 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Self
+
 from kvlayers.errors import OptionError
+from kvlayers.stores.description import Fact, Facts
 
 ALIGNMENT = 8
 """Sizes are multiples of so many tokens, which attention kernels want of a mask's rows."""
@@ -47,6 +50,16 @@ class Buckets:
                 f"expected buckets that grow, by a factor above 1 and at most {LARGEST_FACTOR:,}, but saw "
                 f"factor={self.factor!r}."
             )
+
+    def facts(self) -> dict[str, Fact]:
+        """The sizes by plain facts."""
+        return {"smallest_bucket": self.minimum, "bucket_factor": self.factor}
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The sizes that have said `facts` of themselves; there may be other facts among them."""
+        given: Any = facts
+        return cls(given["smallest_bucket"], given["bucket_factor"])
 
     def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
         """Sizes of the buckets of a reservation of `capacity` tokens, the smallest first.

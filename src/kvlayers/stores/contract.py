@@ -9,11 +9,9 @@ from typing_extensions import Self
 
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.tensor_memory import storages_of
-
-Fact = int | str | bool | None
-"""A plain fact that is kept beside the tensors of a state."""
-
 
 Fidelity = Literal["exact", "rounded", "evicting"]
 """What happens to the states that the model attends to: all are kept as they came, all are kept but some are rounded to
@@ -38,12 +36,16 @@ Mover = Callable[[TokenBuffer, int, int], TokenBuffer]
 """Given a buffer, of whose tokens those from a first to a last one count, the buffer that is to be held instead."""
 
 
-class TokenStore(ABC):
+class TokenStore(DescribedByArguments, DescribesItself, ABC):
     """Holds the keys and values of one run of consecutive tokens.
 
     Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
     head_dims may differ (multi-head latent attention), and so may the kv_heads. A store knows nothing of positions:
     which tokens are worth keeping is the layer's business.
+
+    A store whose initialiser takes nothing but plain facts names them in `described`, and keeps them in attributes of
+    the same names; it can then be saved and loaded when it is registered with `register_store`. Any other store defines
+    `describe` and `from_description`.
     """
 
     is_opaque = False
@@ -210,7 +212,7 @@ class TokenStore(ABC):
     def shrink(self, tokens: int) -> None:
         """Give back memory beyond what `tokens` tokens need."""
 
-    def check_batch(self, batch_size: int) -> None:  # noqa: B027 - most stores have nothing to refuse
+    def check_batch(self, batch_size: int) -> None:
         """Raise `CapacityError` where so many sequences cannot be held: never, where memory is taken as needed."""
 
     @abstractmethod
@@ -221,9 +223,44 @@ class TokenStore(ABC):
     def clear(self) -> None:
         """Forget all tokens, keep the memory."""
 
-    def settings(self) -> dict[str, Fact]:
-        """What the store was made with and a state of it depends on."""
-        return {}
+    @property
+    def kind(self) -> str:
+        """Name of the kind of store: that which its class is registered by."""
+        return STORE_CLASSES.name_of(type(self))
+
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty store like this one is made. `store` is its kind.
+
+        They stand among those of the layer that has the store, so their names should be the store's own.
+        """
+        return {"store": self.kind, **self.described_arguments()}
+
+    @classmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty store, from what `describe` returned.
+
+        Args:
+            facts: what `describe` returned, among other facts.
+            context: what is needed besides.
+
+        Raises:
+            OptionError: a fact has a value that the store does not take.
+        """
+        return cls(**cls.arguments_from(facts))
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """How many tokens, and how many sequences, a store of these facts reserves memory for with its first states.
+
+        0 if it takes memory as it needs it. What a file asks for is compared with what it holds by this.
+        """
+        return 0, 0
+
+    @classmethod
+    def check_description(cls) -> None:
+        """Raise `RegistryError` if the arguments of the initialiser are not those that are described."""
+        if cls.from_description.__func__ is TokenStore.from_description.__func__:  # type: ignore[attr-defined]
+            cls.check_arguments()
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -276,3 +313,7 @@ class TokenStore(ABC):
     def nbytes(self) -> int:
         """Bytes of memory held, spare room included."""
         return sum(storages_of(self.held_tensors()).values())
+
+
+STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
+"""The stores that a file may name."""

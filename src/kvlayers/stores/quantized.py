@@ -14,8 +14,9 @@ from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import Quantizer, Side
 from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
-from kvlayers.stores.contract import Fact, Fidelity, Mover, StatePair, TokenStore
+from kvlayers.stores.contract import Fidelity, Mover, StatePair, TokenStore
 from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.packed_blocks import (
     BLOCKS_AT_ONCE,
     PACKED_NAMES,
@@ -26,6 +27,7 @@ from kvlayers.stores.packed_blocks import (
     planned_nbytes,
 )
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.stores.registry import register_store
 from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
 from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch
 
@@ -33,6 +35,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that are quantized. The arithmetic is in float32."""
 
 
+@register_store
 class QuantizedStore(TokenStore):
     """Packed blocks between two runs in full precision: the sinks, and the residual of the newest tokens.
 
@@ -495,8 +498,13 @@ class QuantizedStore(TokenStore):
                 yield from part.held_tensors()
 
     @override
-    def settings(self) -> dict[str, Fact]:
-        return self.quantization.facts()
+    def describe(self) -> dict[str, Fact]:
+        return {"store": self.kind, **self.quantization.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(Quantization.from_facts(facts), context.length_hint)
 
     @override
     def state(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity, Mover, StatePair, TokenStore
 from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import Fact
 from kvlayers.stores.validation import checked_forms, mismatch
 
 MINIMUM_GROWTH = 16
@@ -219,6 +220,11 @@ class SharedStore(TokenStore):
     def clear(self) -> None:
         self._own.clear()
         self._forget_prefix()
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        # Each sequence is saved with a copy of what it shares.
+        return self._own.describe()
 
     @override
     def state(self) -> dict[str, Tensor]:

@@ -14,7 +14,9 @@ from kvlayers.stores.buckets import Buckets, places
 from kvlayers.stores.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import Fidelity, Mover, StatePair
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.masking import MaskExtent
+from kvlayers.stores.registry import register_store
 from kvlayers.stores.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.upstream import compat
 
@@ -22,6 +24,7 @@ SPECIAL_SIZES = 2
 """Sizes below this one TorchDynamo takes for constants, always."""
 
 
+@register_store
 class StaticStore(ContiguousStore):
     """Full-precision states in buffers of `capacity` tokens, reserved when the first states come.
 
@@ -50,6 +53,7 @@ class StaticStore(ContiguousStore):
         self.buckets = Buckets() if buckets is None else buckets
         self.whole_from = whole_from
         self.grow = grow
+        self.initial_capacity = capacity
         self.reading = MaskExtent()
         self._lay_out(capacity)
         self._place = self._places.at(0)
@@ -60,6 +64,33 @@ class StaticStore(ContiguousStore):
         self._cursor: Tensor | None = None
         self._passed_on_device: Tensor | None = None
         super().__init__(limit=capacity)
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "store": self.kind,
+            "capacity": self.initial_capacity,
+            "whole_from": self.whole_from,
+            **self.describe_reservation(),
+        }
+
+    def describe_reservation(self) -> dict[str, Fact]:
+        """What a layer is told of its reservation, but for the tokens: sequences, buckets, and whether it grows."""
+        return {"max_batch_size": self.max_batch_size, **self.buckets.facts(), "grow": self.grow}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        return cls(
+            given["capacity"], given["max_batch_size"], Buckets.from_facts(facts), given["whole_from"], given["grow"]
+        )
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        given: Any = facts
+        return given["capacity"], given["max_batch_size"] or 0
 
     def _lay_out(self, capacity: int) -> None:
         self.capacity = self.limit = capacity

@@ -10,7 +10,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.registry import description_context
 from kvlayers.layers.upstream import adapted
 from kvlayers.persistence.fingerprint import check_model
@@ -91,9 +91,9 @@ def load_cache(
 def _device_of(cache: Cache) -> torch.device:
     """Where a cache computes; the host, where it does not know yet."""
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    for layer in (layer for part in parts for layer in part.layers):
-        if isinstance(layer, LayerOperations) and layer.batch_size is not None:
-            found = adapted(layer).parts[0].device
+    for layer in (layer for part in parts for layer in part.adapted_layers()):
+        if layer.batch_size is not None and not layer.is_upstream:
+            found = layer.parts[0].device
             if found is not None:
                 return torch.device(found)
     return torch.device("cpu")
@@ -174,7 +174,7 @@ class _StateReader:
 
     def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
-        if layer.is_recurrent or isinstance(layer, TransformersLayer):
+        if layer.is_recurrent or layer.is_upstream:
             # These believe more of a state than layers of tokens do, and what they hold besides is small.
             with file_at_fault(self.saved.path, mismatch_too=False):
                 layer.fork().load_state(state)
@@ -191,7 +191,7 @@ class _StateReader:
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
-        if isinstance(layer, TransformersLayer):
+        if layer.is_upstream:
             _check_upstream(layer, facts)
         return LayerState(record.kind, tensors, facts)
 
@@ -233,7 +233,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _check_upstream(layer: TransformersLayer, facts: dict[str, Any]) -> None:
+def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
     """Raise `StateMismatchError` where facts are of other types than a layer of transformers has them."""
     own = layer.state().facts
     for name, value in facts.items():

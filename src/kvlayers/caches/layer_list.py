@@ -130,7 +130,7 @@ class LayerList(ABC):
         if layer_idx is not None:
             if layer_idx >= len(self.layers):
                 return -1
-            return int(self.adapted_layer(layer_idx).get_max_length())
+            return unbounded_as_minus_one(self.adapted_layer(layer_idx).capacity)
         capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
         return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)

@@ -8,9 +8,9 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.contract import CacheLayer, attribute_within, public_names
 from kvlayers.layers.linear.layer import LinearAttentionLayer
-from kvlayers.layers.operations import LayerOperations
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher

@@ -10,7 +10,8 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
-from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.contract import CacheLayer, attribute_within, public_names
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer

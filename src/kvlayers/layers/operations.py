@@ -1,4 +1,4 @@
-"""What every layer of a cache can do, whether it attends or not, and the names that transformers has for it."""
+"""The contract of every layer of a cache, whether it attends or not. `CacheLayer` adds attention."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
+from kvlayers.layers.arguments import repeated_rows
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
@@ -23,7 +23,13 @@ from kvlayers.utils.tensor_memory import storages_of
 
 @dataclass(frozen=True)
 class LayerState:
-    """All that a layer must keep to go on decoding elsewhere: tensors, and plain facts."""
+    """Everything that a layer needs to go on decoding elsewhere.
+
+    Attributes:
+        kind: name of the kind of layer.
+        tensors: copies of its tensors, by name.
+        facts: plain facts that belong to them, by name.
+    """
 
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -34,7 +40,7 @@ class LayerState:
         """Tokens that the layer had seen.
 
         Raises:
-            StateMismatchError: the state does not say it.
+            StateMismatchError: the state does not say so.
         """
         length = self.facts.get("length")
         if not isinstance(length, int):
@@ -43,21 +49,21 @@ class LayerState:
 
 
 class LayerOperations(DescribesItself, ABC):
-    """The operations of a layer: roll back, select sequences, copy, measure, save.
+    """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 
-    A kind of layer implements the abstract members; what transformers and older code call besides is derived from them
-    here, once.
+    A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
+    for which it is wrong overrides it.
 
     Attributes:
         attends: whether it takes keys and values.
         is_recurrent: whether it has convolution states or recurrent states.
-        has_other_states: whether keys and values are not all that it holds of a token that it attends to.
+        has_other_states: whether it holds more of an attended token than its key and value, such as an indexer's key.
         is_sliding: whether it attends within a window.
         is_croppable: whether `crop` can put it back as it was.
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
-        record_past: whether models must pass every token's states to it, rather than write to the states themselves.
-        is_opaque: whether compiled code calls its `update` as an operator, rather than be traced through it.
+        record_past: whether models must pass the states of every token to it, instead of writing to the held states.
+        is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         is_upstream: whether it is one of transformers' layers, behind an adapter.
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
@@ -106,7 +112,7 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Fact]:
-        """Plain facts from which an empty layer like this one is made. They are among the facts of its `state()`."""
+        """Plain facts from which an empty layer like this one can be made. They are among those of its `state()`."""
 
     @classmethod
     @abstractmethod
@@ -135,17 +141,31 @@ class LayerOperations(DescribesItself, ABC):
     @property
     @abstractmethod
     def length(self) -> int | None:
-        """Tokens seen and not rolled back, `None` where that cannot be known."""
+        """Tokens seen and not rolled back, `None` if that cannot be known."""
 
     @property
     def length_on_host(self) -> int | None:
         """As `length`, or `None` if the count stands on a device that would have to be waited for."""
         return self.length
 
+    def get_seq_length(self) -> int:
+        """As `length`. Static layers return a tensor in compiled code.
+
+        Raises:
+            UnsupportedLayerError: the layer does not know.
+        """
+        length = self.length
+        if length is None:
+            raise UnsupportedLayerError(
+                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
+                "many it has seen: ask an attention layer, if the model has one."
+            )
+        return length
+
     @property
     @abstractmethod
     def capacity(self) -> int | None:
-        """The most tokens that the layer can hold, `None` where there is no such number."""
+        """The most tokens that the layer can hold, `None` if there is no maximum."""
 
     @property
     @abstractmethod
@@ -232,30 +252,30 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, that the layer can be put back to, exactly.
+        """The greatest length, `length` at most, to which the layer can be put back exactly.
 
         Raises:
-            RollbackError: there is none.
+            RollbackError: it cannot be put back to any such length.
         """
 
     @abstractmethod
     def check_truncate(self, length: int) -> None:
-        """Raise `RollbackError` where the layer cannot be put back to `length` tokens, exactly."""
+        """Raise `RollbackError` if the layer cannot be put back to `length` tokens exactly."""
 
     @abstractmethod
     def truncate(self, length: int) -> int | None:
-        """Roll back to when the layer had seen `length` tokens, or as near before that as it can.
+        """Roll back to when the layer had seen `length` tokens, or to the nearest earlier length that it can restore.
 
         Returns:
-            How many of the `length` tokens must be passed again. A layer of tokens goes back exactly, or raises, and
-            so returns nothing.
+            How many of the `length` tokens must be passed again. A layer of tokens goes back exactly or raises, so it
+            returns `None`.
 
         Raises:
-            RollbackError: it cannot; nothing is changed.
+            RollbackError: the layer cannot go back; nothing is changed.
         """
 
     def check_select(self, batch_size: int) -> None:
-        """Raise what `select` would raise for any `batch_size` indices: nothing, where memory is taken as needed."""
+        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
         return
 
     @abstractmethod
@@ -268,13 +288,13 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def fork(self) -> Self:
-        """An independent continuation: what happens to the one never shows in the other."""
+        """An independent continuation: a change of one layer never shows in the other."""
 
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
 
-        They may be views of memory that forks share and that is written again; `keys` and `values` are not. A layer
-        that does not attend has none.
+        They may be views of memory that forks share and that is written again, while `keys` and `values` may not. Both
+        are `None` for a layer that does not attend.
         """
         return None, None
 
@@ -289,14 +309,14 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def state(self) -> LayerState:
-        """Copies of the live tensors, and the facts beside them."""
+        """Copies of the live tensors, and the facts that belong to them."""
 
     @abstractmethod
     def load_state(self, state: LayerState) -> None:
         """Become what the layer was when `state` was taken.
 
         Raises:
-            StateMismatchError: the state is of another kind of layer, or of one that was made with other settings.
+            StateMismatchError: the state is of another kind of layer, or of a layer that was made with other arguments.
         """
 
     @abstractmethod
@@ -304,10 +324,10 @@ class LayerOperations(DescribesItself, ABC):
         """Raise what `load_state(state)` would raise."""
 
     def make_room(self, tokens: int) -> None:
-        """Be ready for `tokens` more, before any layer takes them in: some layers cannot give a token back.
+        """Make room for `tokens` more tokens, before any layer takes them in: some layers cannot give a token back.
 
         Raises:
-            CapacityError: so many do not fit.
+            CapacityError: they do not fit.
         """
         return
 
@@ -322,7 +342,7 @@ class LayerOperations(DescribesItself, ABC):
     def update_with_kwargs(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """As `update`. Only transformers' layers before 5.4 read what models pass besides, such as `cache_position`."""
+        """As `update`. Only transformers' layers before 5.4 read the further arguments, such as `cache_position`."""
         return self.update(key_states, value_states)
 
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -367,7 +387,7 @@ class LayerOperations(DescribesItself, ABC):
         """Learn how many tokens of padding come before each sequence, int64 `[batch]`, before the first tokens."""
 
     def activate_past_recording(self) -> None:
-        """Keep what a later `truncate` may need. Nothing to do for a layer that drops no tokens of its own accord."""
+        """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
         return
 
     def deactivate_past_recording(self) -> None:
@@ -375,76 +395,29 @@ class LayerOperations(DescribesItself, ABC):
         return
 
     def check_removal(self, tokens: int) -> None:
-        """Raise `RollbackError` where `remove_newest(tokens)` would."""
+        """Raise `RollbackError` if `remove_newest(tokens)` would."""
         if self.length:
             self.check_truncate(self.length - tokens)
 
     def remove_newest(self, tokens: int) -> None:
-        """Roll back the newest `tokens` tokens. A layer that the model never used has none, and is left alone."""
+        """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
         if self.length:
             self.truncate(self.length - tokens)
 
-    # What follows is how transformers and older code ask for the above.
-
-    def get_seq_length(self) -> int:
-        """As `length`.
-
-        Raises:
-            UnsupportedLayerError: the layer does not know.
-        """
-        length = self.length
-        if length is None:
-            raise UnsupportedLayerError(
-                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
-                "many it has seen: ask an attention layer, if the model has one."
-            )
-        return length
-
-    def get_max_length(self) -> int:
-        """As `capacity`, with -1 for no maximum."""
-        return unbounded_as_minus_one(self.capacity)
-
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.13."""
-        return self.get_max_length()
-
-    def crop(self, tokens: int) -> None:
-        """Keep `tokens` tokens where that is positive, else remove `-tokens` of the newest: exactly.
-
-        Raises:
-            RollbackError: as `check_truncate`.
-        """
-        length = crop_target(tokens, self.length or 0)
-        self.check_truncate(length)
-        self.truncate(length)
-
-    def reorder_cache(self, beam_idx: BatchIndices) -> None:
-        """As `batch_select_indices`, under the name that beam search uses."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: BatchIndices) -> None:
-        """Keep the sequences at `indices`, in that order; an index may come more than once."""
-        if self.batch_size is not None:
-            self.select(as_batch_indices(indices, self.batch_size))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times, copies side by side."""
+    def expand(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
         if self.batch_size is not None:
             self.select(repeated_rows(repeats, self.batch_size))
 
-    def expand(self, repeats: int) -> None:
-        """As `batch_repeat_interleave`, where what the copies have in common may be held once for all of them."""
-        self.batch_repeat_interleave(repeats)
-
     def offload(self) -> None:
-        """Refuse to move: where a layer's memory is, is the business of a wrapper, and a plain layer has none.
+        """Refuse to move the states to the host: only an `OffloadedLayer` moves them.
 
         Raises:
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            f"expected a layer that can move between devices, but a {type(self).__name__} stays on its own: make the "
-            "cache with offloading=True."
+            f"expected a layer whose states can move between devices, but those of a {type(self).__name__} cannot: "
+            "make the cache with offloading=True."
         )
 
     def prefetch(self) -> None:
@@ -456,7 +429,7 @@ class LayerOperations(DescribesItself, ABC):
         self.offload()
 
     def __copy__(self) -> Self:
-        # As a shallow copy of a layer of transformers is: it may be updated without the original.
+        # Like a shallow copy of transformers' layer, it may be updated without a change of the original.
         return self.fork()
 
     def _twin(self) -> Self:
@@ -474,7 +447,7 @@ class LayerOperations(DescribesItself, ABC):
         try:
             return f"{type(self).__name__}(length={self.length})"
         except StateMismatchError as error:
-            # Keys and values that were assigned do not match: a debugger shows the layer all the same.
+            # Assigned keys and values do not match. A debugger shows the layer all the same.
             return f"{type(self).__name__}({error})"
 
 

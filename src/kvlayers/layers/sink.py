@@ -10,8 +10,8 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.contract import LayerState
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of

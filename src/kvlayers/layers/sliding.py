@@ -7,8 +7,9 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.contract import LayerState, not_of_so_many
+from kvlayers.layers.contract import not_of_so_many
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, TokenStore

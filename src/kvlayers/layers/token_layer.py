@@ -8,7 +8,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.layers.contract import CacheLayer
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore

@@ -18,7 +18,7 @@ from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.layers import Checkpoints
 from kvlayers.layers.static import check_reserved
 from kvlayers.stores import Buckets
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 
 # Static caches
@@ -52,7 +52,7 @@ class SlidingWindowCache(StaticCache):
 
     @override
     def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint(WINDOWED):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
@@ -265,7 +265,7 @@ class MambaCache(_RecurrentStates):
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         config = _checked_config(config, max_batch_size, "max_batch_size", dtype, device)
-        others = {spec.layer_type for spec in compat.layer_specs(config)} - {*RECURRENT, "dummy"}
+        others = {spec.layer_type for spec in model_layers.layer_specs(config)} - {*RECURRENT, "dummy"}
         if others:
             raise ConfigError(
                 f"expected a model whose layers are all recurrent, but {type(config).__name__} has others as well "
@@ -302,7 +302,7 @@ class HybridMambaAttentionDynamicCache(_RecurrentStates):
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         config = _checked_config(config, batch_size, "batch_size", dtype, device)
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint((*RECURRENT, *HYBRID)):
             raise ConfigError(
                 f"expected a model with recurrent layers, but the layers of {type(config).__name__} are of other types "

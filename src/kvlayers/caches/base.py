@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches.forward_pass import ForwardPassFollower, interruption
-from kvlayers.caches.from_config import dynamic_layers, placed, share_readings
+from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -31,7 +31,7 @@ from kvlayers.layers.graph_operators import GraphHandle, calls_operators, update
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
-from kvlayers.upstream import compat
+from kvlayers.upstream import generate_calls
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
@@ -56,6 +56,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     """
 
     layer_class_to_replicate: Callable[[], Any] | None
+    is_static = False
+    """Whether the cache reserves its memory once, for a fixed number of tokens."""
+    is_pair = False
+    """Whether the cache has one part for self-attention and one for cross-attention."""
+    rotates_keys = False
+    """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE and the padding."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
     _traces: Mapping[int, int] = MappingProxyType({})
@@ -90,7 +96,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A cache that is made within compiled code is traced through.
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         self.layers = [placed(layer, self._prefetcher, offload_only_non_sliding) for layer in layers or ()]
-        share_readings(self.adapted_layers())
+        share_mask_extents(self.adapted_layers())
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
             self.make_more_with(layer_class_to_replicate)
@@ -174,12 +180,26 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         twin._pass = self._pass.copy()
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
-            twin._prefetcher = self._prefetcher.another()
+            twin._prefetcher = self._prefetcher.for_another_cache()
             for layer in twin.adapted_layers():
-                layer.travel_by(twin._prefetcher)
+                layer.use_prefetcher(twin._prefetcher)
             if isinstance(self.layer_class_to_replicate, functools.partial):
                 twin.make_more_with(self.layer_class_to_replicate.args[0])
         return twin
+
+    @property
+    def self_attention(self) -> "Cache":
+        """The cache that self-attention uses: this one, or the part of a pair."""
+        return self
+
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding. Only some caches need to know.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+        """
+        return
 
     def offloading_options(self) -> dict[str, Any]:
         """The options of offloading that this cache was made with, to make another cache with the same."""
@@ -358,7 +378,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # transformers' layers may count in a tensor, and in compiled code all static layers do.
         if compiling:
             return seen
-        return SeenTokens.of(self, seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
+        in_prefill = generate_calls.is_prefill_of_generate(sys._getframe(1).f_code)
+        return SeenTokens.of(self, seen) if in_prefill else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of the states that the next update of a layer returns, and the position of its first token.

@@ -49,6 +49,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         EncoderDecoderCache(self=DynamicCache(2 x DynamicLayer, 0 tokens, 0 B), cross=DynamicCache(0 tokens, 0 B))
     """
 
+    is_pair = True
     self_attention_cache: Any
     cross_attention_cache: Any
 
@@ -70,6 +71,12 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self._read: Fingerprint | None = None
+
+    @property
+    def self_attention(self) -> Cache:
+        """The part that self-attention uses."""
+        part: Cache = self.self_attention_cache
+        return part
 
     @override
     def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:

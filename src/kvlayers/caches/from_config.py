@@ -24,9 +24,8 @@ from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
 from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.quantized import QuantizedStore
-from kvlayers.stores.static import StaticStore
-from kvlayers.upstream import compat, model_types
-from kvlayers.upstream.compat import LayerSpec
+from kvlayers.upstream import compat, model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""
@@ -84,7 +83,7 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
     """A layer with a fixed reservation for each layer of a model; transformers' layers as in `dynamic_layers`."""
     # If one layer must refuse a token, the windows before it must refuse it too: an update that only some layers have
     # taken in could not be taken back.
-    attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in compat.layer_specs(config)]
+    attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in model_layers.layer_specs(config)]
     token_limit = reserved.max_cache_len if any(kind not in WINDOWED for kind in attending) else None
 
     def window(spec: LayerSpec) -> StaticSlidingLayer:
@@ -120,8 +119,8 @@ def _layers(
         every |= dict.fromkeys(RECURRENT, recurrent)
         every |= dict.fromkeys(HYBRID, lambda spec: HybridLayer(kinds[HYBRID[spec.layer_type]](spec), recurrent(spec)))
     return [
-        every[spec.layer_type](spec) if spec.layer_type in every else compat.upstream_layer(spec, max_cache_len)
-        for spec in compat.layer_specs(config)
+        every[spec.layer_type](spec) if spec.layer_type in every else model_layers.upstream_layer(spec, max_cache_len)
+        for spec in model_layers.layer_specs(config)
     ]
 
 
@@ -155,7 +154,7 @@ def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) ->
     return layer
 
 
-def share_readings(layers: Iterable[Any]) -> None:
+def share_mask_extents(layers: Iterable[Any]) -> None:
     """Let the static layers of a cache agree on what attention reads, so that one mask serves all layers of a kind.
 
     Args:
@@ -166,7 +165,7 @@ def share_readings(layers: Iterable[Any]) -> None:
     fixed = [(layer, store) for layer, store in reserved if store is not None]
     if not fixed:
         return
-    mode = fixed[0][1].reading.mode
+    mode = fixed[0][1].mask_extent.mode
     mode.recording = any(layer.record_past for layer, _ in fixed)
     # One mask cannot be of a bucket for one layer and of the tokens that are there for another. If layers of a kind
     # differ, all masks are of the tokens that are there.
@@ -177,14 +176,14 @@ def share_readings(layers: Iterable[Any]) -> None:
     )
     extents: dict[object, MaskExtent] = {}
     for layer, store in fixed:
-        store.reading = extents.setdefault(layer.sliding_window, store.reading)
-        store.reading.mode = mode
+        store.mask_extent = extents.setdefault(layer.sliding_window, store.mask_extent)
+        store.mask_extent.mode = mode
 
 
-def fixed_stores(layers: Iterable[Any]) -> list[StaticStore]:
-    """The reservations of the layers that have one on the device that computes, hybrid layers included."""
-    stores = (adapted(layer).parts[0].reserved for layer in layers)
-    return [store for store in stores if store is not None]
+def fixed_layers(layers: Iterable[Any]) -> list[Any]:
+    """The layers that attend over a reservation on the device that computes, also within a hybrid layer."""
+    parts = [adapted(layer).parts[0] for layer in layers]
+    return [part for part in parts if part.reserved is not None]
 
 
 def quantized_layers(
@@ -199,7 +198,7 @@ def quantized_layers(
     Raises:
         OptionError: bits were given for another number of layers.
     """
-    check_count(quantization, len(compat.layer_specs(config)))
+    check_count(quantization, len(model_layers.layer_specs(config)))
 
     def window(spec: LayerSpec) -> SlidingLayer:
         return SlidingLayer(spec.options["sliding_window"])
@@ -228,7 +227,7 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
     Raises:
         ConfigError: the keys cannot be rotated, or no layer attends to more tokens than the sinks' window.
     """
-    specs, rotations = compat.layer_specs(config), None if rotary is not None else rotaries(config)
+    specs, rotations = model_layers.layer_specs(config), None if rotary is not None else rotaries(config)
     layers, forgetful = dynamic_layers(config), True
     for index, spec in enumerate(specs):
         if not _attends_beyond(spec, sink_config.window_length):

@@ -8,7 +8,7 @@ from typing import Any, overload
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.caches.from_config import share_readings
+from kvlayers.caches.from_config import share_mask_extents
 from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
@@ -291,7 +291,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
         twin = copy.copy(self)
         twin._adapted = [layer.fork() for layer in self.adapted_layers()]
         twin.layers = [layer.original for layer in twin._adapted]
-        share_readings(twin._adapted)
+        share_mask_extents(twin._adapted)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:

@@ -62,6 +62,8 @@ class SinkCache(Cache):
         ConfigError: a model without RoPE, with a RoPE that depends on the length, or with an unknown RoPE.
     """
 
+    rotates_keys = True
+
     @checks_options
     def __init__(
         self,
@@ -104,6 +106,7 @@ class SinkCache(Cache):
         sinks = SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
         return sinks.layer(self._rotary)
 
+    @override
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
         """Tell an empty cache which model it is for, and which tokens are padding.
 

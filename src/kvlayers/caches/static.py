@@ -10,7 +10,7 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import Reservation, fixed_stores, static_layers
+from kvlayers.caches.from_config import Reservation, fixed_layers, static_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.layers import Checkpoints, StaticLayer
@@ -69,6 +69,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
             compiled around such a cache (those with alibi).
     """
+
+    is_static = True
 
     @checks_options
     def __init__(
@@ -136,12 +138,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are masks of buckets."""
-        return any(store.reading.mode.compiled for store in fixed_stores(self.layers))
+        return any(layer.reserved.mask_extent.mode.compiled for layer in fixed_layers(self.layers))
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
-        for store in fixed_stores(self.layers):
-            store.reading.mode.compiled = compiled
+        for layer in fixed_layers(self.layers):
+            layer.reserved.mask_extent.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without another compilation.
@@ -149,8 +151,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         This is needed only between a compiled function that took in prompts of many different lengths and compiled
         steps, if no eager code of the cache runs between the two. `generate()` does it by itself.
         """
-        for store in fixed_stores(self.layers):
-            store.settle()
+        for layer in fixed_layers(self.layers):
+            layer.reserved.sync_slot()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:

@@ -248,8 +248,8 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return self.attention, self.linear
 
     @override
-    def travel_by(self, prefetcher: Prefetcher) -> None:
-        self.attention.travel_by(prefetcher)
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+        self.attention.use_prefetcher(prefetcher)
 
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:

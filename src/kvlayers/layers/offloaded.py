@@ -19,7 +19,7 @@ from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fidelity, Mover
+from kvlayers.stores.contract import BufferSwap, Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
 
@@ -65,7 +65,7 @@ class OffloadedLayer(CacheLayer):
         self.sliding_window = layer.sliding_window
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
-        self.edition = 0
+        self.version = 0
         self._seen = self._past = 0
         self._read_counts()
 
@@ -80,7 +80,7 @@ class OffloadedLayer(CacheLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        travels = self.prefetcher.travels(key_states.device)
+        travels = self.prefetcher.offloads(key_states.device)
         attended = (self._update_away if travels else self.layer.update)(key_states, value_states)
         self._read_counts()
         return attended
@@ -88,14 +88,14 @@ class OffloadedLayer(CacheLayer):
     def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.layer.snapshot()
         try:
-            self.prefetcher.bring(self, key_states.device)
+            self.prefetcher.fetch(self, key_states.device)
             attended = self.layer.update(key_states, value_states)
-            self.prefetcher.leave(self)
+            self.prefetcher.write_back(self)
         except BaseException:
             # The buffers on the host still hold what they held, as nobody wrote to them.
             self.layer = before
-            self.edition += 1
-            self.prefetcher.forget(self)
+            self.version += 1
+            self.prefetcher.discard(self)
             raise
         return attended
 
@@ -104,7 +104,7 @@ class OffloadedLayer(CacheLayer):
     def _read_counts(self) -> None:
         """Copy the counts of the wrapped layer. It has no counts between the assignments of keys and of values."""
         layer = self.layer
-        if layer.store.is_complete:
+        if not layer.store.is_pending:
             self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
 
     @override
@@ -142,7 +142,7 @@ class OffloadedLayer(CacheLayer):
     def _handed_out(self, side: Side) -> Tensor | None:
         with self._away():
             states = self.layer.keys if side == "keys" else self.layer.values
-        if states is None or isinstance(states, PackedStates) or self.prefetcher.lane(self.device) is None:
+        if states is None or isinstance(states, PackedStates) or self.prefetcher.queue(self.device) is None:
             return states
         return states.clone()
 
@@ -155,11 +155,11 @@ class OffloadedLayer(CacheLayer):
     def _away(self, changes: bool = False) -> Iterator[None]:
         """Keep the states on their device within this context."""
         device = self.device
-        if device is None or not self.prefetcher.travels(device):
+        if device is None or not self.prefetcher.offloads(device):
             yield
             return
-        self.prefetcher.bring(self, device)
-        self.edition += changes
+        self.prefetcher.fetch(self, device)
+        self.version += changes
         try:
             yield
         finally:
@@ -168,9 +168,9 @@ class OffloadedLayer(CacheLayer):
     @contextlib.contextmanager
     def _at_home(self) -> Iterator[TokenLayer]:
         """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
-        self.prefetcher.settle(self)
-        self.prefetcher.forget(self)
-        self.edition += 1
+        self.prefetcher.synchronize(self)
+        self.prefetcher.discard(self)
+        self.version += 1
         try:
             yield self.layer
         finally:
@@ -181,11 +181,11 @@ class OffloadedLayer(CacheLayer):
         # The operation is done. If there is no memory for the states on the host, they stay on their device until
         # there is.
         with contextlib.suppress(CapacityError):
-            self.prefetcher.leave(self)
+            self.prefetcher.write_back(self)
 
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        self.layer.swap_buffers(move)
+        self.layer.swap_buffers(swap)
 
     # Operations
 
@@ -218,20 +218,20 @@ class OffloadedLayer(CacheLayer):
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         with self._at_home() as layer:
             layer.reserve_form(key_form, value_form)
-        self.prefetcher.leave(self)
+        self.prefetcher.write_back(self)
 
     @override
     def fork(self) -> Self:
-        self.prefetcher.settle(self)
+        self.prefetcher.synchronize(self)
         twin = self.__class__(self.layer.fork(), self.prefetcher)
         twin.index = self.index
         twin._leave_if_there_is_room()
         return twin
 
     @override
-    def travel_by(self, prefetcher: Prefetcher) -> None:
-        self.prefetcher.settle(self)
-        self.prefetcher.forget(self)
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+        self.prefetcher.synchronize(self)
+        self.prefetcher.discard(self)
         self.prefetcher = prefetcher
 
     @override
@@ -247,7 +247,7 @@ class OffloadedLayer(CacheLayer):
     @override
     def state(self) -> LayerState:
         """The state of the wrapped layer, with tensors on the host."""
-        self.prefetcher.settle(self)
+        self.prefetcher.synchronize(self)
         state = self.layer.state()
         device = None if self.device is None else str(self.device)
         return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
@@ -291,7 +291,7 @@ class OffloadedLayer(CacheLayer):
     @property
     @override
     def home(self) -> str:
-        if not self.prefetcher.travels(self.device):
+        if not self.prefetcher.offloads(self.device):
             return "device"
         return "disk" if self.prefetcher.memory.holds_host_states else "host"
 
@@ -420,7 +420,7 @@ class OffloadedLayer(CacheLayer):
         yield from self.layer.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.prefetcher.settle(self)
+        self.prefetcher.synchronize(self)
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

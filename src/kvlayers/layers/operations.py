@@ -380,7 +380,7 @@ class LayerOperations(DescribesItself, ABC):
             "another model, so make one from the config of the model that uses it."
         )
 
-    def travel_by(self, prefetcher: Prefetcher) -> None:
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
         """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
 
     def note_left_padding(self, padding: Tensor | None) -> None:

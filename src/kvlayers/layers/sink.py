@@ -20,7 +20,7 @@ from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.contract import Fidelity, StatePair
+from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
@@ -75,7 +75,7 @@ class SinkLayer(TokenLayer):
     ) -> None:
         check_sinks(window_length, num_sink_tokens)
         self.room = window_room(window_length)
-        super().__init__(DenseStore(self.room, front_room=num_sink_tokens) if store is None else store)
+        super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self.record_past = False
@@ -83,7 +83,7 @@ class SinkLayer(TokenLayer):
         self._seen = 0
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> StatePair:
+    def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
@@ -113,7 +113,7 @@ class SinkLayer(TokenLayer):
             self._evict()
         return attended
 
-    def _with_some(self, stands: Tensor, front: StatePair, attended: StatePair) -> StatePair:
+    def _with_some(self, stands: Tensor, front: KVPair, attended: KVPair) -> KVPair:
         """The attended states, in which the sinks replace the first states of the sequences that `stands` marks.
 
         Args:

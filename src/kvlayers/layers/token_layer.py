@@ -14,10 +14,10 @@ from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fidelity, Mover
+from kvlayers.stores.contract import BufferSwap, Fidelity
 from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.stores.pending_assignment import PendingAssignment, same_tokens
 from kvlayers.stores.registry import store_class_of
-from kvlayers.stores.unmatched import UnmatchedHalves, match
 
 DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
 """The description of the store that layers make by themselves, which their own descriptions leave out."""
@@ -143,10 +143,10 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             keys, values = (states, values) if side == "keys" else (keys, states)
             # A layer without tokens has nothing for the other half yet.
             keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
-            if match(keys, values):
+            if same_tokens(keys, values):
                 self._replace(keys, values)
             else:
-                self._store = cast("TokenStore", UnmatchedHalves(self._store, keys, values))
+                self._store = cast("TokenStore", PendingAssignment(self._store, keys, values))
         except BaseException:
             self._store = before
             raise
@@ -246,9 +246,9 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        self._store.swap_buffers(move)
+        self._store.swap_buffers(swap)
 
     @override
     def describe(self) -> dict[str, Fact]:

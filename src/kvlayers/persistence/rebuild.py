@@ -15,7 +15,7 @@ from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.contract import STORE_CLASSES
 from kvlayers.stores.description import DescriptionContext
-from kvlayers.upstream.compat import layer_specs
+from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31
 """Of a number that a layer is made with: no window, reservation or group is larger."""

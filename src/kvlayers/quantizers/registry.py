@@ -1,4 +1,4 @@
-"""Quantization backends by name: who makes the quantizers that `backend="..."` asks for."""
+"""Quantization backends by name, for the option `backend="..."`."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,7 +8,7 @@ from kvlayers.quantizers.contract import Backend
 from kvlayers.utils.registry import Registry
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
-"""Entry points in this group are factories that other packages offer, under the entry point's name."""
+"""Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
 
 BackendFactory = Callable[[], Backend]
 Factory = TypeVar("Factory", bound=BackendFactory)
@@ -17,32 +17,32 @@ _backends: Registry[BackendFactory] = Registry("backend", ENTRY_POINT_GROUP, "un
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:
-    """Decorator that makes a factory, a class or function that returns a `Backend`, the maker of backend `name`.
+    """Decorator that registers a factory (a class or function that returns a `Backend`) as backend `name`.
 
     Raises:
         RegistryError: the name is empty or taken.
     """
     _backends.check_free(name)
 
-    def keep(factory: Factory) -> Factory:
+    def add(factory: Factory) -> Factory:
         _backends.add(name, factory)
         return factory
 
-    return keep
+    return add
 
 
 def unregister_quantizer(name: str) -> None:
-    """Forget a name.
+    """Remove a backend.
 
     Raises:
-        RegistryError: there is no such name.
+        RegistryError: the name is not registered.
     """
     if not _backends.remove(name):
-        raise RegistryError(f"expected the name of a backend ({', '.join(quantizer_names())}), but saw {name!r}.")
+        raise RegistryError(f"`name` must be that of a backend ({', '.join(quantizer_names())}), got {name!r}.")
 
 
 def quantizer_names() -> list[str]:
-    """Every name that `backend` knows, those of other packages' entry points included."""
+    """All names of backends, including those of entry points in other packages."""
     return _backends.names()
 
 
@@ -50,8 +50,8 @@ def backend(name: str) -> Backend:
     """The backend called `name`.
 
     Raises:
-        OptionError: there is no such name.
-        RegistryError: what the name stands for does not return a backend.
+        OptionError: no backend has this name.
+        RegistryError: the factory with this name does not return a backend.
 
     Example:
         >>> from kvlayers.quantizers import backend
@@ -61,12 +61,11 @@ def backend(name: str) -> Backend:
     factory = _backends.get(name)
     if factory is None:
         raise OptionError(
-            f"expected the name of a quantization backend ({', '.join(quantizer_names())}), but saw {name!r}."
+            f"`backend` must be the name of a quantization backend ({', '.join(quantizer_names())}), got {name!r}."
         )
     made = factory()
     if not isinstance(made, Backend):
         raise RegistryError(
-            f"expected the factory of '{name}' to return a Backend, but saw a {type(made).__name__}: correct the "
-            "factory."
+            f"The factory of '{name}' must return a Backend, got a {type(made).__name__}: correct the factory."
         )
     return made

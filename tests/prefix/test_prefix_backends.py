@@ -17,18 +17,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 import kvlayers
+from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
 from kvlayers import CachePathError, OptionError, PrefixStore
 from kvlayers.persistence.checksums import checksum, first_rows
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
 from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.fsspec import FsspecObjects
+from kvlayers.prefix.backends.fsspec import FsspecObjectStore
 from kvlayers.prefix.backends.remote import CHUNK_BYTES, CHUNKS_AT_ONCE, HEAD_BYTES
 from models import prompt, tiny_model
-from place_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
 from redis_server import running, why_not
-
-pytestmark = pytest.mark.fast
 
 ROOM = 2**30
 SUFFIX = ".safetensors"
@@ -263,7 +261,7 @@ def test_files_used_longest_ago_go_first(files: Files) -> None:
     assert covered(store, [0, 0, 0]) == 3
     store.evict()
     assert store.refresh() == 0
-    store._holdings.directory_max_bytes = 2 * size + 100
+    store._index.directory_max_bytes = 2 * size + 100
     put(store, [3, 0, 0])
     assert [covered(store, [first, 0, 0]) for first in range(4)] == [3, 0, 0, 3]
     assert len(files.names()) == 2
@@ -355,9 +353,7 @@ def test_a_place_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles)
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     Failing.fails = {"ls"}
-    with pytest.raises(
-        CachePathError, match=r"expected to reach failing://\*\*\*@host/team, but saw ConnectionError: see"
-    ):
+    with pytest.raises(CachePathError, match=r"cannot reach failing://\*\*\*@host/team, got ConnectionError: check"):
         store.refresh()
     Failing.fails = {"read"}
     put(PrefixStore(ROOM, failing.url), [2, 5, 6])
@@ -385,7 +381,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     size = store.statistics.file_bytes
-    store._holdings.directory_max_bytes = size
+    store._index.directory_max_bytes = size
     Failing.fails = {"delete"}
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         put(store, [2, 5, 6])
@@ -399,7 +395,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
 @pytest.mark.parametrize("what", ["write", "delete", "ls"])
 def test_a_place_that_cannot_be_used_is_refused_at_once(what: str, failing: FilesystemFiles) -> None:
     Failing.fails = {what}
-    with pytest.raises(CachePathError, match=r"reach failing://\*\*\*@host/team, but saw ConnectionError: see that"):
+    with pytest.raises(CachePathError, match=r"reach failing://\*\*\*@host/team, got ConnectionError: check that"):
         PrefixStore(ROOM, failing.url)
 
 
@@ -408,7 +404,7 @@ def test_a_place_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch)
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Failing, "pipe_file", no_such_bucket)
-    with pytest.raises(CachePathError, match="but saw FileNotFoundError: /host/team"):
+    with pytest.raises(CachePathError, match="got FileNotFoundError: /host/team"):
         PrefixStore(ROOM, "failing://host/team")
 
 
@@ -572,7 +568,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     with caplog.at_level(logging.DEBUG, logger="kvlayers"):
         store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
         put(store, [1, 5, 6])
-        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._holdings)]
+        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index)]
         for what in ("info", "read", "write", "delete"):
             Failing.fails = {what}
             covered(store, [1, 5, 6])
@@ -595,7 +591,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
 
 
 def test_storage_options_reach_the_file_system(failing: FilesystemFiles) -> None:
-    objects = FsspecObjects(Address(failing.url, {"token": "mine"}))
+    objects = FsspecObjectStore(Address(failing.url, {"token": "mine"}))
     assert objects._fs.token == "mine"
 
 
@@ -603,19 +599,19 @@ def test_what_is_no_place_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest
     missing = {"class": "there_is_no_such_package.FileSystem", "err": "Install there-is-none to reach it"}
     monkeypatch.setitem(known_implementations, "missing", missing)
     for options, message in (
-        ({"directory": "nowhere://x"}, "scheme that fsspec knows, but saw nowhere://: see"),
-        ({"directory": "missing://x"}, r"missing://, but it is not installed \(Install there-is-none to reach it\)"),
-        ({"directory": pathlib.Path("s3://bucket/x")}, "saw a URL in a PosixPath: pass it as a str"),
-        ({"directory": b"redis://host"}, "saw a URL in a bytes"),
-        ({"directory": 5}, "path of a directory, or a URL, but saw a int"),
-        ({"directory": tmp_path, "storage_options": {"a": 1}}, "storage_options beside a URL"),
-        ({"directory": f"file://{tmp_path}", "storage_options": {"a": 1}}, "storage_options beside a URL"),
-        ({"storage_options": {}}, "a directory beside storage_options"),
-        ({"directory": "memory://x", "storage_options": 5}, "mapping of names to values, but saw a int"),
-        ({"directory": "memory://x", "storage_options": {5: 5}}, "mapping of names"),
-        ({"directory": "redis://host:hunter2/0"}, "escape what is special"),
-        ({"directory": "redis://me:hun#ter2@host/0"}, "escape what is special"),
-        ({"directory": "redis://[host/0"}, "escape what is special"),
+        ({"directory": "nowhere://x"}, "scheme that fsspec knows, got nowhere://: see"),
+        ({"directory": "missing://x"}, r"missing:// is not installed \(Install there-is-none to reach it\)"),
+        ({"directory": pathlib.Path("s3://bucket/x")}, "a URL in a PosixPath: pass it as a str"),
+        ({"directory": b"redis://host"}, "a URL in a bytes"),
+        ({"directory": 5}, "a path or a URL, got a int"),
+        ({"directory": tmp_path, "storage_options": {"a": 1}}, "storage_options` are for URLs"),
+        ({"directory": f"file://{tmp_path}", "storage_options": {"a": 1}}, "storage_options` are for URLs"),
+        ({"storage_options": {}}, "storage_options` need a `directory`"),
+        ({"directory": "memory://x", "storage_options": 5}, "mapping from names to values, got a int"),
+        ({"directory": "memory://x", "storage_options": {5: 5}}, "mapping from names"),
+        ({"directory": "redis://host:hunter2/0"}, "escape special characters"),
+        ({"directory": "redis://me:hun#ter2@host/0"}, "escape special characters"),
+        ({"directory": "redis://[host/0"}, "escape special characters"),
         ({"directory": "redis://host/0?prefix="}, "one prefix"),
         ({"directory": "redis://host/0?prefix=a&prefix=b"}, "one prefix"),
     ):

@@ -7,10 +7,15 @@ from typing import Any
 from transformers.generation.utils import GenerationMixin
 
 
-def by_name(model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments under the names that the model's generate() has for them, and those that have none.
+def bind_arguments(
+    model: Any, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move positional arguments into `arguments`, under the names that the model's `generate()` gives them.
 
-    `arguments` is changed in place, so that nothing else holds what is dropped from it later.
+    `arguments` is changed in place, so that nothing else keeps alive what is later removed from it.
+
+    Returns:
+        The positional arguments that have no name, and `arguments`.
     """
     signature = inspect.signature(model.generate)
     signature.bind(*args, **arguments)
@@ -21,16 +26,16 @@ def by_name(model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> tup
     return args[len(names) :], arguments
 
 
-def whole_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The options of a call with those that the model and transformers have for it, and what is meant for the model."""
+def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The `GenerationConfig` of a call, with all defaults filled in, and the arguments that are for the model."""
     of_generate = inspect.signature(GenerationMixin.generate).parameters
     options = {name: value for name, value in arguments.items() if name not in of_generate}
     config, model_kwargs = model._prepare_generation_config(arguments.get("generation_config"), **options)
     return config, model_kwargs
 
 
-def generates_as_transformers(model: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call runs the generate() of transformers, and nobody else's."""
+def uses_transformers_generate(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call runs the `generate()` of transformers, rather than one of the model or of the caller."""
     return (
         isinstance(model, GenerationMixin)
         and type(model).generate is GenerationMixin.generate
@@ -39,6 +44,6 @@ def generates_as_transformers(model: Any, arguments: Mapping[str, Any]) -> bool:
     )
 
 
-def sequences_of_each_prompt(generation_config: Any) -> int:
-    """How many sequences go on from each prompt side by side: its beams, or its samples."""
+def sequences_per_prompt(generation_config: Any) -> int:
+    """How many sequences are generated side by side from each prompt: its beams, or its samples."""
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -269,7 +269,7 @@ REFUSED = {
         "12 tokens that were",
     ),
     "less than a static window attends to": ("static sliding", lambda keys: keys[:, :, :6], "at least the 7 tokens"),
-    "more than a static layer holds": ("static", lambda keys: torch.cat([keys, keys], 2), "of the 12 tokens"),
+    "more than a static layer holds": ("static", lambda keys: torch.cat([keys, keys], 2), "most the 12 tokens"),
     "fewer among sinks": (
         "sink over a long window",
         lambda keys: keys[:, :, 1:],

@@ -328,6 +328,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         layers = self.layers_for(layer_idx + 1)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
+        # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
+        self.adapted_layers()
         if not compiling:
             self._pass.at = layer_idx
         return attended

@@ -325,7 +325,6 @@ class LayerwiseOperations(DescribesItself, LayerList):
                 f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
                 "cache that was made for the same model config."
             )
-        # Adapters that are made here are made again for the layers that the cache gets.
         pairs = [(adapted(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
@@ -333,6 +332,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
         self.layers, self.known_ids = layers, None
+        self._adapted = [layer for layer, _ in pairs]
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
         self.forget_pass()

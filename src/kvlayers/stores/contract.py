@@ -48,14 +48,16 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     `register_store`. Any other store defines `describe` and `from_description`.
     """
 
-    holds_tokens_apart = False
-    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
-
     is_opaque = False
     """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
 
     is_pending = False
     """Whether this is a `PendingAssignment`, which waits for values that match its keys, or the reverse."""
+
+    holds_tokens_apart = False
+    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
+    shares_prefixes = False
+    """Whether a `SharedStore` can hold the tokens once for several sequences that go on from them."""
 
     @property
     def sized_for(self) -> int | None:
@@ -94,6 +96,16 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def complete(self) -> Self:
+        """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
+        return self
 
     def count(self, tokens: int) -> None:
         """See `CacheLayer.count`. Only opaque stores need it."""
@@ -176,6 +188,10 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         `newest` returns are only for reading, before the store changes.
         """
         return self.newest(self.length)
+
+    def visible_states(self) -> tuple[Tensor | None, Tensor | None]:
+        """As `caller_views`, or `None` twice before the first states."""
+        return (None, None) if self.key_form is None else self.caller_views()
 
     @abstractmethod
     def drop_oldest(self, count: int) -> None:

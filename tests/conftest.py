@@ -2,11 +2,14 @@
 
 import gc
 import os
+import sys
 import types
 from collections.abc import Iterator
 
 # Before transformers is imported. No test needs the hub, and asking for what is not there takes many seconds.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A collection after each compilation is a tenth of what compiling takes in a process with so many objects.
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
 import hypothesis
 import pytest
@@ -50,6 +53,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _let_go() -> Iterator[None]:
+    """Leave nothing of other files for collections to walk through, which many tests and measurements ask for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,8 +10,6 @@ import kvlayers
 import versions
 from models import COMMON, fresh_model, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 LLAMA = tf.LlamaConfig(**COMMON)
 
 
@@ -86,6 +84,7 @@ def test_a_call_that_cannot_go_by_its_store_says_why() -> None:
         assert output.past_key_values.explain().prefixes[0].startswith("0 of 40")
 
 
+@pytest.mark.slow
 def test_traces_of_compiled_code_are_counted() -> None:
     versions.need_since("5.4", "compiled decode loops without cache_position")
     torch.compiler.reset()

@@ -11,8 +11,6 @@ import kvlayers
 from kvlayers.upstream import compat
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda model: kvlayers.DynamicCache(config=model.config),
     "static": lambda model: kvlayers.StaticCache(model.config, max_cache_len=96, max_batch_size=12),

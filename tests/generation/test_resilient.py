@@ -44,15 +44,6 @@ def last_layer(model: Any) -> torch.nn.Module:
     return LAST_LAYER.get(model.config.model_type, lambda model: model.model.layers[-1])(model)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Each step down collects garbage, which takes longer the more modules are loaded: these are no garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class RunningOut:
     """Makes the forward passes of a model run out of memory, those with the given numbers from 1 on.
 

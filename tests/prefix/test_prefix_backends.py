@@ -28,8 +28,6 @@ from kvlayers.prefix.backends.remote import CHUNK_BYTES, CHUNKS_AT_ONCE, HEAD_BY
 from models import prompt, tiny_model
 from redis_server import running, why_not
 
-pytestmark = pytest.mark.fast
-
 ROOM = 2**30
 SUFFIX = ".safetensors"
 

@@ -20,8 +20,7 @@ from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefixes.active_store import CURRENT
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
-
-pytestmark = pytest.mark.fast
+from pairwise import in_turn
 
 ROOM = 2**30
 PAD = 0
@@ -233,10 +232,13 @@ def test_no_family_gets_other_tokens(family: str) -> None:
 # Several prompts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 9, 6)], ids=["equal", "padded"])
-def test_questions_over_one_document(lengths: tuple[int, ...], name: str, family: str) -> None:
+LENGTHS = {"equal": (5, 5, 5), "padded": (3, 9, 6)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name", "kind"), in_turn(FAMILIES, NAMES, LENGTHS))
+def test_questions_over_one_document(family: str, name: str, kind: str) -> None:
+    lengths = LENGTHS[kind]
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
     rows = questions(*lengths)
     expected = one_by_one(model, rows, cache_implementation=name)
@@ -291,14 +293,19 @@ def test_prompts_of_their_own_each_go_on_from_their_own(family: str) -> None:
     assert sum(counts) <= len(rows) * (1 + 4 + OPTIONS["max_new_tokens"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["dynamic", "static", "offloaded", "int8"])
+SEVERAL: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "best beam": {"num_beams": 2},
+    "samples": {"num_return_sequences": 3, "do_sample": True},
+}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "asked",
-    [{"num_beams": 3, "num_return_sequences": 2}, {"num_beams": 2}, {"num_return_sequences": 3, "do_sample": True}],
-    ids=["beams", "best beam", "samples"],
+    ("family", "name", "way"), in_turn(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
 )
-def test_beams_and_samples_go_on_from_what_is_held(asked: dict[str, Any], name: str, family: str) -> None:
+def test_beams_and_samples_go_on_from_what_is_held(family: str, name: str, way: str) -> None:
+    asked = SEVERAL[way]
     if (name, family) == ("int8", "jamba"):
         pytest.skip("recurrent states are not packed")
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)

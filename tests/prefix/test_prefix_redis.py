@@ -22,7 +22,7 @@ from kvlayers.prefix.backends.redis import RedisObjectStore
 from kvlayers.prefix.backends.remote import RemoteBackend
 from redis_server import running, start, why_not
 
-pytestmark = [pytest.mark.fast, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 ROOM = 2**30
 IDS = list(range(1, 9))

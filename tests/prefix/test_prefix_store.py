@@ -21,8 +21,6 @@ from kvlayers import CachePathError, CapacityError, OptionError, PrefixError, Pr
 from kvlayers.prefix.radix_tree import RadixTree, common_tokens
 from models import COMMON, WINDOW, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 ROOM = 2**30
 
 
@@ -519,6 +517,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
 def test_a_store_survives_being_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(KILLS), str(KILLS_A_STORE)]

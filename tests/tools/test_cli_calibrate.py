@@ -20,8 +20,6 @@ from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 CONTEXT, SCORED = 272, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
 
@@ -110,12 +108,12 @@ def test_a_budget_that_no_bits_fit_ends_with_2(llama: Path) -> None:
         (["{model}", "--max-kl", "1", "--bytes-per-token", "5KiB"], "one budget, .* but saw both"),
         (["{model}", "--max-kl", "0"], "divergence to be a number above 0, but saw 0"),
         (["{model}", "--max-kl", "inf"], "divergence to be a number above 0"),
-        (["{model}", "--bytes-per-token", "lots"], "--bytes-per-token to be a number of bytes.*saw 'lots'"),
+        (["{model}", "--bytes-per-token", "lots"], "--bytes-per-token` must be a number of bytes.*got 'lots'"),
         (["{model}", "--max-kl", "1", "--bits", "2,x"], "--bits to be numbers separated by commas, .* but saw '2,x'"),
         (["{model}", "--max-kl", "1", "--bits", "4"], "two widths or more"),
         (["{model}", "--max-kl", "1", "--bits", "2,5"], "widths to be of 2, 3, 4, 8"),
         (["{model}", "--max-kl", "1", "--backend", "none"], "none"),
-        (["{model}", "--max-kl", "1", "--context", "32q"], "--context to be a number of tokens.*saw '32q'"),
+        (["{model}", "--max-kl", "1", "--context", "32q"], "--context` must be a number of tokens.*got '32q'"),
         (["{model}", "--max-kl", "1", "--context", "64"], "context_length of .* tokens or more"),
         (["{model}", "--max-kl", "1", "--context", "1k"], "at most 512 tokens, as the model has positions for"),
         (["{model}", "--max-kl", "1", "--scored", "0"], "--scored to be at least 1"),

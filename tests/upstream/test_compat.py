@@ -1,7 +1,5 @@
 """What is read of a version of transformers is what that version itself does; other versions are refused at import."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -9,14 +7,13 @@ import torch
 import transformers
 from transformers import cache_utils as upstream
 
+import fresh_process
 import kvlayers
 import versions
 from kvlayers.layers import upstream_calls
 from kvlayers.upstream import compat, model_layers
 from kvlayers.upstream.supported import check_supported
 from models import ATTENDING, CONFIGS, tiny_model
-
-pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize(
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.fast
 )
 def test_a_version_that_is_not_supported_is_refused_at_import(package: str, version: str) -> None:
     script = f"import {package}; {package}.__version__ = {version!r}; import kvlayers"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    run = fresh_process.run(script)
     supported = {"transformers": "<6,>=4.57", "torch": ">=2.6"}[package]
     last_line = run.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"ImportError: expected {package} {supported}, but saw {version}: install")

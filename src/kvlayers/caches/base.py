@@ -141,10 +141,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         twin = super()._fork()
         if self._prefetcher is not None:
             # Two caches may be in two threads, and what brings states is one thread's.
-            twin._prefetcher = self._prefetcher.another()
+            twin._prefetcher = self._prefetcher.for_another_cache()
             for part in map(attention_part, twin.layers):
                 if isinstance(part, OffloadedLayer):
-                    part.travel_by(twin._prefetcher)
+                    part.use_prefetcher(twin._prefetcher)
             if self.layer_class_to_replicate is not None:
                 place = functools.partial(_placed, twin._prefetcher, self.only_non_sliding)
                 twin.layer_class_to_replicate = functools.partial(_made, self.layer_class_to_replicate.args[0], place)

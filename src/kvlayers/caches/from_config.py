@@ -139,7 +139,7 @@ def share_readings(layers: Sequence[Any]) -> None:
     fixed = fixed_layers(held)
     if not fixed:
         return
-    mode = fixed[0].reserved.reading.mode
+    mode = fixed[0].reserved.mask_extent.mode
     mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
     # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
     mode.mixed = (
@@ -151,8 +151,8 @@ def share_readings(layers: Sequence[Any]) -> None:
     for layer in fixed:
         kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
         store = layer.reserved
-        store.reading = readings.setdefault(kind, store.reading)
-        store.reading.mode = mode
+        store.mask_extent = readings.setdefault(kind, store.mask_extent)
+        store.mask_extent.mode = mode
 
 
 def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:

@@ -111,12 +111,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reserved.reading.mode.compiled for layer in self._fixed_layers())
+        return any(layer.reserved.mask_extent.mode.compiled for layer in self._fixed_layers())
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
         for layer in self._fixed_layers():
-            layer.reserved.reading.mode.compiled = compiled
+            layer.reserved.mask_extent.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without being compiled for it.
@@ -125,7 +125,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         no eager code of the cache runs between the two. `generate()` does it by itself.
         """
         for layer in self._fixed_layers():
-            layer.reserved.settle()
+            layer.reserved.sync_slot()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:

@@ -125,5 +125,5 @@ def _link(layers: list[Any]) -> None:
 
 def _is_linked(layers: list[Any]) -> bool:
     """Whether static layers know one another. In a copy of the cache, which transformers makes, they do not."""
-    modes = [layer.reserved.reading.mode for layer in itertools.islice(fixed_layers(layers), 2)]
+    modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(fixed_layers(layers), 2)]
     return all(mode is modes[0] for mode in modes)

@@ -17,7 +17,7 @@ from kvlayers.layers.token_layer import TokenLayer, seen_tokens
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.contract import Fact, Fidelity, StatePair
+from kvlayers.stores.contract import Fact, Fidelity, KVPair
 from kvlayers.utils.options import checks_options
 
 
@@ -66,7 +66,7 @@ class SinkLayer(TokenLayer):
     ) -> None:
         check_sinks(window_length, num_sink_tokens)
         self.room = window_room(window_length)
-        super().__init__(DenseStore(self.room, front_room=num_sink_tokens) if store is None else store)
+        super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self.record_past = False
@@ -74,7 +74,7 @@ class SinkLayer(TokenLayer):
         self._seen = 0
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> StatePair:
+    def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
@@ -105,7 +105,7 @@ class SinkLayer(TokenLayer):
             self._evict()
         return attended
 
-    def _with_some(self, stands: Tensor, front: StatePair, attended: StatePair) -> StatePair:
+    def _with_some(self, stands: Tensor, front: KVPair, attended: KVPair) -> KVPair:
         """What is attended to, with the sinks of those sequences whose sinks are not among it anyway."""
         width = self.num_sink_tokens
         keys, values = (

@@ -94,7 +94,7 @@ class StaticLayer(DynamicLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether generate() may compile the forward pass around it."""
-        return self._store.reading.mode.compileable
+        return self._store.mask_extent.mode.compileable
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class StaticLayer(DynamicLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self._store.reading.mode.buckets_now:
+        if self._store.mask_extent.mode.uses_buckets:
             # Compiled code leaves it to eager code to grow.
             self._store.make_room(tokens)
         else:
@@ -133,7 +133,7 @@ class StaticLayer(DynamicLayer):
         self.make_room(query_length)
         for layer in self.followers:
             layer.make_room(query_length)
-        bucket = self._store.announce(query_length)
+        bucket = self._store.choose_extent(query_length)
         return (self._store.length + query_length if bucket is None else bucket), 0
 
     @override

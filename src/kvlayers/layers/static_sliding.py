@@ -78,7 +78,7 @@ class StaticSlidingLayer(SlidingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self._store.reading.mode.buckets_now:
+        if self._store.mask_extent.mode.uses_buckets:
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
@@ -105,11 +105,11 @@ class StaticSlidingLayer(SlidingLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether generate() may compile the forward pass around it."""
-        return self._store.reading.mode.compileable
+        return self._store.mask_extent.mode.compileable
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self._store.reading.mode.buckets_now:
+        if self._store.mask_extent.mode.uses_buckets:
             self._store.prepare()
             if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
                 self._store.move_to_front(self._past)
@@ -127,8 +127,8 @@ class StaticSlidingLayer(SlidingLayer):
         self.make_room(query_length)
         for layer in self.followers:
             layer.make_room(query_length)
-        bucket = self._store.announce(query_length)
-        return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.passed)
+        bucket = self._store.choose_extent(query_length)
+        return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.offset)
 
     @override
     def get_seq_length(self) -> int:
@@ -189,12 +189,12 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
-        self._store.reading.mode.recording = True
+        self._store.mask_extent.mode.recording = True
 
     @override
     def deactivate_past_recording(self) -> None:
         super().deactivate_past_recording()
-        self._store.reading.mode.recording = False
+        self._store.mask_extent.mode.recording = False
 
     @override
     def assignable(self, states: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fact, Fidelity, Mover
-from kvlayers.stores.unmatched import UnmatchedHalves, match
+from kvlayers.stores.contract import BufferSwap, Fact, Fidelity
+from kvlayers.stores.pending_assignment import PendingAssignment, same_tokens
 
 
 class TokenLayer(CacheLayer):
@@ -93,11 +93,12 @@ class TokenLayer(CacheLayer):
 
     def _handed_out(self, side: Side) -> Tensor | None:
         store = self._store
-        if isinstance(store, UnmatchedHalves):
-            return store.keys if side == "keys" else store.values
+        if store.is_pending:
+            pending = cast("PendingAssignment", store)
+            return pending.keys if side == "keys" else pending.values
         if store.key_form is None:
             return None
-        keys, values = store.hand_out()
+        keys, values = store.caller_views()
         return keys if side == "keys" else values
 
     @override
@@ -113,17 +114,17 @@ class TokenLayer(CacheLayer):
             )
         before = self._store
         keys, values = self.keys, self.values
-        if isinstance(before, UnmatchedHalves):
-            self._store = before.store
+        if before.is_pending:
+            self._store = cast("PendingAssignment", before).store
         try:
             states = self.assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
             # A layer without tokens has nothing for the other half yet.
             keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
-            if match(keys, values):
+            if same_tokens(keys, values):
                 self._replace(keys, values)
             else:
-                self._store = cast("TokenStore", UnmatchedHalves(self._store, keys, values))
+                self._store = cast("TokenStore", PendingAssignment(self._store, keys, values))
         except BaseException:
             self._store = before
             raise
@@ -196,8 +197,8 @@ class TokenLayer(CacheLayer):
 
     @override
     def reset(self) -> None:
-        if isinstance(self._store, UnmatchedHalves):
-            self._store = self._store.store
+        if self._store.is_pending:
+            self._store = cast("PendingAssignment", self._store).store
         self._store.clear()
 
     @override
@@ -224,9 +225,9 @@ class TokenLayer(CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        self._store.swap_buffers(move)
+        self._store.swap_buffers(swap)
 
     @property
     def kind(self) -> str:

@@ -1,4 +1,4 @@
-"""Quantization backends by name: who makes the quantizers that `backend="..."` asks for."""
+"""Quantization backends by name, for the option `backend="..."`."""
 
 import functools
 import importlib.metadata
@@ -10,7 +10,7 @@ from kvlayers.errors import OptionError, RegistryError
 from kvlayers.quantizers.contract import Backend
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
-"""Entry points in this group are factories that other packages offer, under the entry point's name."""
+"""Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
 
 BackendFactory = Callable[[], Backend]
 Factory = TypeVar("Factory", bound=BackendFactory)
@@ -20,13 +20,13 @@ _changing = threading.Lock()
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:
-    """Decorator that makes a factory, a class or function that returns a `Backend`, the maker of backend `name`.
+    """Decorator that registers a factory (a class or function that returns a `Backend`) as backend `name`.
 
     Raises:
         RegistryError: the name is empty or taken.
     """
     if not isinstance(name, str) or not name.strip():
-        raise RegistryError(f"expected a name for the backend, but saw {name!r}: pass a string that is not empty.")
+        raise RegistryError(f"`name` of a backend must be a string that is not empty, got {name!r}.")
     _check_free(name)
 
     def keep(factory: Factory) -> Factory:
@@ -43,23 +43,23 @@ def _check_free(name: str) -> None:
     taken_by = _factories.get(name)
     if taken_by is not None:
         raise RegistryError(
-            f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}: choose another, or "
+            f"The name '{name}' is taken by {taken_by.__module__}: choose another one, or call "
             f"unregister_quantizer('{name}') first."
         )
 
 
 def unregister_quantizer(name: str) -> None:
-    """Forget a name.
+    """Remove a backend.
 
     Raises:
-        RegistryError: there is no such name.
+        RegistryError: the name is not registered.
     """
     if _factories.pop(name, None) is None:
-        raise RegistryError(f"expected the name of a backend ({', '.join(quantizer_names())}), but saw {name!r}.")
+        raise RegistryError(f"`name` must be that of a backend ({', '.join(quantizer_names())}), got {name!r}.")
 
 
 def quantizer_names() -> list[str]:
-    """Every name that `backend` knows, those of other packages' entry points included."""
+    """All names of backends, including those of entry points in other packages."""
     return sorted({*_factories, *(point.name for point in _entry_points())})
 
 
@@ -67,8 +67,8 @@ def backend(name: str) -> Backend:
     """The backend called `name`.
 
     Raises:
-        OptionError: there is no such name.
-        RegistryError: what the name stands for does not return a backend.
+        OptionError: no backend has this name.
+        RegistryError: the factory with this name does not return a backend.
 
     Example:
         >>> from kvlayers.quantizers import backend
@@ -78,8 +78,7 @@ def backend(name: str) -> Backend:
     made = _factory(name)()
     if not isinstance(made, Backend):
         raise RegistryError(
-            f"expected the factory of '{name}' to return a Backend, but saw a {type(made).__name__}: correct the "
-            "factory."
+            f"The factory of '{name}' must return a Backend, got a {type(made).__name__}: correct the factory."
         )
     return made
 
@@ -93,7 +92,7 @@ def _factory(name: str) -> BackendFactory:
             factory: BackendFactory = point.load()
             return factory
     raise OptionError(
-        f"expected the name of a quantization backend ({', '.join(quantizer_names())}), but saw {name!r}."
+        f"`backend` must be the name of a quantization backend ({', '.join(quantizer_names())}), got {name!r}."
     )
 
 

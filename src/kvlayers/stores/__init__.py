@@ -1,4 +1,4 @@
-"""How tokens are held. One file a kind of store."""
+"""Stores: how the tokens of a layer are held. Each kind of store has its own file."""
 
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contract import TokenStore

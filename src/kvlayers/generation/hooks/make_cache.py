@@ -94,7 +94,7 @@ def mask_mode(cache: Any) -> MaskMode | None:
     """
     part = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
     fixed = fixed_layers(part.layers) if isinstance(part, transformers.StaticCache) else []
-    return fixed[0].reserved.reading.mode if fixed else None
+    return fixed[0].reserved.mask_extent.mode if fixed else None
 
 
 def _reserve_early(model: Any, cache: Any, request: registry.CacheRequest) -> bool:

@@ -144,7 +144,7 @@ def _stepping_down(failure: _Failure, rung: Rung, call: GenerateCall) -> str:
     if call.restart_reason is not None:
         how = f"It starts again from the prompt, as {call.restart_reason}"
     elif call.tokens_so_far:
-        how = f"It continues after the {_tokens(call.tokens_so_far)} that it has generated"
+        how = f"It continues after {_tokens(call.tokens_so_far)}"
     else:
         how = "It starts from the prompt"
     return f"resilient_generate ran out of memory with {failure}. {how}, now with {rung}."

@@ -48,7 +48,7 @@ class RemoteBackend:
 
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""
-        # Names come from outside: a name with control characters, which a terminal might obey, was not written by kvlayers.
+        # kvlayers never writes names with control characters, which a terminal might obey.
         return [file for file in self._objects.files() if file.name.isprintable()]
 
     def find(self, name: str) -> StoredFile | None:

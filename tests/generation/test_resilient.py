@@ -558,8 +558,8 @@ def test_the_default_ladder_is_gone_down_to_its_end() -> None:
         assert torch.equal(resilient_generate(model, **arguments_for(ids)), expected)
     said = [str(warning.message) for warning in seen]
     assert said == [
-        "resilient_generate ran out of memory with the requested cache, after 1 new token: OutOfMemoryError: CUDA out of "
-        "memory. Tried to allocate 20.00 MiB. It continues after 1 new token, now with cache_implementation='int8'.",
+        "resilient_generate ran out of memory with the requested cache, after 1 new token: OutOfMemoryError: CUDA out "
+        "of memory. Tried to allocate 20.00 MiB. It continues after 1 new token, now with cache_implementation='int8'.",
         "resilient_generate ran out of memory with cache_implementation='int8', after 2 new tokens: OutOfMemoryError: "
         "CUDA out of memory. Tried to allocate 20.00 MiB. It continues after 2 new tokens, now with "
         "cache_implementation='int4'.",

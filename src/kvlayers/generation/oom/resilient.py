@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvlayers.generation.oom.attempt import GenerateCall
-from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, possible_rungs
+from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, suitable_rungs
 from kvlayers.generation.static_pool import free_reservations
 
 OUT_OF_MEMORY_PHRASES = (
@@ -69,7 +69,7 @@ def resilient_generate(
         >>> output.shape
         torch.Size([1, 7])
     """
-    rungs, unsuitable = possible_rungs(ladder, model)
+    rungs, unsuitable = suitable_rungs(ladder, model)
     call = GenerateCall(model, args, kwargs)
     rung, *below = call.rungs_to_try(rungs)
     history: list[_Failure] = []

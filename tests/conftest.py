@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 # Before transformers is imported. No test needs the hub, and asking for what is not there takes many seconds.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A collection after each compilation is a tenth of what compiling takes in a process with so many objects.
+# Collecting garbage after each compilation takes a tenth of the compile time in a process with so many objects.
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
 import hypothesis
@@ -33,7 +33,7 @@ FIRST = (
     *("test_real_model.py", "test_tour.py", "test_distributed.py", "test_triton_decode.py"),
     *("test_benchmarks.py", "test_import.py", "test_static_compile.py"),
 )
-"""Files of long tests, or of tests that share what takes long, in order: what was compiled makes collections slow."""
+"""Files of long tests, or of tests that share what takes long, in the order in which they run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +57,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _let_go() -> Iterator[None]:
-    """Leave nothing of other files for collections to walk through, which many tests and measurements ask for."""
+    """Exempt what earlier files left from garbage collection, as many tests and measurements collect."""
     gc.collect()
     gc.freeze()
     yield

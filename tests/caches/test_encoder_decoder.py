@@ -109,7 +109,7 @@ def pair_of(family: str, own: str, cross: str) -> Pair:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_two_caches_give_the_tokens_of_transformers(family: str, way: str) -> None:
-    """Every two of them with one family; with the others, each kind once in each part."""
+    """With one family every combination; with the others, each kind once in each part."""
     expected = tokens_of_transformers(family, way)
     assert not torch.equal(expected[0], expected[1])
     every_two = (family, way) == ("bart", "greedy")
@@ -190,7 +190,7 @@ def test_drafts_are_verified_and_rolled_back_with_any_pair(family: str) -> None:
         "the same model": lambda: {"assistant_model": copy.deepcopy(model_of(family))},
     }
     for index, (way, draft) in enumerate(drafts.items()):
-        # Of the families together, each of the three ways meets each of the pairs.
+        # Across the families, each of the three ways meets each pair.
         for own, cross in MIXED[(index + FAMILIES.index(family)) % 3 :: 3]:
             pair = pair_of(family, own, cross)
             seen = generate(family, given, past_key_values=pair, **how, **draft())
@@ -225,7 +225,7 @@ def test_another_input_is_read_after_the_first_one_is_forgotten(family: str) -> 
     for index, kind in enumerate(KINDS):
         pair = pair_of(family, kind, kind)
         generate(family, past_key_values=pair)
-        # Each kind in both ways, of the families together.
+        # Across the families, each kind is forgotten in both ways.
         if (index + FAMILIES.index(family)) % 2:
             pair.reset()
         else:

@@ -153,7 +153,7 @@ def test_what_is_written_of_an_update_that_was_interrupted_does_not_count(kind: 
     expected = decoded(model, begun(model, KINDS[kind], ids), ids, SEEN)
     with interrupted_write(0) as writes:
         decoded(model, begun(model, KINDS[kind], ids), ids, SEEN)
-    # Of the six writes of a pass, each in one of six passes.
+    # A pass writes six times: steps of 7 interrupt each of the six in turn.
     for number in range(1, writes[0] + 1, 7):
         cache, logits = KINDS[kind](model.config), []
         with interrupted_write(number):

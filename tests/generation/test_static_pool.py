@@ -169,7 +169,8 @@ def test_ways_that_are_not_compiled_keep_their_tokens(installed: None, family: s
     arguments = {"assistant_model": new_model(family, seed=1)} if way == "a draft model" else OTHER_WAYS[way]
     ids = torch.cat([prompt(1, 4)] * 3, dim=1)
     expected = generate(model, ids, **arguments)
-    for how in (compiling(), STATIC):
+    # Chunks are compiled for as well, which takes long: with beams, they are not.
+    for how in (STATIC,) if "and" in way else (compiling(), STATIC):
         assert torch.equal(generate(model, ids, **how, **arguments), expected)
     # And from the memory that they leave behind:
     assert torch.equal(generate(model, ids, **STATIC), generate(model, ids))

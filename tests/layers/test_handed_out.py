@@ -137,7 +137,7 @@ def is_live(kind: str, path: str, cache: kvlayers.Cache) -> bool:
 def test_what_was_handed_out_is_not_written_again(kind: str, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, change in CHANGES.items():
-        # Static memory is written again after a reset, and any other after a crop: the other changes move states.
+        # A reset lets static memory be written again, and a crop any other memory. The other changes move states.
         for path in PATHS if name in ("reset", "crop") else ("keys and values",):
             read = PATHS[path]
             cache, oracle = filled(kind, tokens, generator)

@@ -225,7 +225,7 @@ def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
             roll_back(4)
 
 
-# A recurrent state alone, one beside attention in each layer, one of its own kind, and convolutions alone.
+# Recurrent states alone, beside attention in each layer, of a gated delta rule, and convolutions alone.
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1", "qwen3_next", "lfm2"])
 def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:

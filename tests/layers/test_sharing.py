@@ -55,7 +55,7 @@ def test_a_writer_copies_no_more_than_what_is_live(kind: str) -> None:
 
 
 ORDERS = [(0, 1, 2), (1, 0, 2), (2, 1, 0)]
-"""Each of a layer and its two forks is the first to write, and the last one."""
+"""A layer and its two forks: each writes first in one order."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,7 +45,7 @@ TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
     "late": lambda device: DeviceTransfers(),
 }
 WITH_TRANSFERS = [*((kind, "late") for kind in LAYERS), ("quantized", "at once")]
-"""Copies that are late have all to go wrong that others have; what is done at once, the other tests have."""
+"""Late copies can go wrong in every way that immediate ones can. The other tests run with immediate ones."""
 
 
 class Pair:

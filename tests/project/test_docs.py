@@ -65,7 +65,7 @@ def test_the_python_of_a_page_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if name_of(page) == "static.md":
-        # Graphs run as they are: other tests have inductor make code of such ones, which takes ten seconds here.
+        # Run graphs as they are. Inductor would take ten seconds here, and other tests compile such graphs with it.
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
     if name_of(page) in ("static.md", "recipes/compile.md"):
         versions.need_since("5.4", "compiled decode loops without cache_position")

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches import forward_pass
-from kvlayers.caches.from_config import attention_part, offloaded, share_readings
+from kvlayers.caches.from_config import attention_part, dynamic_layers, offloaded, share_mask_extents
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -37,9 +37,12 @@ from kvlayers.layers import (
 from kvlayers.layers.contract import unbounded_as_minus_one
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import compat, generate_calls
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
+from kvlayers.utils.registry import ClassRegistry
 
 if TYPE_CHECKING:
     from kvlayers.caches.explanation import Explanation
@@ -119,10 +122,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
-        share_readings(self.layers)
-        self.layer_class_to_replicate = None
+        share_mask_extents(self.layers)
+        self.layer_class_to_replicate: functools.partial[Any] | None = None
         if layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = functools.partial(_made, layer_class_to_replicate, place)
+            self.make_more_with(layer_class_to_replicate)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is called by a handle of its own.
@@ -131,6 +134,61 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._handle = GraphHandle(self)
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of cache, by which saved states are known: that which its class is registered by."""
+        return CACHE_CLASSES.name_of(type(self))
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
+        return tuple(rotary for layer in self.adapted_layers() for rotary in layer.rotaries)
+
+    def describe(self) -> dict[str, Any]:
+        """What the cache was made with, as far as its layers do not say it: values that JSON has, and no paths."""
+        return {
+            "offloading": self.offloading,
+            "only_non_sliding": bool(self.only_non_sliding),
+            "grows": self.layer_class_to_replicate is not None,
+        }
+
+    @classmethod
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        """An empty cache over layers that were described apart from it.
+
+        A subclass whose initialiser sets attributes of its own sets them here as well, from what it adds to `describe`.
+
+        Args:
+            options: what `describe` returned. They may come from a file that anybody has written.
+            layers: the layers, empty.
+            context: what is needed besides.
+
+        Raises:
+            KeyError: an option is missing.
+            KVLayersError: an option has a value that the cache does not take.
+        """
+        cache = cls.__new__(cls)
+        Cache.__init__(
+            cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
+        )
+        return cache
+
+    @classmethod
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        """The layers that a cache with these options has for a model, for those that no description makes.
+
+        Args:
+            options: what `describe` returned.
+            config: config of the model.
+            context: what is needed besides.
+        """
+        return dynamic_layers(config)
+
+    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
+        """Let `make_layer` make a layer whenever the model uses one more."""
+        place = functools.partial(_placed, self._prefetcher, self.only_non_sliding)
+        self.layer_class_to_replicate = functools.partial(_made, make_layer, place)
 
     @property
     def traffic(self) -> TrafficMeter | None:
@@ -146,8 +204,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 if isinstance(part, OffloadedLayer):
                     part.use_prefetcher(twin._prefetcher)
             if self.layer_class_to_replicate is not None:
-                place = functools.partial(_placed, twin._prefetcher, self.only_non_sliding)
-                twin.layer_class_to_replicate = functools.partial(_made, self.layer_class_to_replicate.args[0], place)
+                twin.make_more_with(self.layer_class_to_replicate.args[0])
         return twin
 
     @property
@@ -598,6 +655,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
         return self.summary()._repr_html_()
+
+
+CACHE_CLASSES = ClassRegistry("cache", "kvlayers.cache_classes", "unregister_cache_class", Cache)
+"""The caches that a file may name."""
+
+CACHE_CLASSES.register(Cache)
 
 
 def _reserves(layer: Any) -> bool:

@@ -132,7 +132,7 @@ def fixed_layers(layers: Iterable[Any]) -> list[StaticLayer | StaticSlidingLayer
     return [layer for layer in map(attention_part, layers) if isinstance(layer, StaticLayer | StaticSlidingLayer)]
 
 
-def share_readings(layers: Sequence[Any]) -> None:
+def share_mask_extents(layers: Sequence[Any]) -> None:
     """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
     attending = [attention_part(layer) for layer in layers]
     held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in attending]
@@ -147,11 +147,11 @@ def share_readings(layers: Sequence[Any]) -> None:
         or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in attending)
         or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
     )
-    readings: dict[object, MaskExtent] = {}
+    extents: dict[object, MaskExtent] = {}
     for layer in fixed:
         kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
         store = layer.reserved
-        store.mask_extent = readings.setdefault(kind, store.mask_extent)
+        store.mask_extent = extents.setdefault(kind, store.mask_extent)
         store.mask_extent.mode = mode
 
 
@@ -245,8 +245,3 @@ def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
 def held_layer(layer: Any) -> Any:
     """The layer itself, without what moves it between devices."""
     return layer.layer if isinstance(layer, OffloadedLayer) else layer
-
-
-def keeps_every_token(layer: Any) -> bool:
-    """Whether a layer of a cache can be put back to any number of tokens, whatever it has seen since."""
-    return isinstance(held_layer(layer), (DynamicLayer, *compat.DUMMY_LAYER))

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import HYBRID, RECURRENT, recurrent_part
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, LayerIndexError
 from kvlayers.layers import Checkpoints
 from kvlayers.layers.static import check_reserved
@@ -52,6 +53,7 @@ class _RecurrentStates(DynamicCache):
         return _StateList([_first(layer, "recurrent_states") for layer in self.layers])
 
 
+@register_cache_class
 class MambaCache(_RecurrentStates):
     """A `DynamicCache` for mamba and falcon_mamba, as transformers 4 called it. Models take it as `cache_params`.
 
@@ -93,6 +95,7 @@ class MambaCache(_RecurrentStates):
         super().__init__(config=config, checkpoints=checkpoints)
 
 
+@register_cache_class
 class HybridMambaAttentionDynamicCache(_RecurrentStates):
     """A `DynamicCache` for models with recurrent layers and layers that attend, as transformers 4 called it.
 

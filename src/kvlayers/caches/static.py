@@ -3,21 +3,25 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import WINDOWED, Reservation, fixed_layers, static_layers
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.layers import Checkpoints, StaticLayer, StaticSlidingLayer
 from kvlayers.stores import Buckets
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
 
+@register_cache_class
 class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     """Reserves memory for `max_cache_len` tokens when the first ones come, and keeps it at one address.
 
@@ -108,6 +112,27 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     def check_config(self, config: object) -> None:
         """Raise `ConfigError` where this cache is none for such a model."""
 
+    @override
+    def describe(self) -> dict[str, Any]:
+        reserved = self._reservation
+        buckets = None if reserved.buckets is None else dataclasses.asdict(reserved.buckets)
+        return {**super().describe(), **reserved.options(), "buckets": buckets, "compiled": self.compiled}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache._reservation = _reservation_from(options)
+        cache._grows = cache._reservation.grow
+        # Whether masks are of buckets is a matter of the machine that goes on, too.
+        cache.compiled = bool(options["compiled"]) and torch.accelerator.is_available()
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return static_layers(config, _reservation_from(options))
+
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
@@ -145,6 +170,18 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         return fixed_layers(self.layers)
 
 
+def _reservation_from(options: Mapping[str, Any]) -> Reservation:
+    """The reservation that a static cache has described."""
+    buckets = options["buckets"]
+    return Reservation(
+        options["max_cache_len"],
+        options["max_batch_size"],
+        None if buckets is None else Buckets(**buckets),
+        options["grow"],
+    )
+
+
+@register_cache_class
 class HybridCache(StaticCache):
     """A `StaticCache` by the name that models with some sliding and some full layers had for it.
 
@@ -152,6 +189,7 @@ class HybridCache(StaticCache):
     """
 
 
+@register_cache_class
 class HybridChunkedCache(StaticCache):
     """A `StaticCache` by the name that models with some chunked and some full layers had for it.
 
@@ -159,6 +197,7 @@ class HybridChunkedCache(StaticCache):
     """
 
 
+@register_cache_class
 class SlidingWindowCache(StaticCache):
     """A `StaticCache` for models that attend within a window.
 

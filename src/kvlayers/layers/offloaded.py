@@ -11,14 +11,18 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
 from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
+from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
 
+@register_layer
 class OffloadedLayer(CacheLayer):
     """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
 
@@ -227,6 +231,16 @@ class OffloadedLayer(CacheLayer):
         self.prefetcher = prefetcher
 
     @override
+    def describe(self) -> dict[str, Fact]:
+        return {**self.layer.describe(), "offloaded": self.layer.kind}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        within = {name: fact for name, fact in facts.items() if name != "offloaded"}
+        return cls(context.layer(facts["offloaded"], within))
+
+    @override
     def state(self) -> LayerState:
         """As that of the layer within, with tensors on the host."""
         self.prefetcher.synchronize(self)
@@ -315,6 +329,21 @@ class OffloadedLayer(CacheLayer):
     def is_sliding(self) -> bool:  # type: ignore[override]
         """Whether it attends within a window."""
         return self.layer.is_sliding
+
+    @property
+    def keeps_every_token(self) -> bool:  # type: ignore[override]
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return self.layer.keeps_every_token
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """Those of the layer within."""
+        return self.layer.rotaries
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.layer.can_be_stacked
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

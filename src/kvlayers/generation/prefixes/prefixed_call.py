@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, keeps_every_token, recurrent_part
+from kvlayers.caches.from_config import attention_part, recurrent_part
 from kvlayers.caches.operations import CacheState
 from kvlayers.caches.stacking import can_be_stacked, stack
 from kvlayers.errors import ConfigError, KVLayersError
@@ -194,7 +194,7 @@ class PrefixedCall:
     def _for_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
         cache = self._cache_of(self._lookup(ids))
-        if not cache.rotates_keys and not all(map(keeps_every_token, cache.layers)):
+        if not cache.rotates_keys and not cache.keeps_every_token:
             self._compute(ids, cache, ids.shape[1] - 1)
         return cache
 
@@ -230,7 +230,7 @@ class PrefixedCall:
     def _can_share(self, example: Cache, common: int) -> bool:
         if example.is_static or common < (MIN_TOKENS if len(self._prompts) > 1 else 1):
             return False
-        return not self._prompts.is_padded or (self._padding_can_move() and all(map(keeps_every_token, example.layers)))
+        return not self._prompts.is_padded or (self._padding_can_move() and example.keeps_every_token)
 
     def _padding_can_move(self) -> bool:
         """Whether only the model can tell where the padding is, which uses the mask and `position_ids`.
@@ -323,7 +323,7 @@ class PrefixedCall:
         # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
         # tokens one by one, snapshots in between would take long.
         every = self._store.snapshot_tokens
-        if all(map(keeps_every_token, cache.layers)) or pass_limit(cache) is not None or every is None:
+        if cache.keeps_every_token or pass_limit(cache) is not None or every is None:
             return [length]
         return [*range(begin - begin % every + every, length, every), length]
 

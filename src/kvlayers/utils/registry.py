@@ -47,8 +47,8 @@ class Registry(Generic[Entry]):
         taken_by = self._entries.get(name)
         if taken_by is not None:
             raise RegistryError(
-                f"The name '{name}' is taken by {taken_by.__module__}.{taken_by.__qualname__}: choose another one, or "
-                f"call {self._unregister}('{name}') first."
+                f"The name '{name}' is already registered by {taken_by.__module__}.{taken_by.__qualname__}: choose "
+                f"another one, or call {self._unregister}('{name}') first."
             )
 
     def remove(self, name: str) -> bool:

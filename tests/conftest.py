@@ -57,7 +57,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _let_go() -> Iterator[None]:
-    """Exempt what earlier files left from garbage collection: many tests and measurements collect, and would walk it."""
+    """Exempt what earlier files left from garbage collection: many tests collect, and would walk through it."""
     gc.collect()
     gc.freeze()
     yield

@@ -46,7 +46,7 @@ def check_refused(result: Any, command: str, words: str = "") -> None:
     assert result.exit_code == 2, (result.output, result.exception)
     # Behind the bars of what was loaded before.
     last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"kvlayers {command}: expected "), result.stderr
+    assert last.startswith(f"kvlayers {command}: "), result.stderr
     assert words in last
     assert "Traceback" not in result.output
     assert not result.stdout.strip().startswith("{")
@@ -114,8 +114,8 @@ def test_a_model_that_cannot_read(llama: Path, monkeypatch: pytest.MonkeyPatch) 
         ("bench", ("--report", "~nobody-of-that-name/x.html"), "no home"),
         ("fidelity", ("--calibration", "~nobody-of-that-name/x"), "no home"),
         ("bench", ("--device", "meta"), "'meta'"),
-        ("fidelity", ("--max-kl", "inf"), "a budget of 0 or a number above it"),
-        ("fidelity", ("--max-perplexity-increase", "inf"), "a budget of 0 or a number above it"),
+        ("fidelity", ("--max-kl", "inf"), "`--max-kl` must be a finite number, at least 0, got inf"),
+        ("fidelity", ("--max-perplexity-increase", "inf"), "`--max-perplexity-increase` must be a finite number"),
     ],
 )
 def test_arguments_that_are_none(llama: Path, command: str, arguments: tuple[str, ...], words: str) -> None:

@@ -33,8 +33,8 @@ newest: $(MODEL)/config.json ## Lint, types and every test, on the newest transf
 oldest: $(VENV)/installed ## The core of the tests on the oldest transformers
 	WORKERS=$(WORKERS) $(BIN)/nox --sessions oldest
 
-fast: $(VENV)/installed ## The core of the tests, a few minutes
-	$(PYTEST) -m fast $(ARGS)
+fast: $(VENV)/installed ## The tests that are not slow, in a few minutes
+	$(PYTEST) -m "not slow" $(ARGS)
 
 bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)

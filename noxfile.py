@@ -22,7 +22,7 @@ CORE = (
     *("generation/test_registry", "layers/test_sink", "persistence/test_persistence", "rope/test_rotary"),
     *("upstream/test_compat", "upstream/test_upstream"),
 )
-"""Files with tests of what versions of transformers differ in."""
+"""Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 
 nox.options.sessions = ["matrix"]
 # pip, as in the Makefile: where it is told to take builds of torch from holds here too. uv does not read that.
@@ -49,10 +49,10 @@ def matrix(session: nox.Session, transformers: str) -> None:
 
 @nox.session(reuse_venv=True)
 def oldest(session: nox.Session) -> None:
-    """The fast core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
+    """The core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
     # triton is a gigabyte, and what is tested of it is the same on every version.
     install(session, VERSIONS[0], extras="test")
-    run_tests(session, "-m", "fast", *(f"tests/{name}.py" for name in CORE), *session.posargs)
+    run_tests(session, "-m", "not slow", *(f"tests/{name}.py" for name in CORE), *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -1,11 +1,12 @@
-"""Compares the decode steps of batches: kvlayers' dynamic and static caches beside those of transformers.
+"""Compares decode steps of batches with kvlayers' and transformers' dynamic and static caches.
 
     python benchmarks/batches.py                       # batches of 1, 8 and 32 at 128 tokens, 8 at 1,024: some minutes
     python benchmarks/batches.py --cases 1x64,4x256    # other batches x tokens
 
-All caches hold the same prompts and take turns step by step, in an order that rotates; a ratio is that of two steps of
-the same turn, and the figure is the median of all turns. Every step's tokens are compared with those of transformers'
-DynamicCache: where one differs by more than roundings explain, the exit code is 1. Run it on an idle machine.
+All caches hold the same prompts and take turns step by step, in an order that rotates. A ratio compares two steps of
+the same turn, and the figure is the median over all turns. Every step's tokens are compared with those from
+transformers' DynamicCache: the exit code is 1 if a token differs by more than rounding explains. Run it on an idle
+machine.
 """
 
 import argparse
@@ -20,22 +21,22 @@ import torch
 from torch import Tensor
 
 import report
-from contenders import CONTENDERS, EXACT, KVLAYERS, OURS_STATIC, REFERENCE
+from contenders import CONTENDERS, EXACT, KVLAYERS, KVLAYERS_STATIC, REFERENCE
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from timing import Disagreements
 from workload import Workload, default_model, real_workload
 
-NAMES = (REFERENCE, EXACT, KVLAYERS, OURS_STATIC)
+NAMES = (REFERENCE, EXACT, KVLAYERS, KVLAYERS_STATIC)
 
 PROMISES = (
-    # Cases, caches of transformers of which the fastest counts, cache of kvlayers, least ratio.
+    # Cases, transformers' caches (the fastest one counts), kvlayers' cache, smallest ratio.
     (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), KVLAYERS, 0.98),
-    (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), OURS_STATIC, 0.98),
+    (((1, 128), (8, 128), (32, 128)), (REFERENCE, EXACT), KVLAYERS_STATIC, 0.98),
     (((8, 128),), (REFERENCE,), KVLAYERS, 1.25),
     (((32, 128),), (REFERENCE,), KVLAYERS, 1.7),
     (((8, 1024),), (REFERENCE,), KVLAYERS, 1.5),
 )
-"""How many times as long a step of transformers takes as one of kvlayers."""
+"""How many times as long a step with transformers' cache takes as a step with kvlayers' cache."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,7 +84,7 @@ def measure(
                 seen = {}
                 for name in interleaved(NAMES, trial + index):
                     took, seen[name] = step(model, caches[name], tokens)
-                    # The first step of a case meets cold memory.
+                    # The first step of a case finds cold memory.
                     if index:
                         seconds[name].append(took)
                 for name in NAMES:
@@ -103,7 +104,7 @@ def measure(
 
 
 def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
-    """How many times as long a step of one cache takes as that of another in the same turn: the median."""
+    """How many times as long a step with one cache takes as a step with another in the same turn: the median."""
     return statistics.median(one / other for one, other in zip(seconds[slow], seconds[fast], strict=True))
 
 

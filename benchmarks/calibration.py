@@ -1,14 +1,14 @@
-"""Bits of each layer that were calibrated, beside the same bits in every layer, on text that calibration has not seen.
+"""Compares calibrated bits with the same bits in every layer, on text that calibration has not seen.
 
-    python benchmarks/calibration.py                     # the demo model, some forty minutes on two idle cores
+    python benchmarks/calibration.py                     # the demo model, about forty minutes on two idle cores
     python benchmarks/calibration.py --model DIR_OR_HUB  # another model
     python benchmarks/calibration.py --quick             # a small random model, to see that it runs
 
-Sensitivities are measured once. For each budget, that of uniform bits, the calibrated setting and every uniform one of
-as many bytes then read passages from other places of the text, in chunks, and what they predict is compared with full
-precision. Bytes are counted for states in bfloat16, whatever the model computes in.
+Sensitivities are measured once. The budgets are the bytes of uniform bits. For each budget, the calibrated setting and
+every uniform setting with as many bytes read passages from other places in the text, in chunks, and their predictions
+are compared with full precision. Bytes are for states in bfloat16, whatever dtype the model computes in.
 
-The exit code is 1 where a calibrated setting takes more bytes than its budget.
+The exit code is 1 if a calibrated setting takes more bytes than its budget.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from kvlayers.tools.calibration.divergence import DivergenceInUse
 from workload import RandomModel, Shape, default_model, default_text
 
 UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))
-"""Bits of keys and values in every layer, whose bytes are the budgets."""
+"""Bits of keys and values in every layer. Their bytes are the budgets."""
 
 QUICK_SHAPE = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
 
@@ -67,24 +67,24 @@ def load(given: argparse.Namespace) -> tuple[Any, list[Tensor]]:
 
 
 def divided(found: list[Tensor], held_out: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Passages to calibrate on, and to compare on: each kind spread over the text."""
+    """Passages to calibrate on and passages to compare on, both spread over the text."""
     apart = {len(found) * index // held_out for index in range(held_out)}
     return [ids for index, ids in enumerate(found) if index not in apart], [found[index] for index in sorted(apart)]
 
 
 def uniform_bytes(model: Any, key_nbits: int, value_nbits: int) -> float:
-    """Bytes of a token with the same bits in every layer, in a model that runs in bfloat16."""
+    """Bytes of a token with the same bits in every layer, if the model runs in bfloat16."""
     plan = kvlayers.plan(model.config, 8192, dtype=torch.bfloat16, names=["dynamic"])
     states = plan["dynamic"].bytes_per_token / 2 / torch.bfloat16.itemsize
     cache = kvlayers.QuantizedCache(config=model.config)
     quantized = [attention_part(layer) for layer in cache.layers]
     assert all(isinstance(layer, kvlayers.QuantizedLayer) for layer in quantized)
-    # A scale and a zero in bfloat16 for 64 states of each side.
+    # A scale and a zero point in bfloat16 for each 64 numbers of keys and of values.
     return states * ((key_nbits + value_nbits) / 8 + 2 * 4 / 64)
 
 
 def measure(model: Any, given: argparse.Namespace, found: list[Tensor]) -> dict[str, Any]:
-    """For each budget what was calibrated and what is uniform, in order of bytes."""
+    """For each budget, the calibrated setting and the uniform settings, in order of bytes."""
     seen, unseen = divided(found, given.held_out)
     held_out = DivergenceInUse(model, unseen, given.scored)
     uniform: dict[float, dict[str, float]] = {}
@@ -130,7 +130,7 @@ def measure(model: Any, given: argparse.Namespace, found: list[Tensor]) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where a setting is beyond its budget."""
+    """Run it; the exit code is 1 if a setting exceeds its budget."""
     given = parse(arguments)
     console = report.terminal()
     if given.threads:

@@ -1,6 +1,7 @@
-"""The claims of README.md and docs/choosing.md: what each says, the bound that must hold, and what was recorded of it.
+"""The claims in README.md and docs/choosing.md: the text of each claim, its bound, and the recorded measurement.
 
-`claims.py` measures them. This module needs nothing but Python, so that a test can compare the pages with the record.
+`claims.py` measures them. This module imports only the standard library, so that a test can compare the pages with the
+record.
 """
 
 import json
@@ -16,19 +17,21 @@ README = ROOT / "README.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 BEGIN, END = "<!-- claims: written by benchmarks/claims.py -->", "<!-- end of claims -->"
+BEGIN_TABLE, END_TABLE = "<!-- table: written by benchmarks/claims.py -->", "<!-- end of table -->"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure, and the bound that pages give for it.
+    """One figure and the bound that the pages give for it.
 
     Args:
-        row: what is measured; a row of the table of its group.
-        column: which figure of it.
-        bound: the figure that pages give: conservative, so that a rerun on the same machine stays within it.
-        at_most: whether the figure may be less than the bound, rather than more.
-        form: how figures are written, a format specification.
-        said: the phrase of README.md that gives the bound, if there is one, with `{}` in the place of the bound.
+        row: the row of the group's table, usually a cache.
+        column: the column of the group's table: the quantity.
+        bound: the figure that the pages give. It is conservative, so that a rerun on the same machine stays within it.
+        at_most: whether the bound is an upper one. It is a lower one otherwise.
+        form: the format specification for the bound and the figure.
+        said: the phrase in README.md that gives the bound, with `{}` where the bound stands; empty if README.md
+            does not give it.
     """
 
     row: str
@@ -39,31 +42,31 @@ class Claim:
     said: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether a measured value is within the bound. A value that is not finite is not."""
+        """Whether a measured value is finite and within the bound."""
         return math.isfinite(value) and (value <= self.bound if self.at_most else value >= self.bound)
 
     @property
     def asked(self) -> str:
-        """The bound as tables write it."""
+        """The bound as the tables write it."""
         return f"{'≤' if self.at_most else '≥'} {self.bound:{self.form}}"
 
     @property
     def phrase(self) -> str:
-        """The phrase of README.md with the bound in it."""
+        """The phrase in README.md, with the bound."""
         return self.said.format(f"{self.bound:{self.form}}")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Claims that one measurement answers.
+    """Claims that come from one measurement.
 
     Args:
-        name: as the record calls it, and the command line its measurement.
-        title: a heading for the table.
-        conditions: model, dtype, tokens, batch, and what is compared with what.
+        name: its key in the record and, unless `also_by` is given, the name of its measurement on the command line.
+        title: the heading of its table.
+        conditions: model, dtype, tokens, batch size, and what is compared.
         claims: in the order of the table, row by row.
-        figures: the heading of docs/benchmarks.md that has more figures of this.
-        also_by: the measurement that answers it, if that has the name of another group.
+        figures: the anchor in docs/benchmarks.md of the section with more figures.
+        also_by: the measurement that answers it, if that is named after another group.
     """
 
     name: str
@@ -75,32 +78,32 @@ class Group:
 
     @property
     def measurement(self) -> str:
-        """The name of the measurement that answers it."""
+        """The name of its measurement."""
         return self.also_by or self.name
 
 
 def at_least(row: str, column: str, bound: float, form: str = ".1f", said: str = "") -> Claim:
-    """A claim that a figure is the bound or more."""
+    """A claim that a figure is at least the bound."""
     return Claim(row, column, bound, form=form, said=said)
 
 
 def at_most(row: str, column: str, bound: float, form: str = ".2f", said: str = "") -> Claim:
-    """A claim that a figure is the bound or less."""
+    """A claim that a figure is at most the bound."""
     return Claim(row, column, bound, at_most=True, form=form, said=said)
 
 
-# Names of rows and columns that measurements fill in.
+# Names of rows and columns. The record uses them as keys.
 DYNAMIC, STATIC, INT8, FP8, INT4, INT2 = "`dynamic`", "`static`", "`int8`", "`fp8`", "`int4`", "`int2`"
 OFFLOADED, OFFLOADED_PACKED = "`offloaded`", "`offloaded_quantized`"
 QUANTO_4, QUANTO_2 = "transformers quanto, 4 bits", "transformers quanto, 2 bits"
 FINE_4, FINE_2 = (f"{name}, groups of 16" for name in (QUANTO_4, QUANTO_2))
 TIMES_AS_FAST = "times as fast as transformers' `DynamicCache`"
-OF_PREALLOCATED = "of the speed of preallocated memory"
-OF_DENSE = "bytes, of dense"
+OF_PREALLOCATED = "speed relative to preallocated memory"
+OF_DENSE = "bytes relative to dense"
 OVER_QUANTO = "times as fast as quanto at 4 bits"
 OVER_DYNAMIC = "times as fast as `dynamic`"
 TIMES_STATIC = "times as fast as transformers' `StaticCache`"
-TIME_OF_SMALL = "time, of that with the smallest reservation"
+TIME_OF_SMALL = "time relative to the smallest reservation"
 SINK = "`sink`, 64 tokens held"
 COMPILED_STATIC, EAGER_STATIC = f"{STATIC}, compiled", f"{STATIC}, eager"
 FIRST_CALL, LATER_CALLS = "graphs, first call", "graphs, later calls"
@@ -110,26 +113,26 @@ OVER_BETTER = "times as fast as the faster of transformers' dynamic and static"
 KL, AGREEMENT = "KL", "agreement"
 BYTES_A_TOKEN = "bytes a token"
 TIMES_LESS = "times less KL than quanto"
-BYTES_OF_QUANTO = "bytes, of quanto's"
-LESS_THAN_FINE = "times less than quanto with groups of 16"
-BYTES_OF_FINE = "bytes, of quanto's with groups of 16"
-TIME_OF_THEIRS = "time, of transformers' `DynamicCache`"
-BYTES_OF_THEIRS = "bytes, of transformers' `DynamicCache`"
-TIMES_PERPLEXITY = "times less perplexity than a window without sinks"
-NEW_BYTES = "bytes a step to the host, of the new token's"
-MOST_ON_DEVICE = "most bytes on the device, of all that is held"
-SENT_OF_OFFLOADED = "bytes a step to the device, of those of `offloaded`"
-FROM_MEMORY, FROM_DISK = "a `PrefixStore`, from memory", "a `PrefixStore`, from disk"
-TIME_OF_COLD = "time to the first token, of that without a store"
+BYTES_OF_QUANTO = "bytes relative to quanto"
+LESS_THAN_FINE = "times less KL than quanto with groups of 16"
+BYTES_OF_FINE = "bytes relative to quanto with groups of 16"
+TIME_OF_TRANSFORMERS = "time relative to transformers' `DynamicCache`"
+BYTES_OF_TRANSFORMERS = "bytes relative to transformers' `DynamicCache`"
+TIMES_PERPLEXITY = "times lower perplexity than a window without sinks"
+NEW_BYTES = "bytes a step to the host, relative to the new token"
+MOST_ON_DEVICE = "peak bytes on the device, relative to the cache"
+SENT_OF_OFFLOADED = "bytes a step to the device, relative to `offloaded`"
+FROM_MEMORY, FROM_DISK = "`PrefixStore` in memory", "`PrefixStore` on disk"
+TIME_OF_COLD = "time to the first token, relative to no store"
 
 
 def batch_row(batch: int, tokens: int) -> str:
-    """The row of a batch."""
+    """The row for a batch."""
     return f"{batch} sequences of {tokens:,} tokens"
 
 
 def update_row(tokens: int) -> str:
-    """The row of updates with so many tokens held."""
+    """The row for an update of a layer that holds `tokens` tokens."""
     return f"{tokens:,} tokens held"
 
 
@@ -140,8 +143,8 @@ GROUPS = (
     Group(
         "step",
         "A decode step at 16,384 tokens",
-        f"{LLAMA}, 16,384 tokens held. Preallocated memory is of the exact length, written in place and checked by "
-        "nobody.",
+        f'{LLAMA}, 16,384 tokens in the cache. "Preallocated memory" is a cache of the exact final length that is '
+        "written in place, without any checks.",
         (
             at_least(
                 DYNAMIC, TIMES_AS_FAST, 2.5, said="at least {} times as fast as with transformers' `DynamicCache`"
@@ -153,11 +156,11 @@ GROUPS = (
             at_least(FP8, TIMES_AS_FAST, 3.5),
             at_most(FP8, OF_DENSE, 0.53),
             at_least(INT4, TIMES_AS_FAST, 4),
-            at_least(INT4, OVER_DYNAMIC, 1.4, said="at least {} times as fast as with `DynamicCache` of kvlayers"),
-            at_least(INT4, OVER_QUANTO, 6, ".0f", said="at least {} times as fast as with transformers' quanto cache"),
-            at_most(INT4, OF_DENSE, 0.3, said="at most {} of their bytes"),
+            at_least(INT4, OVER_DYNAMIC, 1.4, said="at least {} times as fast as kvlayers' `DynamicCache`"),
+            at_least(INT4, OVER_QUANTO, 6, ".0f", said="at least {} times as fast as transformers' quanto cache"),
+            at_most(INT4, OF_DENSE, 0.3, said="at most {} of the dense bytes"),
             at_least(INT2, TIMES_AS_FAST, 4),
-            at_most(INT2, OF_DENSE, 0.18, said="{} at 2 bits"),
+            at_most(INT2, OF_DENSE, 0.18, said="or {} at 2 bits"),
             at_most(QUANTO_4, TIMES_AS_FAST, 0.9),
             at_most(QUANTO_4, OF_DENSE, 0.29),
         ),
@@ -166,11 +169,11 @@ GROUPS = (
     Group(
         "batches",
         "A decode step of a batch",
-        f"{SMOLLM2}, bfloat16, `dynamic` and transformers' caches in turns.",
+        f"{SMOLLM2}, bfloat16. `dynamic` and transformers' caches take turns.",
         (
             at_least(batch_row(8, 128), TIMES_AS_FAST, 1.2),
             at_least(batch_row(8, 128), OVER_BETTER, 0.93, ".2f"),
-            at_least(batch_row(32, 128), TIMES_AS_FAST, 1.6, said="at least {} times as fast with 32 sequences"),
+            at_least(batch_row(32, 128), TIMES_AS_FAST, 1.6, said="at least {} times as fast (SmolLM2-135M)"),
             at_least(batch_row(32, 128), OVER_BETTER, 0.93, ".2f"),
             at_least(batch_row(8, 1024), TIMES_AS_FAST, 1.5),
             at_least(batch_row(8, 1024), OVER_BETTER, 0.93, ".2f"),
@@ -180,7 +183,7 @@ GROUPS = (
     Group(
         "static",
         "A decode step with a large reservation",
-        f"{LLAMA}, 1,024 tokens present, 32,768 reserved by both libraries; the smallest reservation is of 1,088 "
+        f"{LLAMA}, 1,024 tokens in the cache. Both libraries reserve 32,768 tokens; the smallest reservation is 1,088 "
         "tokens.",
         (
             at_least(
@@ -195,8 +198,8 @@ GROUPS = (
     Group(
         "graphs",
         "Graphs that `generate()` compiles",
-        "512 tokens after a prompt of 200 with `static`, 4,096 reserved: decode steps reach three buckets. Random "
-        "llama of 2 layers: graphs are counted, and their number depends on neither size nor backend.",
+        "`static` with 4,096 tokens reserved: 512 tokens after a prompt of 200, so that decode steps reach three "
+        "buckets. Random llama of 2 layers: the number of graphs depends on neither the size nor the backend.",
         (
             at_most(STATIC, FIRST_CALL, 2, ".0f", said="compiles at most {} graphs"),
             at_most(STATIC, LATER_CALLS, 0, ".0f"),
@@ -205,11 +208,11 @@ GROUPS = (
     ),
     Group(
         "fidelity",
-        "What rounding changes in predictions",
-        f"{SMOLLM2}, float32, one passage: 2,048 tokens of context and 1,024 scored, read 64 at once. KL is the mean "
-        "divergence of the next-token distribution from that of transformers' `DynamicCache`, in nats; agreement is "
-        "how often the likeliest token is the same. Bytes are those of states in bfloat16, where a dense cache takes "
-        "23,040 a token.",
+        "How rounding changes predictions",
+        f"{SMOLLM2}, float32, one passage: 2,048 tokens of context and 1,024 scored tokens, read 64 at a time. KL is "
+        "the mean divergence of the next-token distribution from the one with transformers' `DynamicCache`, in "
+        "nats. Agreement is how often the most likely token is the same. Bytes are for states in bfloat16, for which a "
+        "dense cache takes 23,040 bytes a token.",
         (
             at_most(INT8, KL, 0.00001, ".5f"),
             at_least(INT8, AGREEMENT, 0.995, ".1%"),
@@ -240,15 +243,16 @@ GROUPS = (
     ),
     Group(
         "ratios",
-        "How much less that is than with quanto",
-        "The same run. At their defaults, `int4` and `int2` hold more bytes than quanto at 3,072 tokens: sinks and "
-        "more of the newest tokens in full precision. With groups of 16 numbers instead of 64, quanto holds more.",
+        "Rounding compared with quanto",
+        "The same run. At 3,072 tokens and with the defaults, `int4` and `int2` hold more bytes than quanto, because "
+        "they keep the sinks and more of the newest tokens in full precision. With groups of 16 numbers instead of "
+        "64, quanto holds more bytes.",
         (
-            at_least(INT4, TIMES_LESS, 10, ".0f", said="at least {} times less than quanto at 4 bits"),
+            at_least(INT4, TIMES_LESS, 10, ".0f", said="at least {} times less than quanto does"),
             at_most(INT4, BYTES_OF_QUANTO, 1.2, said="at most {} and"),
             at_least(INT4, LESS_THAN_FINE, 5, ".0f", said="at least {} times as much at 4 bits"),
             at_most(INT4, BYTES_OF_FINE, 1),
-            at_least(INT2, TIMES_LESS, 40, ".0f", said="at least {} times less at 2 bits"),
+            at_least(INT2, TIMES_LESS, 40, ".0f", said="2 bits at least {} times less"),
             at_most(INT2, BYTES_OF_QUANTO, 1.4, said="{} times quanto's bytes"),
             at_least(INT2, LESS_THAN_FINE, 8, ".0f", said="at least {} times as much at 2 bits"),
             at_most(INT2, BYTES_OF_FINE, 1),
@@ -258,34 +262,36 @@ GROUPS = (
     ),
     Group(
         "update",
-        "One layer takes in one token",
-        "3 KV heads of 64, bfloat16, one thread, Python included. `dynamic` checks what it is given and writes in "
-        "place, where transformers' cache copies the history: it takes longer until the history is long.",
+        "An update of one layer by one token",
+        "3 KV heads of 64, bfloat16, one thread, Python included. `dynamic` checks its input and writes in place; "
+        "transformers' cache copies all earlier tokens. So `dynamic` is slower until there are many of them.",
         (
-            at_most(update_row(UPDATES[0]), TIME_OF_THEIRS, 3, ".1f"),
-            at_most(update_row(UPDATES[1]), TIME_OF_THEIRS, 0.8, ".1f"),
+            at_most(update_row(UPDATES[0]), TIME_OF_TRANSFORMERS, 3, ".1f"),
+            at_most(update_row(UPDATES[1]), TIME_OF_TRANSFORMERS, 0.8, ".1f"),
         ),
         "an-update",
     ),
     Group(
         "window",
-        "Bytes of a model with windows",
-        "Random mistral of 8 layers with 8 KV heads of 64, window 512, bfloat16, after a prefill of 4,096 tokens.",
-        (at_most(DYNAMIC, BYTES_OF_THEIRS, 0.2, said="at most {} of the bytes"),),
+        "Memory of a model with sliding windows",
+        "Random mistral of 8 layers with 8 KV heads of 64, sliding window 512, bfloat16, after a prefill of 4,096 "
+        "tokens.",
+        (at_most(DYNAMIC, BYTES_OF_TRANSFORMERS, 0.2, said="at most {} of the bytes"),),
         "bytes",
     ),
     Group(
         "sinks",
-        "A text of many windows",
-        "SmolLM2-135M-Instruct, float32, 8 windows of 64 tokens read token by token, the second half scored.",
+        "A text of several windows with sinks",
+        "SmolLM2-135M-Instruct, float32. A text of 8 windows of 64 tokens is read token by token; its second half "
+        "is scored.",
         (at_least(SINK, TIMES_PERPLEXITY, 1.5),),
         "sinks",
     ),
     Group(
         "offload",
-        "What offloading moves",
-        "Random llama of 4 layers with 2 KV heads of 32, bfloat16, 2,048 tokens; two memories of the host stand for a "
-        "device and its host.",
+        "Offloading traffic",
+        "Random llama of 4 layers with 2 KV heads of 32, bfloat16, 2,048 tokens. Two pools of host memory stand for "
+        "a device and its host.",
         (
             at_most(OFFLOADED, NEW_BYTES, 1),
             at_most(OFFLOADED, MOST_ON_DEVICE, 0.5),
@@ -297,8 +303,9 @@ GROUPS = (
     ),
     Group(
         "prefix",
-        "A prompt whose beginning is in a store",
-        f"{SMOLLM2}, float32: 2,048 tokens are held, and 16 more come. `generate()` as a whole.",
+        "A prompt with a stored prefix",
+        f"{SMOLLM2}, float32. The store holds 2,048 tokens, and the prompt has 16 more. The time is of a whole call of "
+        "`generate()`.",
         (
             at_most(FROM_MEMORY, TIME_OF_COLD, 0.1, ".0%"),
             at_most(FROM_DISK, TIME_OF_COLD, 0.15, ".0%"),
@@ -308,7 +315,7 @@ GROUPS = (
 )
 
 Cells = Mapping[str, Mapping[str, float]]
-"""Figures of a measurement, by row and column."""
+"""The figures of a measurement, by row and column."""
 
 
 def recorded_path() -> pathlib.Path | None:
@@ -317,7 +324,7 @@ def recorded_path() -> pathlib.Path | None:
 
 
 def read_record(path: pathlib.Path | None) -> dict[str, Any]:
-    """What was recorded of each measurement: `cells`, `seconds`, and where it ran. Empty if there is no record."""
+    """The record by group: `cells`, `seconds`, `threads` and `at`, where it ran. Empty if there is no record."""
     if path is None:
         return {}
     found: dict[str, Any] = json.loads(path.read_text())["results"]["claims"]
@@ -325,13 +332,13 @@ def read_record(path: pathlib.Path | None) -> dict[str, Any]:
 
 
 def value_of(record: Mapping[str, Any], group: Group, claim: Claim) -> float | None:
-    """The figure of a claim in a record, `None` if it is not there."""
+    """The figure of a claim in a record, or `None` if the record lacks it."""
     value: float | None = record.get(group.name, {}).get("cells", {}).get(claim.row, {}).get(claim.column)
     return value
 
 
 def tables(record: Mapping[str, Any]) -> str:
-    """The section of docs/choosing.md: a table of each group, in which a cell is the bound and the recorded figure."""
+    """The section in docs/choosing.md: a table for each group, with the bound and the recorded figure in each cell."""
     return "\n\n".join(_table(record, group) for group in GROUPS)
 
 
@@ -355,7 +362,7 @@ def _table(record: Mapping[str, Any], group: Group) -> str:
 
 
 def written(value: float, form: str) -> str:
-    """A measured figure: with one digit more than its bound, as far as that is a number of digits at all."""
+    """A measured figure, with one digit more than its bound if the format gives a number of digits."""
     more = re.fullmatch(r"\.(\d)([f%])", form)
     return f"{value:.{int(more[1]) + 1}{more[2]}}" if more else f"{value:{form}}"
 
@@ -371,8 +378,52 @@ def _where(found: Mapping[str, Any] | None) -> str:
     )
 
 
+COMPARED = (
+    ("transformers `QuantizedCache`, quanto, 4 bits", QUANTO_4),
+    ("kvlayers `DynamicCache`", DYNAMIC),
+    ("kvlayers `int8`", INT8),
+    ("kvlayers `int4`", INT4),
+    ("kvlayers `int2`", INT2),
+)
+"""The rows of the table in README.md, with the names of their rows in the record."""
+
+
+def readme_table(record: Mapping[str, Any]) -> str:
+    """The table in README.md: recorded bytes, step time and fidelity, beside transformers' `DynamicCache`."""
+    steps, rounding = ({} if name not in record else record[name]["cells"] for name in ("step", "fidelity"))
+    lines = [
+        "| cache | memory | decode step | predictions |",
+        "|---|---|---|---|",
+        "| transformers `DynamicCache` | 1 | 1 | reference |",
+    ]
+    for title, row in COMPARED:
+        if row in steps:
+            speed = steps[row][TIMES_AS_FAST]
+            step = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
+            kept = f"rounded, {rounding[row][AGREEMENT]:.1%} same top token" if row in rounding else "exact"
+            lines.append(f"| {title} | {steps[row][OF_DENSE]:.2f}x | {step} | {kept} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
+            'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
+            "1,024 tokens of real text after 2,048. [More figures](docs/choosing.md#what-was-measured)",
+        ]
+    )
+
+
 def with_tables(page: str, record: Mapping[str, Any]) -> str:
-    """The page with the tables of a record between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables(record)}\n\n{END}{after}"
+    """docs/choosing.md with the tables of a record between its markers."""
+    return _between(page, BEGIN, END, tables(record))
+
+
+def with_readme_table(page: str, record: Mapping[str, Any]) -> str:
+    """README.md with the table of a record between its markers."""
+    return _between(page, BEGIN_TABLE, END_TABLE, readme_table(record))
+
+
+def _between(page: str, begin: str, end: str, content: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"

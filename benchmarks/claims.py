@@ -1,17 +1,17 @@
-"""Reruns every figure that README.md and docs/choosing.md give, and says whether it holds.
+"""Measures every claim in README.md and docs/choosing.md again, and says whether it holds.
 
-    python benchmarks/claims.py                     # all of them, some ten minutes on two idle cores
+    python benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
     python benchmarks/claims.py --only step,update  # some of the measurements
-    python benchmarks/claims.py --record            # keep what is found in benchmarks/recorded/claims-<date>.json
-    python benchmarks/claims.py --write             # put what is recorded into docs/choosing.md, and measure nothing
+    python benchmarks/claims.py --record            # record them in benchmarks/recorded/claims-<date>.json
+    python benchmarks/claims.py --write             # write the record into the two pages, and measure nothing
     python benchmarks/claims.py --quick             # a small random model, to see that it runs
 
-The pages give bounds, which `claimed.py` lists; a claim holds if what is measured now is within its bound. Bounds are
-ratios, bytes and counts: they are of an AMD EPYC with two cores, and other machines may be outside the ratios of time.
+The pages give bounds, which `claimed.py` lists. A claim holds if its measurement is within the bound. The bounds are
+ratios, bytes and counts, set for an AMD EPYC with two cores; on other machines, ratios of time may be outside them.
 
-Each measurement stands by itself: if one raises, the others go on, and its claims are not measured. With `--record`,
-what was recorded of measurements that did not run, or that raised, is kept. The exit code is 1 if a claim does not
-hold or was not measured.
+The measurements are independent: if one raises, the others continue, and its claims count as not measured. `--record`
+keeps the earlier record of measurements that did not run or that raised. The exit code is 1 if a claim does not hold or
+was not measured.
 """
 
 import argparse
@@ -48,11 +48,11 @@ from contenders import (
     EXACT,
     FLOOR,
     KVLAYERS,
-    OURS_4_BITS,
-    OURS_STATIC,
+    KVLAYERS_4_BITS,
+    KVLAYERS_STATIC,
     QUANTIZED,
     REFERENCE,
-    THEIRS_4_BITS,
+    TRANSFORMERS_4_BITS,
     compiled,
     fill,
 )
@@ -127,9 +127,9 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
         claimed.DYNAMIC: KVLAYERS,
         claimed.INT8: "kvlayers 8 bits",
         claimed.FP8: "kvlayers fp8",
-        claimed.INT4: OURS_4_BITS,
+        claimed.INT4: KVLAYERS_4_BITS,
         claimed.INT2: "kvlayers 2 bits",
-        claimed.QUANTO_4: THEIRS_4_BITS[0],
+        claimed.QUANTO_4: TRANSFORMERS_4_BITS[0],
     }
     makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
     makers |= {name: QUANTIZED[name] for name in names.values()}
@@ -143,7 +143,7 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
             claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
             claimed.OF_PREALLOCATED: report.times_as_fast(measured, name, FLOOR),
             claimed.OVER_DYNAMIC: report.times_as_fast(measured, name, KVLAYERS),
-            claimed.OVER_QUANTO: report.times_as_fast(measured, name, THEIRS_4_BITS[0]),
+            claimed.OVER_QUANTO: report.times_as_fast(measured, name, TRANSFORMERS_4_BITS[0]),
             claimed.OF_DENSE: measured[name]["held"] / dense,
         }
         for row, name in names.items()
@@ -164,7 +164,7 @@ def measure_batches(run: Run) -> Mapping[str, Cells]:
         check_tokens(disagreements, batches.NAMES)
         cells[claimed.batch_row(batch, length)] = {
             claimed.TIMES_AS_FAST: batches.ratio(seconds, REFERENCE, KVLAYERS),
-            claimed.OVER_BETTER: min(batches.ratio(seconds, theirs, KVLAYERS) for theirs in (REFERENCE, EXACT)),
+            claimed.OVER_BETTER: min(batches.ratio(seconds, rival, KVLAYERS) for rival in (REFERENCE, EXACT)),
         }
     return {"batches": cells}
 
@@ -182,23 +182,23 @@ def measure_static(run: Run) -> Mapping[str, Cells]:
         backend="eager" if run.quick else INDUCTOR,
     )
     disagreements = Disagreements()
-    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, OURS_STATIC, EXACT)}
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, KVLAYERS_STATIC, EXACT)}
     with nothing_in_memory(plan.backend):
         eager, in_graphs = static.measure_steps(run.random, makers, length, plan, disagreements, run.ticking)
-    small, large, theirs = (
+    small, large, rival = (
         static.with_reservation(name, times)
-        for name, times in ((OURS_STATIC, 1), (OURS_STATIC, plan.times[1]), (EXACT, plan.times[1]))
+        for name, times in ((KVLAYERS_STATIC, 1), (KVLAYERS_STATIC, plan.times[1]), (EXACT, plan.times[1]))
     )
     check_tokens(disagreements, (*eager, *in_graphs))
-    small = static.with_reservation(OURS_STATIC, 1)
-    large, theirs = (static.with_reservation(name, plan.times[1]) for name in (OURS_STATIC, EXACT))
+    small = static.with_reservation(KVLAYERS_STATIC, 1)
+    large, rival = (static.with_reservation(name, plan.times[1]) for name in (KVLAYERS_STATIC, EXACT))
     cells = {}
     for row, measured, named in (
         (claimed.EAGER_STATIC, eager, str),
         (claimed.COMPILED_STATIC, in_graphs, compiled),
     ):
         cells[row] = {
-            claimed.TIMES_STATIC: report.times_as_fast(measured, named(large), named(theirs)),
+            claimed.TIMES_STATIC: report.times_as_fast(measured, named(large), named(rival)),
             claimed.TIME_OF_SMALL: report.times_as_fast(measured, named(small), named(large)),
         }
     return {"static": cells}
@@ -209,13 +209,13 @@ def measure_graphs(run: Run) -> Mapping[str, Cells]:
     prompt, new, reserve = (250, 16, 1024) if run.quick else (200, 512, 4096)
     workload = RandomModel(QUICK_SHAPE)
     job = Job(workload.name, workload.model, workload.prompt(prompt), new, reserve, "eager")
-    arguments = {name: GENERATORS[name] for name in (REFERENCE, compiled(OURS_STATIC))}
+    arguments = {name: GENERATORS[name] for name in (REFERENCE, compiled(KVLAYERS_STATIC))}
     disagreements = Disagreements()
     tick = run.ticking(f"graphs of {new} tokens", len(arguments) + 1)
     with nothing_in_memory(job.backend):
         calls = measure_generate(job, arguments, 1, disagreements, tick)
     check_tokens(disagreements, arguments)
-    entry = calls[compiled(OURS_STATIC)]
+    entry = calls[compiled(KVLAYERS_STATIC)]
     return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
 
 
@@ -285,7 +285,7 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
             measured = measure_update(config, shape, makers, tokens, steps, trials, disagreements, tick)
             check_tokens(disagreements, makers)
             of_transformers = report.times_as_fast(measured, REFERENCE, KVLAYERS)
-            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_THEIRS: of_transformers}
+            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: of_transformers}
     return {"update": cells}
 
 
@@ -303,7 +303,7 @@ def measure_window(run: Run) -> Mapping[str, Cells]:
         workload.states = []
         held[name] = cache_nbytes(cache)
         tick()
-    return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_THEIRS: held[KVLAYERS] / held[REFERENCE]}}}
+    return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: held[KVLAYERS] / held[REFERENCE]}}}
 
 
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
@@ -331,7 +331,7 @@ def measure_offload(run: Run) -> Mapping[str, Cells]:
     traffic = offload.count_traffic(workload.model, workload.prompt(tokens), new)
     tick()
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
-    rows = {claimed.OFFLOADED: traffic[offload.KVLAYERS], claimed.OFFLOADED_PACKED: traffic[offload.OURS_PACKED]}
+    rows = {claimed.OFFLOADED: traffic[offload.KVLAYERS], claimed.OFFLOADED_PACKED: traffic[offload.KVLAYERS_PACKED]}
     cells = {
         row: {
             claimed.NEW_BYTES: entry["to_host"] / token,
@@ -469,9 +469,10 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 
 def write_pages() -> None:
-    """Put what is recorded into docs/choosing.md."""
-    page = claimed.CHOOSING.read_text()
-    claimed.CHOOSING.write_text(claimed.with_tables(page, claimed.read_record(claimed.recorded_path())))
+    """Write the record into README.md and docs/choosing.md."""
+    record = claimed.read_record(claimed.recorded_path())
+    claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
+    claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -479,8 +480,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(MEASUREMENTS)}")
     parser.add_argument("--model", default=default_model(), help="directory or hub name of the real model")
     parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--record", action="store_true", help="keep what is found, and put it into docs/choosing.md")
-    parser.add_argument("--write", action="store_true", help="put what is recorded into docs/choosing.md, and stop")
+    parser.add_argument("--record", action="store_true", help="record the measurements, and write them into the pages")
+    parser.add_argument(
+        "--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop"
+    )
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/claims-<date>.json)")
     parser.add_argument("--quick", action="store_true", help="a small random model and few tokens, under a minute")
     given = parser.parse_args(arguments)
@@ -489,7 +492,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--only takes names of {', '.join(MEASUREMENTS)}, but saw {', '.join(unknown)}")
     if given.quick and given.record:
-        parser.error("--record keeps figures that pages give, and --quick takes other models: use one of the two")
+        parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
     given.output = given.output or report.output_path("claims")
     return given
 
@@ -500,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = report.terminal()
     if given.write:
         write_pages()
-        console.print(f"written: {claimed.CHOOSING}")
+        console.print(f"written: {claimed.README}, {claimed.CHOOSING}")
         return 0
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -519,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(console, given, environment, {"results": {"claims": found}, "failures": failures})
     if given.record:
         write_pages()
-        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.CHOOSING}")
+        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.README}, {claimed.CHOOSING}")
     return 1 if failed else 0
 
 

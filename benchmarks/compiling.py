@@ -1,4 +1,4 @@
-"""Compiled forward passes side by side in one process, each as if it were the only one."""
+"""Compiled forward passes side by side in one process, each as if it were alone."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 
 def options_of(backend: str, mode: str = "default") -> dict[str, str]:
-    """What `torch.compile` takes for a backend, and for a mode that inductor alone knows."""
+    """The options of `torch.compile` for a backend, and for a mode that only inductor knows."""
     return {"backend": backend, "mode": mode if backend == INDUCTOR else "default"}
 
 
@@ -26,10 +26,10 @@ def graphs() -> int:
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` in code of its own.
+    """`function` with a code object of its own.
 
-    What dynamo compiled belongs to the code that it began at, and what it has learnt of sizes that change to the name
-    of that code: the graphs of one contender would be tried before those of another, and make them dynamic.
+    dynamo stores compiled graphs with the code object, and what it learns about changing sizes under the code's name.
+    With a shared code object, the graphs of one contender would be tried for another, and would make its sizes dynamic.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -40,9 +40,9 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def isolated(model: Any) -> Any:
-    """A model of the same modules and weights, to be compiled by `generate()` without regard to any other.
+    """A model with the same modules and weights, which `generate()` compiles independently of any other.
 
-    It decodes greedily and does not end by itself.
+    It decodes greedily and does not stop by itself.
     """
     twin = copy.copy(model)
     twin.__call__ = own_code(model.__call__)
@@ -51,15 +51,15 @@ def isolated(model: Any) -> Any:
 
 
 class Compiled:
-    """A forward pass that is compiled in one graph, and counts what it comes to.
+    """A forward pass that is compiled in one graph, with counters.
 
     Args:
-        model: whose forward pass it is.
-        options: of `torch.compile`.
+        model: the model.
+        options: options of `torch.compile`.
 
     Attributes:
-        graphs: compiled so far.
-        seconds: of the calls that compiled.
+        graphs: graphs compiled so far.
+        seconds: seconds of the calls that compiled.
     """
 
     def __init__(self, model: Any, options: dict[str, str]) -> None:
@@ -78,10 +78,10 @@ class Compiled:
 
 
 def nothing_on_disk(backend: str) -> AbstractContextManager[None]:
-    """Within it, inductor finds nothing that was compiled before, so that whoever compiles first is at no loss."""
+    """Empty inductor's caches for a block, so that the first contender to compile has no disadvantage."""
     if backend != INDUCTOR:
         return nullcontext()
-    # Here, as it takes long to import.
+    # Imported here, because the import takes long.
     from torch._inductor import utils
 
     # Its name until torch 2.8.
@@ -91,7 +91,7 @@ def nothing_on_disk(backend: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def nothing_in_memory(backend: str) -> Iterator[None]:
-    """Begin and end without any compiled code, but with the compiler loaded, whose seconds would be the first one's."""
+    """Begin and end without compiled code, but load the compiler first: the first contender should not pay for that."""
     torch._dynamo.reset()
     _load(backend)
     try:

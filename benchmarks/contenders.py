@@ -9,39 +9,39 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.gqa import attended_by_one_query
+from kvlayers.attention.gqa import grouped_for_one_query
 
 Maker = Callable[[Any, int], Any]
-"""Makes an empty cache from a model config and the number of tokens that it will have held in the end."""
+"""Makes an empty cache from a model config and the final number of tokens."""
 
 REFERENCE = "transformers.DynamicCache"
 KVLAYERS = "kvlayers.DynamicCache"
 FLOOR = "preallocated to length"
-OURS_STATIC = "kvlayers.StaticCache"
+KVLAYERS_STATIC = "kvlayers.StaticCache"
 EXACT = "transformers.StaticCache"
-"""The cache of transformers that is preallocated. Where no reservation is named, it is for the exact final length."""
+"""transformers' preallocated cache. If no reservation is named, it reserves the exact final length."""
 
 NO_CACHE = "no cache"
 COMPILED = ", compiled"
 
 
 def compiled(name: str) -> str:
-    """Name of a cache in compiled code."""
+    """The name of a cache in compiled code."""
     return name + COMPILED
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a name is that of a cache in compiled code."""
+    """Whether a name is the name of a cache in compiled code."""
     return name.endswith(COMPILED)
 
 
 def roundings(name: str) -> int:
-    """How many roundings of the model's dtype a logit may be off the reference's; 0 where every sum is the same.
+    """How many roundings of the model's dtype a logit may differ from the reference; 0 if every sum is the same.
 
-    transformers' StaticCache leads attention to add up the same numbers in another order, by its mask, and so do all
-    caches that mark keys for attention: see `kvlayers.attention.gqa`. Compiled code rounds after several
-    operations instead of after each, and without a cache all products are of other shapes: with 8 layers in bfloat16,
-    some logits are then four roundings off.
+    transformers' StaticCache makes attention add the same numbers in another order, through its mask, and so do all
+    caches that mark keys for attention: see `kvlayers.attention.gqa`. Compiled code rounds after several operations
+    instead of after each one, and without a cache all products have other shapes: with 8 layers in bfloat16, some
+    logits then differ by four roundings.
     """
     if is_compiled(name) or name == NO_CACHE:
         return 4
@@ -51,8 +51,8 @@ def roundings(name: str) -> int:
 class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
     """The least that a layer can do: memory of the exact final length, a write in place, a view.
 
-    It checks nothing, grows nothing and rolls nothing back, so that a cache which does can be held against it. Its
-    keys are read by the same attention as ours, so that the difference is that of the caches.
+    It checks nothing, never grows and cannot roll back, so that caches which do can be compared with it. Its keys are
+    read by the same attention as the keys in kvlayers' caches, so that only the caches differ.
     """
 
     is_sliding = False
@@ -69,7 +69,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write states `[batch, kv_heads, new, head_dim]`, return views of all that are there."""
+        """Write states `[batch, kv_heads, new, head_dim]`; return views of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.seen, self.seen + key_states.shape[2]
@@ -77,10 +77,10 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values[:, :, start:end].copy_(value_states)
         self.seen = end
         keys = self.keys[:, :, :end]
-        return (attended_by_one_query(keys) if key_states.shape[2] == 1 else keys), self.values[:, :, :end]
+        return (grouped_for_one_query(keys) if key_states.shape[2] == 1 else keys), self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and first position of what the next update returns."""
+        """Length and first position of the keys that the next update returns."""
         return self.seen + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -100,36 +100,41 @@ def preallocated(config: Any, length: int) -> transformers.Cache:
 CONTENDERS: dict[str, Maker] = {
     REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
     KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config),
-    OURS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
+    KVLAYERS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
     EXACT: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     FLOOR: preallocated,
 }
-"""The reference comes first: tokens and ratios are held against it."""
+"""The reference comes first: tokens and ratios are compared with it."""
 
-OURS_4_BITS = "kvlayers 4 bits"
-THEIRS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
+KVLAYERS_4_BITS = "kvlayers 4 bits"
+TRANSFORMERS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
 
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
-    OURS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
+    KVLAYERS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
     "kvlayers 2 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=2),
     "kvlayers 8 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),
     "kvlayers fp8": lambda config, length: kvlayers.QuantizedCache("fp8", config),
-    THEIRS_4_BITS[0]: lambda config, length: transformers.QuantizedCache("quanto", config, 4, axis_key=0, axis_value=0),
-    THEIRS_4_BITS[1]: lambda config, length: transformers.QuantizedCache("hqq", config, 4, axis_key=1, axis_value=1),
+    TRANSFORMERS_4_BITS[0]: lambda config, length: transformers.QuantizedCache(
+        "quanto", config, 4, axis_key=0, axis_value=0
+    ),
+    TRANSFORMERS_4_BITS[1]: lambda config, length: transformers.QuantizedCache(
+        "hqq", config, 4, axis_key=1, axis_value=1
+    ),
 }
-"""Caches that round what they hold, beside two in full precision. Each backend of transformers at the axis that its
-documentation recommends."""
+"""Quantized caches, and two caches in full precision. transformers' backends use the axes that its documentation
+recommends.
+"""
 
 
 def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:
-    """Put states into a cache as a prefill in chunks would, without a model.
+    """Append states to a cache as a prefill in chunks would, without a model.
 
     Args:
         cache: an empty cache.
-        states: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`.
-        chunk: tokens at once.
+        states: keys and values `[batch, kv_heads, tokens, head_dim]` for each layer.
+        chunk: tokens in a chunk.
     """
     tokens = states[0][0].shape[2]
     for start in range(0, tokens, chunk):
@@ -147,6 +152,6 @@ def random_states(
     def normal() -> Tensor:
         return torch.empty(shape, dtype=dtype).normal_(generator=generator)
 
-    # Keys with a spread of two make attention pick among tokens instead of averaging over all of them, so that a cache
-    # which loses some gives other logits.
+    # With a standard deviation of two, attention selects among tokens instead of averaging over all of them. A cache
+    # that loses tokens then gives other logits.
     return [(normal().mul_(2), normal()) for _ in range(layers)]

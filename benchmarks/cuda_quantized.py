@@ -1,10 +1,10 @@
-"""Decode attention to packed keys and values on a CUDA device: checked against its definition, then timed beside SDPA.
+"""Checks decode attention over packed states on a CUDA device against its definition, and times it beside SDPA.
 
     python benchmarks/cuda_quantized.py --output results
 
-One query token of a model with the heads of Llama 3.1 8B, all its history packed. The time is that of one layer, by
-CUDA events, over as many layers' states as exceed the caches of the device; SDPA has the same tokens in bfloat16.
-Nothing but kvlayers, torch and triton is needed.
+One query token of a model with the heads of Llama 3.1 8B, with all earlier tokens packed. The time is for one layer, by
+CUDA events, over enough layers to exceed the caches of the device; SDPA has the same tokens in bfloat16. It needs only
+kvlayers, torch and triton.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention.cuda.launch import DEFAULT_LAUNCH, Launch, attend_packed, supports
+from kvlayers.attention.cuda.launch import DEFAULT_LAUNCH, Launch, attend_packed
+from kvlayers.attention.cuda.support import supports
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide, side_bytes
 
@@ -35,7 +36,7 @@ PER_TOKEN = {
     "8 bits, scales of each token": (CodeFormat(8, 1, 64), CodeFormat(8, 1, 64)),
 }
 CACHES_BYTES = 256 * 2**20
-"""More than the second-level cache of a device: so much is read between two readings of the same bytes."""
+"""Larger than a device's second-level cache: this many bytes are read before the same bytes are read again."""
 
 
 def packed_side(code_format: CodeFormat, side: Side, batch: int, blocks: int, dtype: torch.dtype = DTYPE) -> PackedSide:
@@ -45,7 +46,7 @@ def packed_side(code_format: CodeFormat, side: Side, batch: int, blocks: int, dt
     codes = torch.randint(0, 256, (batch, KV_HEADS, blocks, code_bytes), dtype=torch.uint8, device="cuda")
     scale = torch.rand((batch, KV_HEADS, blocks, numbers), device="cuda") + 0.5
     if code_format.floating:
-        # No nan among the codes, and a largest state of about one.
+        # No code is nan, and the largest state is about one.
         codes = torch.where(codes & 0x7F == 0x7F, codes & 0xF0, codes)
         parameters = scale / 100
     else:
@@ -55,7 +56,7 @@ def packed_side(code_format: CodeFormat, side: Side, batch: int, blocks: int, dt
 
 
 def expected(query: Tensor, keys: PackedSide, values: PackedSide, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in float64; `hidden` are tokens that no query sees."""
+    """Attention by its definition, in float64; `hidden` tokens are masked for every query."""
     groups = HEADS // KV_HEADS
     states = [side.dequantized().double().repeat_interleave(groups, 1) for side in (keys, values)]
     scores = (query.double() @ states[0].transpose(2, 3) * HEAD_DIM**-0.5).masked_fill(hidden, -torch.inf)
@@ -63,7 +64,7 @@ def expected(query: Tensor, keys: PackedSide, values: PackedSide, hidden: Tensor
 
 
 def check() -> list[dict[str, Any]]:
-    """Largest errors of the kernel, of every way through it, on the device."""
+    """The kernel's largest error on each of its paths, on the device."""
     found = []
     blocks, first = 67, 17
     ends = torch.full((blocks,), BLOCK_TOKENS, dtype=torch.int32, device="cuda")
@@ -87,7 +88,7 @@ def check() -> list[dict[str, Any]]:
                         launch = Launch(assembly=assembly)
                         out, lse = attend_packed(query, keys, values, **options, launch=launch)
                         right, right_lse = expected(query, keys, values, hidden)
-                        # Relative to the norm: roundings of operands, averaged over tokens and channels.
+                        # Relative to the norm: rounding of operands, averaged over tokens and channels.
                         error = float((out - right).norm() / right.norm())
                         lse_error = float((lse - right_lse).abs().amax())
                         eps = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
@@ -108,9 +109,9 @@ def check() -> list[dict[str, Any]]:
 
 
 def microseconds(call: Callable[[int], Any], copies: int, repeats: int) -> dict[str, float]:
-    """Time of a call on the device, by events around many that take the copies of its states in turns.
+    """Time of a call on the device, by events around many calls, which use copies of the states in turns.
 
-    The calls are a CUDA graph, so that what is timed is the device and not Python.
+    The calls are a CUDA graph, so that the device is timed and not Python.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -135,7 +136,7 @@ def microseconds(call: Callable[[int], Any], copies: int, repeats: int) -> dict[
 
 
 def measure(batch: int, tokens: int, repeats: int, launches: list[Launch]) -> list[dict[str, Any]]:
-    """Times of SDPA and of every format, for one length of history."""
+    """Times of SDPA and of every format, for one number of earlier tokens."""
     blocks = tokens // BLOCK_TOKENS
     query = torch.randn(batch, HEADS, 1, HEAD_DIM, device="cuda", dtype=DTYPE)
     dense_bytes = 2 * batch * KV_HEADS * tokens * HEAD_DIM * 2
@@ -237,7 +238,7 @@ def main() -> int:
                 rows = measure(batch, tokens, arguments.repeats, launches)
                 show(rows)
                 result["times"] += rows
-                # After each, so that a run that is cut short leaves what it has.
+                # After each one, so that an interrupted run leaves its results.
                 path.write_text(json.dumps(result, indent=1))
     path.write_text(json.dumps(result, indent=1))
     return int(any(not entry["right"] for entry in result["checks"]))

@@ -1,14 +1,14 @@
-"""Compiled decoding with static caches on a CUDA device: tokens/s beside transformers' StaticCache, and which tokens.
+"""Compiled decoding with static caches on a CUDA device: tokens and tokens/s beside transformers' StaticCache.
 
     python benchmarks/cuda_static.py --output results
     python benchmarks/cuda_static.py --output results --quick --device cpu   # a small model, to see that it runs
 
-A random llama-like model of 1.1 billion parameters in bfloat16, one sequence, 1,024 tokens present and 32,768 reserved.
-What is timed is decoding: in `generate()`, whose calls are timed with all new tokens and with one, and in a loop of
-one's own around `torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`. Contenders take turns; every
-graph is compiled before the clock starts. Nothing but kvlayers, its dependencies and triton is needed.
+A random llama-like model of 1.1 billion parameters in bfloat16, one sequence, 1,024 tokens in the cache and 32,768
+reserved. Decoding is timed in `generate()`, as the difference between calls for all new tokens and for one, and in a
+loop around `torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`. Contenders take turns; every graph
+is compiled before the clock starts. It needs only kvlayers, its dependencies and triton.
 
-Tokens that are not those of transformers' DynamicCache make the exit code 1, ties in bfloat16 excepted.
+The exit code is 1 if a token differs from the one with transformers' DynamicCache, except for ties in bfloat16.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import transformers
 
 import kvlayers
 from compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
-from contenders import COMPILED, CONTENDERS, EXACT, KVLAYERS, OURS_STATIC, compiled, is_compiled
+from contenders import COMPILED, CONTENDERS, EXACT, KVLAYERS, KVLAYERS_STATIC, compiled, is_compiled
 from generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
 from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Forward, Tick
@@ -35,7 +35,7 @@ from workload import QUICK_SHAPE, RandomModel, Shape
 
 SHAPE = Shape(layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=32768)
 TARGETS = {compiled(EXACT): 1.5, KVLAYERS: 4}
-"""How many times as fast as others kvlayers' compiled static cache is to be, at least."""
+"""How many times as fast as each of these kvlayers' compiled static cache should be, at least."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Loop:
-    """A greedy loop of one's own, with one cache for all calls. What is timed are the steps after the prefill."""
+    """A greedy decode loop, with one cache for all calls. The steps after the prefill are timed."""
 
     def __init__(self, name: str, job: Job) -> None:
         self._job = job
@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def graphs(self) -> int:
-        """Compiled so far."""
+        """The number of graphs compiled so far."""
         return self._forward.graphs if isinstance(self._forward, Compiled) else 0
 
     def __call__(self) -> tuple[float, list[int]]:
@@ -83,7 +83,7 @@ class Loop:
         with quiet_clock():
             output = self._job.model(input_ids=self._job.prompt, past_key_values=cache, logits_to_keep=1)
             tokens = [output.logits[:, -1:].argmax(-1)]
-            # Which waits for what comes before the clock.
+            # This waits for the work before the clock starts.
             tokens[0].item()
             begin = time.perf_counter()
             for _ in range(self._job.new - 1):
@@ -96,11 +96,11 @@ class Loop:
 
 
 def measure(job: Job, trials: int, disagreements: Disagreements) -> dict[str, Any]:
-    """Time decoding in `generate()`, whose prefill is that of calls for one token, and in loops.
+    """Time decoding in `generate()`, with the prefill subtracted, and in loops.
 
     Returns:
-        `generate` and `loop`, each with the figures of `measure_calls`, to which `rates` adds the tokens decoded a
-        second, by trial, and in `generate` `prefill` its seconds.
+        `generate` and `loop`, each with the figures from `measure_calls` and `rates`, the tokens decoded per second in
+        each trial. `generate` also has `prefill`, its seconds.
     """
     contenders = {name: GENERATORS[name] for name in SERVING}
     one_token = dataclasses.replace(job, new=1)
@@ -110,25 +110,25 @@ def measure(job: Job, trials: int, disagreements: Disagreements) -> dict[str, An
     for name in SERVING:
         prefill = statistics.median(seconds for (seconds,) in prefills[name]["seconds"])
         calls[name]["prefill"] = prefill
-        # The first token is the prefill's.
+        # The prefill gives the first token.
         calls[name]["rates"] = [(job.new - 1) / (seconds - prefill) for (seconds,) in calls[name]["seconds"]]
         loops[name]["rates"] = [(job.new - 1) / seconds for (seconds,) in loops[name]["seconds"]]
     return {"generate": calls, "loop": loops}
 
 
 def ticking(what: str) -> Tick:
-    """A line for each contender's first call, and for each trial."""
+    """Print a line for each contender's first call, and for each trial."""
     count = itertools.count(1)
     return lambda: print(f"{what}: {next(count)}", flush=True)
 
 
 def targets(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was asked of our compiled static cache, and what was seen: medians of the trials' ratios."""
+    """The targets for kvlayers' compiled static cache, and the medians of the trials' ratios."""
     found = []
     for where, calls in measured.items():
         for other, least in TARGETS.items():
-            pairs = zip(calls[compiled(OURS_STATIC)]["rates"], calls[other]["rates"], strict=True)
-            value = statistics.median(ours / theirs for ours, theirs in pairs)
+            pairs = zip(calls[compiled(KVLAYERS_STATIC)]["rates"], calls[other]["rates"], strict=True)
+            value = statistics.median(candidate / rival for candidate, rival in pairs)
             what = f"{where}, times as fast as {other}"
             found.append({"what": what, "asked": f">= {least}", "value": value, "met": value >= least})
     return found
@@ -151,7 +151,7 @@ def show(measured: dict[str, Any], promises: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where tokens are not those of the reference."""
+    """Run it; the exit code is 1 if tokens differ from the reference."""
     given = parse(arguments)
     workload = RandomModel(QUICK_SHAPE if given.quick else SHAPE)
     model, prompt = workload.model.to(given.device), workload.prompt(given.present).to(given.device)
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disagreements = Disagreements()
     with nothing_in_memory(given.backend):
         measured = measure(job, given.trials, disagreements)
-    # A small model has other costs than the one that the promises are about.
+    # The targets are for the full model: a small model has other costs.
     promises = [] if given.quick else targets(measured)
     show(measured, promises)
     for entry in disagreements.found:

@@ -1,22 +1,23 @@
-"""Compares kvlayers' caches with those of transformers in one process: time, bytes, and the tokens that come out.
+"""Compares kvlayers' and transformers' caches in one process: time, bytes and tokens.
 
-    python benchmarks/decode.py                     # all of it, some forty minutes on two cores
+    python benchmarks/decode.py                     # everything, about forty minutes on two cores
     python benchmarks/decode.py --quick             # a small model, to see that it runs
-    python benchmarks/decode.py --skip static       # without what is compiled, some fifteen minutes
+    python benchmarks/decode.py --skip static       # without compiled code, about fifteen minutes
     python benchmarks/decode.py --model DIR_OR_HUB  # another model beside the random one
 
 Contenders alternate in short turns within a trial, in an order that rotates; figures are medians over the trials. Every
-decode step's token is compared with that of transformers' DynamicCache; where one differs the exit code is 1. Timings
-never decide it. `--help` tells the rest.
+step's token is compared with the one from transformers' DynamicCache, and the exit code is 1 if one differs. Timings
+never decide the exit code. `--help` lists the options.
 
-"amortised" is our median step and its share of growing, measured over a whole cycle from one growth to the next: the
-plain mean over some tens of steps contains either none of it or too much.
+"amortised" is the median step with kvlayers' DynamicCache plus its share of growing, measured over a whole cycle from
+one growth to the next: a plain mean over tens of steps contains either no growth or too much of it.
 
-Static caches are measured with reservations of several times the tokens present, in eager and in compiled code, where
-every graph is compiled before the clock starts, and in whole calls of `generate()`, the first of which compiles.
+Static caches are measured with reservations of several times the tokens in the cache, in eager code and in compiled
+code, where every graph is compiled before the clock starts. They are also measured in whole calls of `generate()`, of
+which the first one compiles.
 
-Run it on an idle machine: where other processes want the cores, the threads of torch wait for one another, and every
-figure is one of the scheduler.
+Run it on an idle machine: if other processes use the cores, torch's threads wait for one another, and the figures
+measure the scheduler.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def fitting(lengths: list[int], workload: Workload, steps: int, console: Console) -> list[int]:
-    """The lengths, those beyond the model's context cut down to it."""
+    """The lengths, limited to the model's context."""
     if workload.limit is None:
         return lengths
     most = workload.limit - steps
@@ -98,7 +99,7 @@ def fitting(lengths: list[int], workload: Workload, steps: int, console: Console
 
 
 def plan(given: argparse.Namespace) -> Plan:
-    """Sizes of what is measured of static caches."""
+    """The sizes for the measurements of static caches."""
     prompt, new, reserve = given.generate
     return Plan(
         lengths=given.static_lengths,
@@ -118,11 +119,11 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
     """Run it.
 
     Args:
-        arguments: of the command line.
+        arguments: the command line.
         contenders: the caches to compare, by name.
 
     Returns:
-        The exit code: 1 where a contender's tokens or states are not those of the reference.
+        The exit code: 1 if a contender's tokens or states differ from the reference.
     """
     given = parse(arguments)
     makers = contenders or CONTENDERS
@@ -165,10 +166,10 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
         if "quantized" not in given.skip:
             workload = workloads["random"]
             results["quantized"] = {"model": workload.name}
-            # What such caches give are other numbers by design, so that none of them is a failure here:
-            # benchmarks/fidelity.py says what they come to.
+            # Quantized caches give other numbers by design, so other tokens are no failure here:
+            # benchmarks/fidelity.py measures them.
             rounded = Disagreements()
-            # Theirs takes no length that its groups of 64 do not divide.
+            # transformers' quantized caches need a length that is a multiple of their groups of 64.
             shortest = 64 if given.quick else 4096
             for length in [length for length in given.lengths if length >= shortest]:
                 tick = ticking(f"quantized caches at {length}", given.trials)
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
                 tick()
     report.show(console, results)
     show_static(console, results["static"])
-    # A small model has other costs than the one that the promises are about.
+    # The targets are for the full model: a small model has other costs.
     promises = [] if given.quick else [*report.targets(results), *static_targets(results["static"])]
     report.show_targets(console, promises)
     return report.finish(console, given, environment, results, promises, disagreements)

@@ -1,18 +1,18 @@
-"""Compares what quantized caches make a model predict with what it predicts from a cache in full precision.
+"""Compares a model's predictions with quantized caches and with a cache in full precision.
 
     python benchmarks/fidelity.py                         # the demo model, about an hour on two idle cores
     python benchmarks/fidelity.py --model DIR --model DIR # other models, side by side
     python benchmarks/fidelity.py --quick                 # a small random model, to see that it runs
 
-Real text is read in chunks through every cache, context and scored part alike, so that whatever a cache loses each time
-that it quantizes again adds up as it does in use. Each next-token distribution of the scored part is compared with that
-of the same model, in the same dtype, over transformers' DynamicCache. `--help` tells the rest.
+Real text is read in chunks through every cache, both the context and the scored part, so that the loss of each further
+quantization adds up as it does in use. Each next-token distribution of the scored part is compared with the one from
+the same model, in the same dtype, with transformers' DynamicCache. `--help` lists the options.
 
-The model computes in float32 by default: in bfloat16, changing states by half a unit in the last place alone makes a
-mean KL divergence of 0.002 and moves 2 % of the likeliest tokens on SmolLM2-135M, more than any good cache of 8 bits
-should. Bytes are counted for states in bfloat16, whatever the model computes in.
+The model computes in float32 by default: in bfloat16, changing states by half a unit in the last place alone gives a
+mean KL divergence of 0.002 and changes 2 % of the most likely tokens on SmolLM2-135M, more than a good cache of 8 bits
+should. Bytes are for states in bfloat16, whatever dtype the model computes in.
 
-The exit code is 1 where a cache of full precision scores other than zero, or one of ours fails.
+The exit code is 1 if a cache in full precision scores other than zero, or if one of kvlayers' caches fails.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def load(source: str, text: str, given: argparse.Namespace) -> tuple[Any, list[Tensor]]:
-    """A model and its passages, token ids `[1, context + scored + 1]` each."""
+    """A model and its passages of token ids `[1, context + scored + 1]`."""
     dtype = getattr(torch, given.dtype)
     tokens = given.context + given.scored + 1
     if source == RANDOM:
@@ -116,7 +116,7 @@ def measure(
         try:
             held[key.name] = measure_bytes(make, model.config, given.context, given.scored, given.chunk)
         except Exception as error:
-            # What was read for an hour is worth more than an early end.
+            # An early end would lose the results of an hour.
             plain[key].failure = f"its bytes: {type(error).__name__}: {error}"
             del alive[key]
         tick()
@@ -136,7 +136,7 @@ def measure(
 
 
 def summaries(scores: dict[Contender, Scores]) -> dict[str, Any]:
-    """The figures of each contender by its name."""
+    """The figures of each contender, by name."""
     return {key.name: {**key._asdict(), **score.summary()} for key, score in scores.items()}
 
 
@@ -144,11 +144,11 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     """Run it.
 
     Args:
-        arguments: of the command line.
-        makers: the caches to compare instead of those of `--backends` and `--bits`.
+        arguments: the command line.
+        makers: caches to compare in place of those from `--backends` and `--bits`.
 
     Returns:
-        The exit code: 1 where full precision scores other than zero, or a cache of ours fails.
+        The exit code: 1 if full precision scores other than zero, or if one of kvlayers' caches fails.
     """
     given = parse(arguments)
     console = report.terminal()
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
         results = [measure(source, caches, text, given, progress) for source in given.model]
     for measured in results:
         show(console, measured)
-    # A random model attends to everything alike, so that its figures say nothing of fidelity.
+    # A random model attends to all tokens alike, so its figures say nothing about fidelity.
     targets = [] if given.quick else [target for measured in results for target in promises(measured)]
     report.show_targets(console, targets)
     report.write(console, given, environment, {"results": results, "targets": targets})
@@ -175,14 +175,14 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
 
 
 def exit_code(console: Console, results: list[dict[str, Any]], chunk: int) -> int:
-    """Say what fails the benchmark, and return 1 where something does."""
+    """Print every failure; return 1 if there is one, else 0."""
     found = []
     for measured in results:
         for kind in ("plain", "outliers"):
             for name, entry in measured.get(kind, {}).items():
                 if entry["library"] == "kvlayers" and "failure" in entry:
                     found.append(f"{name} failed on {measured['model']}: {entry['failure']}")
-                # A single query over long keys is read by an attention that adds up in another order.
+                # For a single query over long keys, attention adds in another order.
                 elif name == EXACT.name and chunk > 1 and entry["kl"] != 0:
                     found.append(f"{name} differs from full precision on {measured['model']}: {entry['kl']}")
     for line in found:

@@ -1,4 +1,4 @@
-"""What the figures of fidelity come to: ratios, the promises, the tables, and a plot."""
+"""Summaries of the fidelity measurements: ratios, targets, tables and a plot."""
 
 import math
 import pathlib
@@ -14,21 +14,21 @@ KVLAYERS = "native"
 
 
 def entry_of(measured: dict[str, Any], kind: str, library: str, backend: str, bits: int) -> dict[str, Any] | None:
-    """Figures of one contender, `None` where it was not run or failed."""
+    """The figures of one contender; `None` if it did not run or failed."""
     entry = measured.get(kind, {}).get(Contender(library, backend, bits).name)
     return None if entry is None or "failure" in entry else entry
 
 
 def better_rival(measured: dict[str, Any], kind: str, bits: int) -> dict[str, Any] | None:
-    """Figures of that of transformers' quanto and hqq which diverges less, `None` where neither ran."""
+    """The figures of transformers' quanto or hqq, whichever diverges less; `None` if neither ran."""
     entries = [entry_of(measured, kind, "transformers", backend, bits) for backend in RIVALS]
-    # A divergence that is not a number compares as neither more nor less.
+    # Comparisons with a divergence of nan are always false.
     finite = [entry for entry in entries if entry is not None and math.isfinite(entry["kl"])]
     return min(finite, key=lambda entry: entry["kl"], default=None)
 
 
 def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """The project's promises that these figures speak to: what was asked, what was seen, whether it holds."""
+    """The project's targets for these figures: target, measurement, and whether it is met."""
     found: list[dict[str, Any]] = []
 
     def promise(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> None:
@@ -37,31 +37,42 @@ def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"what": f"{measured['model']}, {what}", "asked": asked, "value": value, "met": met})
 
     for bits, at_most in ((4, 1 / 10), (2, 1 / 40)):
-        ours, theirs = entry_of(measured, "plain", "kvlayers", KVLAYERS, bits), better_rival(measured, "plain", bits)
-        if ours is None or theirs is None:
+        candidate, rival = (
+            entry_of(measured, "plain", "kvlayers", KVLAYERS, bits),
+            better_rival(measured, "plain", bits),
+        )
+        if candidate is None or rival is None:
             continue
-        promise(f"{bits} bits, divergence over transformers' better", ours["kl"] / theirs["kl"], at_most=at_most)
+        promise(
+            f"{bits} bits, divergence relative to the better of transformers'",
+            candidate["kl"] / rival["kl"],
+            at_most=at_most,
+        )
         held = [
             measured["bytes"][entry.name]["bytes"]
             for entry in (Contender("transformers", backend, bits) for backend in RIVALS)
             if entry.name in measured["bytes"]
         ]
-        our_bytes = measured["bytes"][Contender("kvlayers", KVLAYERS, bits).name]["bytes"]
-        promise(f"{bits} bits, bytes over transformers' fewest", our_bytes / min(held), at_most=1)
-    ours, theirs = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_rival(measured, "plain", 4)
-    if ours is not None and theirs is not None:
-        promise("2 bits, divergence over transformers' better of 4", ours["kl"] / theirs["kl"], at_most=1)
-    ours, plain = (entry_of(measured, kind, "kvlayers", KVLAYERS, 4) for kind in ("outliers", "plain"))
-    if ours is not None and plain is not None:
-        promise("4 bits, divergence with outliers over without", ours["kl"] / plain["kl"], at_most=2)
-    ours = entry_of(measured, "plain", "kvlayers", KVLAYERS, 8)
-    if ours is not None:
-        promise("8 bits, agreement of the likeliest token", ours["agreement"], at_least=0.995)
+        candidate_bytes = measured["bytes"][Contender("kvlayers", KVLAYERS, bits).name]["bytes"]
+        promise(f"{bits} bits, bytes relative to transformers' smallest", candidate_bytes / min(held), at_most=1)
+    candidate, rival = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_rival(measured, "plain", 4)
+    if candidate is not None and rival is not None:
+        promise(
+            "2 bits, divergence relative to the better of transformers' at 4 bits",
+            candidate["kl"] / rival["kl"],
+            at_most=1,
+        )
+    candidate, plain = (entry_of(measured, kind, "kvlayers", KVLAYERS, 4) for kind in ("outliers", "plain"))
+    if candidate is not None and plain is not None:
+        promise("4 bits, divergence with outliers relative to without", candidate["kl"] / plain["kl"], at_most=2)
+    candidate = entry_of(measured, "plain", "kvlayers", KVLAYERS, 8)
+    if candidate is not None:
+        promise("8 bits, agreement of the most likely token", candidate["agreement"], at_least=0.995)
     return found
 
 
 def show(console: Console, measured: dict[str, Any]) -> None:
-    """Print the tables of one model, and what there is to know of them."""
+    """Print the tables of one model, with notes."""
     console.print(_table(measured, "plain", measured["model"]))
     if "outliers" in measured:
         before, after = (measured[kind][REFERENCE.name]["perplexity"] for kind in ("plain", "outliers"))
@@ -109,7 +120,7 @@ def _table(measured: dict[str, Any], kind: str, title: str) -> Table:
 
 
 def plot(console: Console, results: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draw divergence against bytes per token, or say that there is nothing to draw with."""
+    """Draw divergence against bytes per token, or print that matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

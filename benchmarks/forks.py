@@ -1,13 +1,13 @@
-"""Continuing one prompt many times: what a fork takes, and what 40 continuations hold, beside transformers' own caches.
+"""Continues one prompt many times: the cost of a fork and the memory of 40 continuations, beside transformers' caches.
 
     python benchmarks/forks.py            # a fork of 8,192 tokens, 40 continuations of 1,024
     python benchmarks/forks.py --quick    # fewer tokens, to see that it runs
 
 Both are measured on a random llama-like model in bfloat16. A fork is compared with `copy.deepcopy` of transformers'
-DynamicCache of the same states; continuations with `batch_repeat_interleave` of it. Contenders take turns; figures are
+DynamicCache with the same states, continuations with its `batch_repeat_interleave`. Contenders take turns; figures are
 medians over the trials.
 
-Tokens that are not those of transformers' cache, ties in bfloat16 excepted, make the exit code 1.
+The exit code is 1 if a token differs from the one with transformers' cache, except for ties in bfloat16.
 """
 
 import argparse
@@ -35,7 +35,7 @@ KVLAYERS, TRANSFORMERS = "kvlayers", "transformers"
 TIMES_AS_FAST = 100
 MOST_OF_EXPANDED = 0.1
 TIE = 0.05
-"""How far two logits may be apart for bfloat16 to take either: it has 8 bits, and they are of order 1."""
+"""The difference of two logits within which bfloat16 may choose either: it has 8 bits, and logits are of order 1."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def storages(cache: Any) -> dict[int, int]:
-    """Bytes of each piece of memory that a cache's keys and values are in."""
+    """Bytes of each storage that a cache's keys and values are in."""
     tensors = [states for layer in cache.layers for states in (layer.keys, layer.values)]
     return {states.untyped_storage().data_ptr(): states.untyped_storage().nbytes() for states in tensors}
 
@@ -91,7 +91,7 @@ def measure_forks(model: Any, tokens: int, trials: int) -> dict[str, Any]:
 
 
 def continue_all(model: Any, cache: Any, first: Tensor, new: int) -> tuple[Tensor, Tensor, int, float]:
-    """Greedy tokens of all sequences, the gap of the two likeliest logits of each, most bytes held, seconds a step."""
+    """Greedy tokens of all sequences, the gap between each one's two most likely logits, peak bytes, seconds a step."""
     ids, found, gaps, most, seconds = first, [], [], 0, []
     with torch.no_grad(), quiet_clock():
         for _ in range(new):
@@ -126,7 +126,7 @@ def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> d
         found[name] = {"most_bytes": most, "step": step}
         gc.collect()
     others = tokens[KVLAYERS] != tokens[TRANSFORMERS]
-    # Once a sequence has another token, all that comes after it is of another text.
+    # After a sequence's first different token, its text differs.
     first_other = others.int().argmax(1)
     ties = gaps[TRANSFORMERS].gather(1, first_other[:, None])[:, 0] <= TIE
     found["other_tokens"] = int((others.any(1) & ~ties).sum())
@@ -135,7 +135,7 @@ def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where tokens are not those of transformers' cache."""
+    """Run it; the exit code is 1 if tokens differ from those with transformers' cache."""
     given = parse(arguments)
     console = report.terminal()
     workload = RandomModel(QUICK_SHAPE if given.quick else Shape())
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "fork, times as fast as deepcopy", medians[TRANSFORMERS] / medians[KVLAYERS], at_least=TIMES_AS_FAST
         ),
         report.promised("bytes that a fork adds", forks["bytes_added"], at_most=0),
-        report.promised("bytes of continuations, to expanded", share, at_most=MOST_OF_EXPANDED),
+        report.promised("bytes of continuations, relative to expanded", share, at_most=MOST_OF_EXPANDED),
     ]
     for promise in kept:
         met = "met" if promise["met"] else "missed"

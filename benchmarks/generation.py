@@ -1,4 +1,4 @@
-"""Whole generations: their time, the graphs that they compile, their bytes, and the tokens that come out."""
+"""Whole calls of `generate()`: time, compiled graphs, bytes and tokens."""
 
 import bisect
 import gc
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvlayers
 from compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
-from contenders import EXACT, KVLAYERS, NO_CACHE, OURS_STATIC, REFERENCE, compiled, is_compiled
+from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, compiled, is_compiled
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from peak import peak_bytes
 from timing import Disagreements, Tick, step
@@ -21,15 +21,15 @@ from timing import Disagreements, Tick, step
 
 @dataclass
 class Job:
-    """What every contender generates.
+    """The task of every contender.
 
     Args:
-        name: of the model.
+        name: the model's name.
         model: a causal language model.
-        prompt: token ids `[1, tokens]`, where the model is.
+        prompt: token ids `[1, tokens]`, on the model's device.
         new: tokens to generate.
         reserve: tokens that static caches reserve.
-        backend: of `torch.compile`.
+        backend: the backend of `torch.compile`.
     """
 
     name: str
@@ -41,35 +41,35 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens in the prompt."""
         return int(self.prompt.shape[1])
 
     def buckets_reached(self) -> int:
-        """Buckets that the decode steps of kvlayers' StaticCache attend to."""
+        """The number of buckets that the decode steps of kvlayers' StaticCache reach."""
         sizes = kvlayers.Buckets().sizes(self.reserve)
         held = range(self.prompt_tokens + 1, self.prompt_tokens + self.new)
         return len({bisect.bisect_left(sizes, tokens) for tokens in held})
 
     def compile_config(self) -> transformers.CompileConfig:
-        """What `generate()` compiles with: transformers' defaults, but for the backend."""
+        """The compile options of `generate()`: transformers' defaults, except for the backend."""
         return transformers.CompileConfig(**options_of(self.backend, "reduce-overhead"))
 
 
 Arguments = Callable[[Job], dict[str, Any]]
-"""What `generate()` is called with, besides the prompt and the number of new tokens."""
+"""The arguments of `generate()`, besides the prompt and the number of new tokens."""
 
 
-def _ours_static(job: Job) -> dict[str, Any]:
+def _static(job: Job) -> dict[str, Any]:
     return {"cache_implementation": "static", "cache_config": {"max_cache_len": job.reserve}}
 
 
 def _their_static(job: Job) -> dict[str, Any]:
-    # A new one for each call, as generate() makes them itself.
+    # A new cache for each call, as generate() makes it.
     return {"past_key_values": transformers.StaticCache(job.model.config, max_cache_len=job.reserve)}
 
 
 def _everywhere(config: transformers.CompileConfig) -> transformers.CompileConfig:
-    """Without it, transformers compiles on accelerators only."""
+    """Without this, transformers compiles only on accelerators."""
     config._compile_all_devices = True
     return config
 
@@ -77,31 +77,31 @@ def _everywhere(config: transformers.CompileConfig) -> transformers.CompileConfi
 GENERATORS: dict[str, Arguments] = {
     REFERENCE: lambda job: {"past_key_values": transformers.DynamicCache(config=job.model.config)},
     KVLAYERS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
-    compiled(OURS_STATIC): lambda job: {**_ours_static(job), "compile_config": job.compile_config()},
+    compiled(KVLAYERS_STATIC): lambda job: {**_static(job), "compile_config": job.compile_config()},
     compiled(EXACT): lambda job: {**_their_static(job), "compile_config": _everywhere(job.compile_config())},
-    OURS_STATIC: lambda job: {**_ours_static(job), "disable_compile": True},
+    KVLAYERS_STATIC: lambda job: {**_static(job), "disable_compile": True},
     EXACT: lambda job: {**_their_static(job), "disable_compile": True},
     NO_CACHE: lambda job: {"use_cache": False},
 }
-"""The reference comes first: tokens and ratios are held against it."""
+"""The reference comes first: tokens and ratios are compared with it."""
 
-SERVING = (REFERENCE, KVLAYERS, compiled(OURS_STATIC), compiled(EXACT))
-"""Those that one would decode with."""
+SERVING = (REFERENCE, KVLAYERS, compiled(KVLAYERS_STATIC), compiled(EXACT))
+"""The contenders that one would decode with."""
 
 
 class Call(Protocol):
-    """Generates: the seconds that are timed, and the new tokens."""
+    """Generates; returns the timed seconds and the new tokens."""
 
     @property
     def graphs(self) -> int:
-        """Compiled so far."""
+        """The number of graphs compiled so far."""
 
     def __call__(self) -> tuple[float, list[int]]:
         """Generate once."""
 
 
 class Generator:
-    """Calls of `generate()` with a model of its own to compile. What is timed is all, with the making of the cache."""
+    """Calls of `generate()` with a model of its own to compile. The whole call is timed, including making the cache."""
 
     def __init__(self, job: Job, arguments: Arguments) -> None:
         self.graphs = 0
@@ -115,7 +115,7 @@ class Generator:
         with quiet_clock():
             begin = time.perf_counter()
             ids = self._model.generate(job.prompt, max_new_tokens=job.new, **self._arguments(job))
-            # Which waits for an accelerator.
+            # This waits for the accelerator.
             tokens = ids[0, job.prompt_tokens :].tolist()
             seconds = time.perf_counter() - begin
         self.graphs += graphs() - before
@@ -123,12 +123,12 @@ class Generator:
 
 
 class Expected:
-    """The reference's tokens, and what it would have gone on with after those of others.
+    """The reference's tokens, and the tokens with which it would continue after another contender's tokens.
 
     Args:
-        job: what is generated.
-        tokens: new ones of the reference.
-        disagreements: where others are noted.
+        job: the task.
+        tokens: the reference's new tokens.
+        disagreements: where different tokens are recorded.
     """
 
     def __init__(self, job: Job, tokens: list[int], disagreements: Disagreements) -> None:
@@ -136,9 +136,10 @@ class Expected:
         self._compared: list[tuple[str, list[int]]] = []
 
     def compare(self, name: str, trial: int, tokens: list[int]) -> None:
-        """Note where new tokens are not the reference's.
+        """Record the new tokens that differ from the reference's.
 
-        After one that differs, all may. So each is held against that of the reference after the same tokens.
+        After one different token, all later ones may differ. So each token is compared with the one that the reference
+        gives after the same tokens.
         """
         if tokens == self._tokens or (name, tokens) in self._compared:
             return
@@ -162,8 +163,8 @@ def measure_generate(
     tick: Tick,
     peaks: bool = False,
 ) -> dict[str, Any]:
-    """As `measure_calls` for calls of `generate()` with these arguments; kvlayers is installed for all of them."""
-    # transformers' caches are to be measured as they are.
+    """`measure_calls` for calls of `generate()` with these arguments, with kvlayers installed for all of them."""
+    # transformers' caches are measured unchanged.
     with kvlayers.installed(replace_empty_caches=False):
         generators = {name: Generator(job, given) for name, given in arguments.items()}
         return measure_calls(job, generators, trials, disagreements, tick, peaks)
@@ -177,20 +178,20 @@ def measure_calls(
     tick: Tick,
     peaks: bool = False,
 ) -> dict[str, Any]:
-    """Time calls that generate. The first one of each compiles; all later ones, which take turns, must not.
+    """Time calls that generate. Each contender's first call compiles; later calls take turns and must not compile.
 
     Args:
-        job: what is generated.
-        calls: those of each contender, by name, the reference first.
-        trials: calls of each that are timed after the first.
-        disagreements: where tokens are noted that differ.
+        job: the task.
+        calls: the calls of each contender by name, the reference first.
+        trials: timed calls of each contender after the first.
+        disagreements: where different tokens are recorded.
         tick: called after each contender's first call, and after each trial.
-        peaks: whether to call each once more for its bytes.
+        peaks: whether to call each contender once more for its bytes.
 
     Returns:
         For each contender `first`, the seconds of its first call, `seconds` of the calls by trial, `new` tokens,
-        `graphs` of the first call, `recompiles` of all later ones, and where asked for `peak`, bytes at the most beyond
-        the model's, `None` where that cannot be seen.
+        `graphs` of the first call, `recompiles` of all later calls and, with `peaks`, `peak`: the peak bytes beyond the
+        model's, or `None` if they cannot be counted.
     """
     expected: Expected | None = None
     measured: dict[str, dict[str, Any]] = {}
@@ -216,17 +217,17 @@ def measure_calls(
 
 
 def bytes_allocated(device: torch.device) -> int:
-    """Bytes of tensors on a CUDA device; 0 elsewhere."""
+    """Bytes of tensors on a CUDA device; 0 on others."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _peak(name: str, call: Call, job: Job, allocated: int) -> int | None:
-    """Bytes that a call has at the most, beyond those allocated before the contender's first one."""
+    """The peak bytes of a call, beyond the bytes before the contender's first call."""
     device = job.prompt.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - allocated
-    # Operations in compiled code do not pass where they are counted.
+    # Operations in compiled code cannot be counted.
     return None if is_compiled(name) else peak_bytes(call, job.model)

@@ -1,11 +1,12 @@
-"""What `import kvlayers` adds to `import transformers`, and what a cache of ours adds to one of theirs.
+"""Measures what kvlayers adds to the time of importing transformers, and of importing transformers' caches.
 
     python benchmarks/import_time.py
     python benchmarks/import_time.py --runs 21
 
-Whole processes, with and without in turns, each of them first every other time. Medians over the turns of what differs
-within each, and of both, with the least and the greatest: of the clock, and of the processor, which other work on
-the machine disturbs less. The first turn is not counted: it brings the files into memory.
+Whole processes with and without kvlayers take turns, and each comes first every other time. The figures are medians
+over the turns, with the smallest and the largest, of each process and of the difference within a turn. They are given
+for the clock and for processor time, which other work on the machine disturbs less. The first turn does not count: it
+loads the files into memory.
 """
 
 import argparse
@@ -21,14 +22,14 @@ PAIRS = {
         "from transformers import DynamicCache; from kvlayers import DynamicCache",
     ),
 }
-"""By what is measured: code without it, and with it."""
+"""For each measurement, the code without kvlayers and with it."""
 
 Seconds = tuple[float, float]
-"""Of the clock, and of the processor."""
+"""Clock and processor time."""
 
 
 def seconds(code: str) -> Seconds:
-    """Time of a process that runs some code, from its start to its end."""
+    """Time of a process that runs some code, from start to end."""
     begin = time.perf_counter()
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
     _, status, used = os.wait4(child, 0)
@@ -38,7 +39,7 @@ def seconds(code: str) -> Seconds:
 
 
 def turns(without: str, added: str, runs: int) -> list[tuple[Seconds, Seconds]]:
-    """Seconds of both, turn by turn."""
+    """Seconds of both processes, turn by turn."""
     taken = []
     for turn in range(runs + 1):
         times = {code: seconds(code) for code in ((without, added) if turn % 2 else (added, without))}

@@ -1,16 +1,17 @@
-"""The table of a notebook about KV caches: tokens a second and peak memory without a cache, dynamic and static.
+"""Measures the table from a notebook about KV caches: tokens a second and peak memory, without and with several caches.
 
     python benchmarks/notebook.py                     # the demo model, or else a random one, on the CPU
     python benchmarks/notebook.py --device cuda       # on a CUDA device
     python benchmarks/notebook.py --model DIR_OR_HUB  # another model; 'none' for the random one
     python benchmarks/notebook.py --quick             # a small model, to see that it runs
 
-All rows are whole greedy calls of `generate()` on one prompt, kvlayers' caches beside transformers' own in one run. The
-first call of each compiles where there is anything to compile; tokens/s are those of the median of later calls, which
-take turns. Peak memory is that beyond the model's: on CUDA as the allocator reports it, on a CPU of every tensor in
-eager code, counted in a call of its own; within compiled code it cannot be counted there.
+All rows are whole greedy calls of `generate()` on one prompt, with kvlayers' and transformers' caches in one run. The
+first call of each row compiles, if there is anything to compile; tokens/s are from the median of the later calls, which
+take turns. Peak memory is the memory beyond the model's: on CUDA as the allocator reports it; on a CPU the sum over
+every tensor in eager code, counted in a separate call. In compiled code on a CPU it cannot be counted.
 
-Tokens that are not those of transformers' DynamicCache make the exit code 1, ties in the model's dtype excepted.
+The exit code is 1 if a token differs from the one with transformers' DynamicCache, except for ties in the model's
+dtype.
 """
 
 import argparse
@@ -22,13 +23,13 @@ import torch
 
 import report
 from compiling import INDUCTOR, nothing_in_memory
-from contenders import EXACT, KVLAYERS, NO_CACHE, OURS_STATIC, REFERENCE, compiled
+from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, compiled
 from generation import GENERATORS, Job, measure_generate
 from static_report import calls_table
 from timing import Disagreements
 from workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
 
-ROWS = (NO_CACHE, REFERENCE, KVLAYERS, compiled(EXACT), compiled(OURS_STATIC), EXACT, OURS_STATIC)
+ROWS = (NO_CACHE, REFERENCE, KVLAYERS, compiled(EXACT), compiled(KVLAYERS_STATIC), EXACT, KVLAYERS_STATIC)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where tokens are not those of the reference."""
+    """Run it; the exit code is 1 if tokens differ from the reference."""
     given = parse(arguments)
     console = report.terminal()
     if given.threads:

@@ -1,16 +1,16 @@
-"""Offloaded caches: what travels for each token and, on an accelerator, how fast they decode beside transformers'.
+"""Offloaded caches: the bytes moved for each token and, on an accelerator, the speed beside transformers' caches.
 
     python benchmarks/offload.py                 # bytes a token, on any machine
     python benchmarks/offload.py --device cuda   # tokens/s as well
     python benchmarks/offload.py --quick         # a small model, to see that it runs
 
-A random llama-like model of 1.1 billion parameters in bfloat16 on an accelerator; of a few million on a CPU, where
-there is nothing to travel: two memories of the host stand in for a device and its host, and only bytes are measured.
+On an accelerator, the model is a random llama of 1.1 billion parameters in bfloat16. On a CPU, it has a few million:
+two pools of host memory stand for a device and its host, and only bytes are measured.
 
-On an accelerator contenders take turns, in an order that rotates; figures are medians over the trials. "allowed" is the
-rate at which the measured bandwidth from pinned memory could bring the bytes that are held.
+On an accelerator, contenders take turns in an order that rotates, and figures are medians over the trials. "allowed" is
+the rate at which the measured bandwidth from pinned memory could move the cached bytes.
 
-Tokens that are not those of the cache that is not offloaded make the exit code 1.
+The exit code is 1 if a token differs from the one with a cache that is not offloaded.
 """
 
 import argparse
@@ -39,23 +39,23 @@ from recording_transfers import RecordingTransfers
 
 QUICK_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 SHAPE = Shape(layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=32768)
-KVLAYERS, OURS_PACKED, TRANSFORMERS = "kvlayers, offloaded", "kvlayers, offloaded int4", "transformers, offloaded"
+KVLAYERS, KVLAYERS_PACKED, TRANSFORMERS = "kvlayers, offloaded", "kvlayers, offloaded int4", "transformers, offloaded"
 
 CACHES: dict[str, Callable[[Any, bool], Any]] = {
     KVLAYERS: lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
-    OURS_PACKED: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
+    KVLAYERS_PACKED: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
     TRANSFORMERS: lambda config, offloading: transformers.DynamicCache(config=config, offloading=offloading),
 }
 STATIC = "kvlayers, offloaded static"
 COUNTED: dict[str, Callable[[Any, int], kvlayers.Cache]] = {
     KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config, offloading=True),
     STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=2 * length, offloading=True),
-    OURS_PACKED: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4, offloading=True),
+    KVLAYERS_PACKED: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4, offloading=True),
 }
-TARGETS = {(KVLAYERS, TRANSFORMERS): 1.8, (OURS_PACKED, KVLAYERS): 3}
-"""How many times as fast as the other the one is to be, at least."""
+TARGETS = {(KVLAYERS, TRANSFORMERS): 1.8, (KVLAYERS_PACKED, KVLAYERS): 3}
+"""How many times as fast the first contender should be as the second, at least."""
 OF_BANDWIDTH = 0.85
-"""Share of what the bandwidth allows that our dense cache is to reach."""
+"""The share of the allowed rate that kvlayers' dense cache should reach."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
-    """Bytes that a step moves, and the most that a device holds, between two memories of the host."""
+    """Bytes that a step moves, and the peak bytes on the device, between two pools of host memory."""
     found = {}
     for name, make in COUNTED.items():
         transfers = RecordingTransfers(lambda waiting: waiting)
@@ -97,7 +97,7 @@ def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
 
 
 def decode(model: Any, cache: Any, ids: torch.Tensor, new: int) -> list[int]:
-    """Greedy tokens."""
+    """Decode greedily; return the tokens."""
     found = []
     with torch.no_grad():
         for _ in range(new):
@@ -122,7 +122,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def time_steps(model: Any, prompt: torch.Tensor, new: int, trials: int) -> dict[str, Any]:
-    """Seconds of decode steps of each contender, in turns, and its tokens."""
+    """Seconds of each contender's decode steps, taken in turns, and its tokens."""
     caches = {name: make(model.config, True) for name, make in CACHES.items()}
     found: dict[str, Any] = {name: {"tokens": [], "seconds": []} for name in caches}
     steps = {}
@@ -148,7 +148,7 @@ def time_steps(model: Any, prompt: torch.Tensor, new: int, trials: int) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where tokens are not those of the cache that is not offloaded."""
+    """Run it; the exit code is 1 if tokens differ from those with a cache that is not offloaded."""
     given = parse(arguments)
     device = torch.device(given.device)
     on_cpu = device.type == "cpu"
@@ -165,7 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result["traffic"] = measured = count_traffic(model, prompt, given.new)
         expected = {
             name: decode(
-                model, CACHES[OURS_PACKED if name == OURS_PACKED else KVLAYERS](model.config, False), prompt, given.new
+                model,
+                CACHES[KVLAYERS_PACKED if name == KVLAYERS_PACKED else KVLAYERS](model.config, False),
+                prompt,
+                given.new,
             )
             for name in measured
         }

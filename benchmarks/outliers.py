@@ -1,4 +1,4 @@
-"""A model whose keys have outliers, as those of some families do."""
+"""A model whose keys have outliers, like those of some model families."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @contextmanager
 def key_outliers(model: Any, bias: float) -> Iterator[None]:
-    """Add `bias` to two key channels of every KV head of every layer, while the context lasts.
+    """Add `bias` to two key channels of every KV head of every layer, within a block.
 
-    It is added as a bias of `k_proj` would be, and after `k_norm` where a model normalises its keys, since the norm
-    would divide all other channels by it. The channels are the two of the rotary pair of lowest frequency, the last of
-    each half of a head: over some thousand tokens they hardly rotate, so that a constant in the keys adds nearly the
-    same to all logits of a query, which softmax takes away again. In full precision the model therefore reads almost
-    as before (the benchmark reports both perplexities), while whoever puts those channels into one group with others
-    has to spread its levels over them: quanto and hqq group the channels of a token, 64 at a time.
+    The bias is added as a bias of `k_proj` would be. If a model normalises its keys, it is added after `k_norm`,
+    because the norm would divide all other channels by it. The channels are the two of the rotary pair with the lowest
+    frequency, the last of each half of a head: over some thousand tokens they hardly rotate, so a constant in the keys
+    adds nearly the same to all logits of a query, which softmax removes. So in full precision the model reads almost as
+    before (the benchmark reports both perplexities). A quantizer that groups these channels with others has to spread
+    its levels over them: quanto and hqq group the channels of a token, 64 at a time.
 
     Raises:
         ValueError: no layer has a `k_proj`.

@@ -1,4 +1,4 @@
-"""Bytes that are alive while a cache grows, counted storage by storage."""
+"""Counts the bytes that are in use while a cache grows, storage by storage."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,14 +16,14 @@ from kvlayers.tools.measuring.nbytes import cache_nbytes
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of every tensor storage that an operation allocates, for as long as anything keeps it alive.
 
-    Every operation below autograd passes through here, so each storage is seen the moment it exists: while
-    `torch.cat` hands over the new buffer and the cache still holds the old one, and while a growing buffer is copied
-    to its successor, both are alive and both are counted. Storages are known by weak references, which neither keep
-    memory alive nor mistake a new storage for a freed one at the same address. What has died is struck off whenever a
-    new storage comes, which is the only time that the sum can rise. Scratch memory inside a single kernel is not seen.
+    Every operation below autograd passes through here, so each storage is counted from the moment it exists: while
+    `torch.cat` returns the new buffer and the cache still holds the old one, and while a growing buffer is copied to
+    its successor, both are alive and both are counted. Storages are tracked by weak references, which neither keep
+    memory alive nor mistake a new storage for a freed one at the same address. Dead storages are removed whenever a new
+    one appears, which is the only time at which the sum can rise. Scratch memory inside a single kernel is not counted.
 
     Args:
-        ignored: tensors that do not belong to what is counted, such as the states that are fed in.
+        ignored: tensors that do not count, such as the states that are fed in.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at the storages behind its results."""
+        """Run an operation and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -49,31 +49,32 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now())
 
     def now(self) -> int:
-        """Bytes alive."""
+        """Bytes in use."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         return sum(nbytes for _, nbytes in self._alive.values())
 
     def peak_since(self) -> int:
-        """The peak since this was last asked."""
+        """The peak since the last call of this method."""
         peak, self.peak = self.peak, self.now()
         return peak
 
 
 def measure_peak(make: Maker, config: Any, length: int, worst_from: int) -> dict[str, float]:
-    """Grow a cache from nothing, one token at a time through all layers, and count.
+    """Grow a cache from empty, one token at a time through all layers, and count.
 
-    States are narrow (one KV head of 8), since every count here is proportional to their width, and growing wide ones
-    to 16k tokens by concatenation would take hours.
+    States are narrow (one KV head of 8), because every count here is proportional to their width, and growing wide
+    states to 16k tokens by concatenation would take hours.
 
     Args:
         make: makes the cache.
-        config: config of the model, for its layers.
+        config: the model's config, for its layers.
         length: tokens to grow to.
-        worst_from: tokens from which on the worst moment counts; before, a fixed minimum of spare room outweighs all.
+        worst_from: tokens from which on the worst moment counts; with fewer, a fixed minimum of spare room dominates.
 
     Returns:
-        `live_bytes` of the tokens at the end, `peak` and `held` as multiples of them, `worst_moment` as the largest
-        multiple of what was live at that time, and `reported`, what the cache says of itself over what was counted.
+        `live_bytes` of the tokens at the end; `peak` and `held` as multiples of it; `worst_moment`, the largest
+        multiple of the live bytes at any time; and `reported`, the bytes that the cache reports divided by the counted
+        bytes.
     """
     layers = config.num_hidden_layers
     keys, values = torch.randn(2, 1, 1, 1, 8).to(torch.bfloat16).unbind(0)
@@ -100,7 +101,7 @@ def measure_peak(make: Maker, config: Any, length: int, worst_from: int) -> dict
 
 
 def peak_bytes(call: Callable[[], Any], model: Any) -> int:
-    """The most bytes alive at once that `call` works with in eager code, beside the weights of a model."""
+    """The peak bytes that `call` uses in eager code, beyond the weights of a model."""
     with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as counter:
         call()
     return counter.peak

@@ -1,9 +1,9 @@
-"""Plots of results, for the page of figures.
+"""Draws results as plots, for the page of figures.
 
-    python benchmarks/plots.py                                       # of benchmarks/recorded, to docs/plots
+    python benchmarks/plots.py                                       # benchmarks/recorded, to docs/plots
     python benchmarks/plots.py benchmarks/results/decode-....json --output plots
 
-A result that has no such part gives no such plot. Each plot says on which machine, with what and when it was measured.
+A plot is drawn if the result has its section. Each plot has the machine, the versions and the date of the measurement.
 """
 
 import argparse
@@ -30,7 +30,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "kvlayers.DynamicCache": {"color": "#20639b", "marker": "o"},
     "kvlayers.StaticCache": {"color": "#20639b", "marker": "s", "linestyle": "--"},
 }
-"""By contender: one colour for each library, one line for each kind of cache."""
+"""By contender: a colour for each library, a line style for each kind of cache."""
 
 DOTS_PER_INCH = 110
 
@@ -45,7 +45,7 @@ def provenance(found: Mapping[str, Any]) -> str:
 
 
 def figure(found: Mapping[str, Any], title: str, across: str, up: str) -> tuple[Figure, Axes]:
-    """An empty plot, with what it is of and where that was measured."""
+    """An empty plot, with a title and where it was measured."""
     drawn = Figure(figsize=(7, 4.6), layout="constrained")
     axes = drawn.subplots()
     axes.set_title(title, loc="left", fontsize=11)
@@ -56,7 +56,7 @@ def figure(found: Mapping[str, Any], title: str, across: str, up: str) -> tuple[
 
 
 def draw(axes: Axes, name: str, points: Mapping[int, tuple[float, float, float]]) -> None:
-    """One line: by tokens a median, and the least and the greatest of the trials' medians as bars."""
+    """Draw a line: medians by tokens, with the smallest and the largest median of the trials as bars."""
     tokens = sorted(points)
     medians = [points[at][0] for at in tokens]
     below = [points[at][0] - points[at][1] for at in tokens]
@@ -65,7 +65,7 @@ def draw(axes: Axes, name: str, points: Mapping[int, tuple[float, float, float]]
 
 
 def by_contender(measured: Mapping[str, Any], scale: float) -> dict[str, dict[int, tuple[float, float, float]]]:
-    """From contenders by length to lengths by contender, in units of `1 / scale` seconds."""
+    """Turn contenders by length into lengths by contender, in units of `1 / scale` seconds."""
     lines: dict[str, dict[int, tuple[float, float, float]]] = {}
     for length, contenders in measured.items():
         if length == "model":
@@ -77,13 +77,13 @@ def by_contender(measured: Mapping[str, Any], scale: float) -> dict[str, dict[in
 
 
 def lengths_as_ticks(axes: Axes, lengths: list[int]) -> None:
-    """A logarithmic axis, with a tick for each length that was measured and no other."""
+    """Make the axis logarithmic, with a tick for each measured length and no other."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
 
 
 def step_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Milliseconds a decode step by the tokens that are held, with a random model."""
+    """Milliseconds a decode step by tokens held, with a random model."""
     measured = found["results"].get("decode", {}).get("random")
     if not measured:
         return None
@@ -99,7 +99,7 @@ def step_plot(found: Mapping[str, Any]) -> Figure | None:
 
 
 def update_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Microseconds that one layer takes to take in one token, by the tokens that are held."""
+    """Microseconds of one layer's update by one token, by tokens held."""
     measured = found["results"].get("update")
     if not measured:
         return None
@@ -116,7 +116,7 @@ def update_plot(found: Mapping[str, Any]) -> Figure | None:
 
 
 def window_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Milliseconds a decode step of a model with windows, by the tokens that have gone by."""
+    """Milliseconds a decode step of a model with sliding windows, by tokens seen."""
     measured = found["results"].get("sliding")
     if not measured:
         return None
@@ -132,23 +132,27 @@ def window_plot(found: Mapping[str, Any]) -> Figure | None:
 
 
 def chat_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Seconds that each turn of a chat takes, with a store of prefixes and without."""
+    """Seconds of each turn of a chat, with a prefix store and without."""
     turns = found["results"].get("chat")
     if not turns:
         return None
     model = pathlib.Path(found["arguments"]["model"]).name
     drawn, axes = figure(found, f"Turns of a chat, {model}, float32", "tokens of the turn's prompt", "s a turn")
     tokens = [turn["tokens"] for turn in turns]
-    theirs, ours = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
-    axes.plot(tokens, [turn["transformers"] for turn in turns], label="transformers", markersize=4, **theirs)
-    axes.plot(tokens, [turn["seconds"] for turn in turns], label="kvlayers, PrefixStore", markersize=4, **ours)
+    transformers_style, kvlayers_style = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
+    axes.plot(
+        tokens, [turn["transformers"] for turn in turns], label="transformers", markersize=4, **transformers_style
+    )
+    axes.plot(
+        tokens, [turn["seconds"] for turn in turns], label="kvlayers, PrefixStore", markersize=4, **kvlayers_style
+    )
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     return drawn
 
 
 def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Divergence by bytes a token, of calibrated bits and of the same bits in every layer."""
+    """Divergence by bytes a token, for calibrated bits and for the same bits in every layer."""
     measured = found["results"].get("calibration")
     if not measured:
         return None
@@ -160,7 +164,7 @@ def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
         for place, each in zip(places, budgets.values(), strict=True)
         for name, kl in each["uniform"].items()
     ]
-    alike, ours = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
+    alike, kvlayers_style = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
     axes.plot(
         [place for place, _, _ in uniform],
         [kl for _, _, kl in uniform],
@@ -171,7 +175,7 @@ def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
     for place, name, kl in uniform:
         axes.annotate(name, (place, kl), xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
     calibrated = [(each["bytes_per_token"], each["divergence"]) for each in budgets.values()]
-    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **ours)
+    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **kvlayers_style)
     axes.set_xticks(places, [f"{place:,.0f}" for place in places])
     axes.set_yscale("log")
     axes.margins(x=0.1)
@@ -189,21 +193,21 @@ DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure | None]] = {
 
 
 def plots_of(results: pathlib.Path, output: pathlib.Path) -> list[pathlib.Path]:
-    """Draw what a file of results has, and say where."""
+    """Draw the plots of a file of results; return their paths."""
     found = json.loads(results.read_text())
     written = []
     for name, plot in DRAWN.items():
         drawn = plot(found)
         if drawn is not None:
             path = output / f"{results.stem}-{name}.png"
-            # Without the version of matplotlib in it, equal plots are equal files.
+            # Without matplotlib's version in it, equal plots are equal files.
             drawn.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
             written.append(path)
     return written
 
 
 def main() -> None:
-    """Draw all that is asked for."""
+    """Draw the plots of all given results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=pathlib.Path, help="files of results; those of benchmarks/recorded")
     parser.add_argument("--output", type=pathlib.Path, default=PLOTS, help="where the plots go")

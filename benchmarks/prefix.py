@@ -1,12 +1,13 @@
-"""Time to the first token of a prompt whose prefix is in a PrefixStore, beside transformers without one.
+"""Time to the first token of a prompt whose prefix is in a PrefixStore, beside transformers without a store.
 
-    python benchmarks/prefix.py                # 4,096 tokens that are held, and a question of 16; a chat of ten turns
+    python benchmarks/prefix.py                # 4,096 tokens in the store and a question of 16; a chat of ten turns
     python benchmarks/prefix.py --quick        # fewer tokens, to see that it runs
 
-It needs a real model: `--model`, or what `make demo` brings. Contenders take turns, and figures are medians over the
-trials. "from disk" opens no store and reads a file that the system may have in its cache; opening is timed apart.
+It needs a real model: `--model`, or the model from `make demo`. Contenders take turns, and figures are medians over the
+trials. "from disk" does not open a store, and reads a file that the system may have cached; opening is timed
+separately.
 
-Tokens that are not those of transformers, ties excepted, make the exit code 1.
+The exit code is 1 if a token differs from transformers', except for ties.
 """
 
 import argparse
@@ -54,13 +55,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class FirstTokens:
-    """Prompts over one prefix, and the ways to their first tokens.
+    """Prompts with one prefix, and the ways to compute their first tokens.
 
     Args:
         model: the model.
-        prefix: ids that all prompts begin with, `[1, tokens]`.
-        questions: ids of what follows, a row each.
-        directory: with a file of the prefix's cache, that a store has made.
+        prefix: ids of the common prefix, `[1, tokens]`.
+        questions: ids that follow, one row for each prompt.
+        directory: a directory with the file that a store has made of the prefix's cache.
     """
 
     def __init__(self, model: Any, prefix: Tensor, questions: Tensor, directory: pathlib.Path) -> None:
@@ -85,7 +86,7 @@ class FirstTokens:
         return shutil.copytree(self.directory, copy, dirs_exist_ok=True)
 
     def _way(self, name: str) -> Callable[[], Tensor]:
-        """What is to be timed, made ready."""
+        """The call to time, ready to run."""
         if name == COLD:
             return self._generate
         if name == COPIED:
@@ -96,7 +97,7 @@ class FirstTokens:
         return lambda: self._by_store(store)
 
     def measure(self, trials: int, names: Sequence[str], disagreements: Disagreements, tick: Tick) -> dict[str, Any]:
-        """Seconds of each way in each trial; what differs from the first is noted."""
+        """Seconds of each way in each trial; tokens that differ from the first way's are recorded."""
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for trial in range(trials):
             expected: Tensor | None = None
@@ -115,7 +116,7 @@ class FirstTokens:
 
 
 def chat(model: Any, text: Tensor, opening: int, store: kvlayers.PrefixStore, tick: Tick) -> list[dict[str, Any]]:
-    """Ten turns with the store and without: tokens, tokens that were covered, seconds of each, and their answers."""
+    """Ten turns with the store and without: tokens, tokens found in the store, seconds of each, and answers."""
     turns, ids = [], text[:, :opening]
     asked = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
     for turn in range(TURNS):
@@ -150,7 +151,7 @@ def first_tokens_table(found: dict[str, Any], title: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where tokens are not those of transformers."""
+    """Run it; the exit code is 1 if tokens differ from transformers'."""
     given = parse(arguments)
     console = report.terminal()
     environment = report.environment()
@@ -190,8 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(talk_store.statistics)
     cold = one["medians"][COLD]
     promises = [
-        report.promised("first token from memory, of a cold one", one["medians"][MEMORY] / cold, at_most=0.1),
-        report.promised("first token from disk, of a cold one", one["medians"][DISK] / cold, at_most=0.25),
+        report.promised(
+            "time to the first token from memory, relative to no store", one["medians"][MEMORY] / cold, at_most=0.1
+        ),
+        report.promised(
+            "time to the first token from disk, relative to no store", one["medians"][DISK] / cold, at_most=0.25
+        ),
     ]
     report.show_targets(console, promises)
     results = {"one": one, "batch": batch, "chat": turns, "opening": opening}

@@ -1,4 +1,4 @@
-"""The quantized caches that are compared, and the bytes that each holds, counted to the last scale."""
+"""The quantized caches that are compared, and the bytes that each holds, scales included."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ AXES = {"quanto": 0, "hqq": 1}
 """The axis for keys and for values that transformers' documentation recommends for each backend."""
 
 OFFERED = {"quanto": (2, 4), "fp8": (8,)}
-"""The bits of backends that have not all."""
+"""The bits of the backends that do not support all bits."""
 
 
 LAYERS = {
@@ -34,7 +34,7 @@ def has_windows(config: Any) -> bool:
 
 
 class Contender(NamedTuple):
-    """One cache of the comparison: whose it is, its backend, and its bits (`None` for a cache in full precision)."""
+    """One cache of the comparison: its library, its backend and its bits (`None` for full precision)."""
 
     library: str
     backend: str
@@ -42,31 +42,32 @@ class Contender(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As tables and files call it."""
+        """The name in tables and files."""
         return f"{self.library} {self.backend}" + ("" if self.bits is None else f", {self.bits} bits")
 
     @property
-    def ours(self) -> bool:
+    def is_kvlayers(self) -> bool:
         """Whether the cache is kvlayers'."""
         return self.library == "kvlayers"
 
     def make(self, config: Any) -> Any:
-        """An empty cache; raises what the library raises where it has no such cache.
+        """Make an empty cache; raise the library's error if it has no such cache.
 
-        transformers' `QuantizedCache` refuses models with sliding windows. There, its layers are put into a cache by
-        hand, so that there is something to compare with: they quantize and hold every token, and masks apply windows.
+        transformers' `QuantizedCache` refuses models with sliding windows. For these, its layers are put into a cache
+        by hand, so that there is something to compare with: they quantize and hold every token, and masks apply the
+        windows.
         """
         if self.bits is None:
             return FULL[self](config)
         axis = AXES.get(self.backend)
-        # transformers' fp8 refuses all options, that of the bits among them.
+        # transformers' fp8 refuses all options, including the bits.
         options = {} if self.backend == "fp8" else {"nbits": self.bits}
         if axis is not None:
             options |= {"axis_key": axis, "axis_value": axis}
         try:
             return LIBRARIES[self.library].QuantizedCache(self.backend, config, **options)
         except ValueError:
-            if self.ours or not has_windows(config):
+            if self.is_kvlayers or not has_windows(config):
                 raise
             layers = range(config.get_text_config().num_hidden_layers)
             return transformers.Cache(layers=[LAYERS[self.backend](**options) for _ in layers])
@@ -74,14 +75,14 @@ class Contender(NamedTuple):
 
 REFERENCE = Contender("transformers", "DynamicCache", None)
 EXACT = Contender("kvlayers", "DynamicCache", None)
-"""Full precision like the reference: whatever it scores other than zero would be an error of the measurement."""
+"""Full precision, like the reference: a score other than zero would be an error of the measurement."""
 
 ROUNDED = Contender("transformers", "DynamicCache in bfloat16", None)
-"""What a cache in bfloat16 loses against a model in float32: nobody misses less than that."""
+"""The loss of a cache in bfloat16 relative to a model in float32: no quantized cache can lose less."""
 
 
 def rounding_states(cache: Any) -> Any:
-    """The cache, made to hold and return states rounded to bfloat16."""
+    """The cache, changed to hold and return states rounded to bfloat16."""
     update = cache.update
 
     def rounded(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,7 @@ FULL: dict[Contender, CacheMaker] = {
 
 
 def contenders(backends: Iterable[str], bits: Iterable[int]) -> list[Contender]:
-    """Those of `backends`, each `library:backend`, at each of `bits` that the backend is documented to have."""
+    """The contenders for `backends`, each `library:backend`, with each of `bits` that the backend documents."""
     split = [backend.split(":") for backend in backends]
     return [
         Contender(library, backend, nbits)
@@ -113,12 +114,12 @@ def contenders(backends: Iterable[str], bits: Iterable[int]) -> list[Contender]:
 def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chunk: int) -> dict[str, float]:
     """Bytes per token of a cache that is filled in chunks with states in bfloat16, as caches hold them in use.
 
-    They do not depend on what the states are, but on how many: a residual in full precision fills and empties. So they
-    are counted after every chunk of the scored part. Where all layers of a cache of transformers are of one class, one
-    of them is filled and counted for all, since hqq takes minutes to quantize them all.
+    The bytes depend on the number of states, not on their values: a residual in full precision fills and empties. So
+    they are counted after every chunk of the scored part. If all layers of a transformers cache have one class, only
+    one of them is filled, and counts for all, because hqq takes minutes to quantize them all.
 
     Returns:
-        `bytes` is the mean over those chunks, `most_bytes` the most and `last_bytes` what is held at the end.
+        `bytes` is the mean over these chunks, `most_bytes` the maximum and `last_bytes` the bytes at the end.
     """
     text_config = config.get_text_config()
     heads = text_config.num_attention_heads

@@ -1,8 +1,8 @@
-"""Keep of results what plots and tables are made of, small enough for the repository.
+"""Records results in the repository: the parts that plots and tables need.
 
     python benchmarks/record.py benchmarks/results/decode-....json benchmarks/recorded/decode-2026-11-21.json
 
-Medians, ranges, versions and hardware stay; the time of each single step goes.
+Medians, ranges, versions and hardware are kept; the times of single steps are dropped.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def without_single_times(found: Any) -> Any:
-    """Results without the trials that their medians are of: lists of lists of seconds."""
+    """Results without the trials of their medians, which are lists of lists of seconds."""
     if isinstance(found, list):
         return [without_single_times(each) for each in found]
     if not isinstance(found, dict):
@@ -26,7 +26,7 @@ def _is_trials(found: Any) -> bool:
 
 
 def main() -> None:
-    """Read one file of results, and write the other."""
+    """Read a file of results, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=pathlib.Path, help="what a benchmark wrote")
     parser.add_argument("recorded", type=pathlib.Path, help="where to")

@@ -1,4 +1,4 @@
-"""What the figures come to: summaries, the targets, the table, and where they were taken."""
+"""Summaries of the measurements: targets, tables, and where they were made."""
 
 import argparse
 import datetime
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from contenders import EXACT, FLOOR, KVLAYERS, OURS_4_BITS, REFERENCE, THEIRS_4_BITS
+from contenders import EXACT, FLOOR, KVLAYERS, KVLAYERS_4_BITS, REFERENCE, TRANSFORMERS_4_BITS
 from kvlayers.tools.measuring.environment import environment as environment
 from timing import Disagreements, Tick, Ticking
 
@@ -23,18 +23,18 @@ MILLI, MICRO = 1e3, 1e6
 
 
 def terminal() -> Console:
-    """Where tables go. Without a terminal rich takes 80 columns, which cuts them to pieces."""
+    """The console for tables. Without a terminal, rich's 80 columns would break them."""
     return Console(width=None if sys.stdout.isatty() else 132)
 
 
 def progress_bars(console: Console, *more: ProgressColumn) -> Progress:
-    """Bars with what they stand for, counts and times."""
+    """Progress bars with a description, a count and the time."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, *more, console=console)
 
 
 def ticking_in(progress: Progress) -> Ticking:
-    """Makes bars, and what advances each."""
+    """Return a function that adds a bar and returns the function that advances it."""
 
     def ticking(what: str, total: int) -> Tick:
         task = progress.add_task(what, total=total)
@@ -44,15 +44,15 @@ def ticking_in(progress: Progress) -> Ticking:
 
 
 def output_path(benchmark: str) -> pathlib.Path:
-    """Where a benchmark writes that was not told."""
+    """The default output file of a benchmark."""
     return RESULTS / f"{benchmark}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
 
 
 def summarise(measured: dict[str, Any]) -> None:
-    """Add to each contender's raw `seconds` their median and mean, and ratios to the reference and to the floor.
+    """Add the median, the mean, and ratios to the reference and to the floor to each contender's raw `seconds`.
 
-    A median is that of the trials' medians. A ratio is the median of the trials' ratios, so that it compares only what
-    was measured side by side; `spread` is the least and the greatest of them.
+    A median is the median of the trials' medians. A ratio is the median of the trials' ratios, so that it only compares
+    measurements made side by side; `spread` has the smallest and the largest of them.
     """
     for entry in measured.values():
         medians = [statistics.median(trial) for trial in entry["seconds"]]
@@ -65,20 +65,20 @@ def summarise(measured: dict[str, Any]) -> None:
             if other not in measured:
                 continue
             pairs = zip(measured[other]["seconds"], entry["seconds"], strict=True)
-            ratios = [statistics.median(theirs) / statistics.median(ours) for theirs, ours in pairs]
+            ratios = [statistics.median(rival) / statistics.median(candidate) for rival, candidate in pairs]
             entry[key], entry[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
         pairs = zip(measured[REFERENCE]["seconds"], entry["seconds"], strict=True)
         entry["speed_of_means"] = statistics.median(statistics.fmean(t) / statistics.fmean(o) for t, o in pairs)
 
 
-def times_as_fast(measured: dict[str, Any], ours: str, theirs: str) -> float:
+def times_as_fast(measured: dict[str, Any], candidate: str, rival: str) -> float:
     """How many times as fast one contender is as another: the median of the trials' ratios."""
-    pairs = zip(measured[theirs]["seconds"], measured[ours]["seconds"], strict=True)
+    pairs = zip(measured[rival]["seconds"], measured[candidate]["seconds"], strict=True)
     return statistics.median(statistics.median(t) / statistics.median(o) for t, o in pairs)
 
 
 def summarise_sliding(measured: dict[str, Any]) -> None:
-    """Add each station's median, and how much the slowest station takes over the first."""
+    """Add each station's median, and the ratio of the slowest station to the first."""
     for entry in measured.values():
         medians = {at: statistics.median(map(statistics.median, trials)) for at, trials in entry["stations"].items()}
         first, *_, last = medians.values()
@@ -90,7 +90,7 @@ def summarise_sliding(measured: dict[str, Any]) -> None:
 
 
 def add_amortised(decode: dict[str, Any], growth: dict[str, float], layers: int) -> None:
-    """Add to our decode step what growing costs it in the long run: see `measure_growth`."""
+    """Add the long-run cost of growing to the decode step with kvlayers' DynamicCache: see `measure_growth`."""
     if growth:
         extra = layers * (growth["mean"] - growth["median"])
         decode[KVLAYERS]["amortised"] = decode[KVLAYERS]["median"] + extra
@@ -99,21 +99,21 @@ def add_amortised(decode: dict[str, Any], growth: dict[str, float], layers: int)
 
 
 def add_agreement(measured: dict[str, Any], rounded: Any, length: int, steps: int) -> None:
-    """Add to each contender at `length` tokens the part of the steps whose greedy token is the reference's."""
+    """Add the fraction of steps with the reference's greedy token to each contender at `length` tokens."""
     for name, entry in measured.items():
         others = [found for found in rounded.found if found["cache"] == name and 0 <= found["tokens"] - length < steps]
         entry["agreement"] = 1 - len(others) / steps
 
 
 def promised(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
-    """A promise: what was asked of a value, and whether it holds."""
+    """A target: its bound, the measurement, and whether it is met."""
     met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
     asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
     return {"what": what, "asked": asked, "value": value, "met": met}
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The project's promises that these figures speak to: what was asked, what was seen, whether it holds."""
+    """The project's targets for these figures: target, measurement, and whether it is met."""
     found: list[dict[str, Any]] = []
 
     def promise(what: str, value: float, **bounds: float) -> None:
@@ -121,44 +121,54 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
     decode, update = results["decode"].get("random", {}), results["update"]
     if 16384 in decode:
-        ours = decode[16384][KVLAYERS]
-        promise("step at 16k, times as fast as transformers' DynamicCache", ours["speed"], at_least=3.5)
-        promise("step at 16k, speed against memory of the exact length", ours["speed_to_floor"], at_least=0.9)
-        promise("the same against transformers' StaticCache of that length", ours["speed_to_exact"], at_least=0.9)
-        if "amortised" in ours:
-            promise("the same with growth amortised", ours["amortised_speed_to_floor"], at_least=0.9)
+        candidate = decode[16384][KVLAYERS]
+        promise("step at 16k, times as fast as transformers' DynamicCache", candidate["speed"], at_least=3.5)
+        promise("step at 16k, speed relative to preallocated memory", candidate["speed_to_floor"], at_least=0.9)
+        promise(
+            "the same relative to transformers' StaticCache of the exact length",
+            candidate["speed_to_exact"],
+            at_least=0.9,
+        )
+        if "amortised" in candidate:
+            promise("the same with growth amortised", candidate["amortised_speed_to_floor"], at_least=0.9)
     if 128 in decode:
         promise(
             "step at 128, times as fast as transformers' DynamicCache", decode[128][KVLAYERS]["speed"], at_least=0.98
         )
     if 64 in update:
-        promise("update at 64, median time over transformers'", 1 / update[64][KVLAYERS]["speed"], at_most=1)
-        promise("update at 64, mean time over transformers'", 1 / update[64][KVLAYERS]["speed_of_means"], at_most=1)
+        promise("update at 64, median time relative to transformers'", 1 / update[64][KVLAYERS]["speed"], at_most=1)
+        promise(
+            "update at 64, mean time relative to transformers'", 1 / update[64][KVLAYERS]["speed_of_means"], at_most=1
+        )
     for length, measured in results.get("quantized", {}).items():
         if length not in (4096, 16384):
             continue
         least = 4 if length == 4096 else 5
-        ours, where = measured[OURS_4_BITS], f"4-bit step at {length}"
-        for theirs in THEIRS_4_BITS:
-            speed = times_as_fast(measured, OURS_4_BITS, theirs)
-            promise(f"{where}, times as fast as {theirs}", speed, at_least=least)
+        candidate, where = measured[KVLAYERS_4_BITS], f"4-bit step at {length}"
+        for rival in TRANSFORMERS_4_BITS:
+            speed = times_as_fast(measured, KVLAYERS_4_BITS, rival)
+            promise(f"{where}, times as fast as {rival}", speed, at_least=least)
         if length == 16384:
-            slower = times_as_fast(measured, KVLAYERS, OURS_4_BITS)
-            promise(f"{where}, time over our DynamicCache's", slower, at_most=1.3)
+            slower = times_as_fast(measured, KVLAYERS, KVLAYERS_4_BITS)
+            promise(f"{where}, time relative to kvlayers' DynamicCache", slower, at_most=1.3)
             dense = length_bytes(measured)
-            promise("bytes held at 16k, 4 bits over dense", ours["held"] / dense, at_most=0.295)
-            promise("bytes held at 16k, 2 bits over dense", measured["kvlayers 2 bits"]["held"] / dense, at_most=0.17)
+            promise("bytes held at 16k, 4 bits relative to dense", candidate["held"] / dense, at_most=0.295)
+            promise(
+                "bytes held at 16k, 2 bits relative to dense", measured["kvlayers 2 bits"]["held"] / dense, at_most=0.17
+            )
     if results["peak"]:
         entry = results["peak"]["caches"][KVLAYERS]
-        promise(f"peak growing to {results['peak']['tokens']}, times what is live", entry["peak"], at_most=1.3)
+        promise(
+            f"peak growing to {results['peak']['tokens']}, relative to the bytes in use", entry["peak"], at_most=1.3
+        )
     if results["sliding"]:
         entry = results["sliding"][KVLAYERS]
-        promise("sliding window, last step time over first", entry["last_over_first"], at_most=1.1)
+        promise("sliding window, last step time relative to the first", entry["last_over_first"], at_most=1.1)
     return found
 
 
 def length_bytes(measured: dict[str, Any]) -> int:
-    """Bytes of the states alone: those of transformers' cache, which concatenates."""
+    """Bytes of the states alone, which are those of transformers' cache because it concatenates."""
     return int(measured[REFERENCE]["held"])
 
 
@@ -177,7 +187,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """An empty table, whose first column says what a row is about."""
+    """An empty table whose first column names the rows."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
@@ -185,7 +195,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def span(entry: dict[str, Any], key: str) -> str:
-    """A figure with the least and the greatest of the trials."""
+    """A figure with the smallest and the largest of the trials."""
     low, high = entry[f"{key}_spread"]
     return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
 
@@ -266,14 +276,14 @@ def _sliding_table(sliding: dict[str, Any]) -> Table:
 
 
 def show_targets(console: Console, promises: list[dict[str, Any]]) -> None:
-    """Print what was promised, and what was measured."""
+    """Print the targets and the measurements."""
     for promise in promises:
         verdict = "[green]met[/]" if promise["met"] else "[red]missed[/]"
         console.print(f"{verdict}: {promise['what']}: {promise['value']:.4g}, asked {promise['asked']}")
 
 
 def write(console: Console, given: argparse.Namespace, environment: dict[str, Any], content: dict[str, Any]) -> None:
-    """Write where a benchmark ran, the arguments that it was given and what it found to `given.output`, as JSON."""
+    """Write the machine, the arguments and the results of a benchmark to `given.output`, as JSON."""
     plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text(json.dumps({**environment, "arguments": plain, **content}, indent=1))
@@ -288,7 +298,7 @@ def finish(
     promises: Sequence[dict[str, Any]],
     disagreements: Disagreements,
 ) -> int:
-    """Write the JSON, say where caches disagreed, and return the exit code."""
+    """Write the JSON, print where caches disagreed, and return the exit code."""
     content = {"results": results, "targets": promises, "disagreements": disagreements.found}
     write(console, given, environment, content)
     for entry in sorted(disagreements.found, key=lambda entry: entry["tie"])[:SHOWN]:

@@ -1,4 +1,4 @@
-"""Time to save and to load a cache of SmolLM2's shape, beside torch.save of transformers' DynamicCache."""
+"""Times saving and loading a cache of SmolLM2's shape, beside `torch.save` of transformers' DynamicCache."""
 
 import os
 import pathlib
@@ -43,24 +43,24 @@ def filled(cache: Any, layers: int, heads: int) -> Any:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        theirs, ours, packed = (pathlib.Path(directory) / name for name in ("theirs", "ours", "packed"))
+        torch_file, kvlayers_file, packed = (pathlib.Path(directory) / name for name in ("torch", "kvlayers", "packed"))
         upstream = filled(transformers.DynamicCache(), LAYERS, KV_HEADS)
         cache = filled(kvlayers.DynamicCache(), LAYERS, KV_HEADS)
         quantized = filled(kvlayers.QuantizedCache(nbits=4), LAYERS, KV_HEADS)
-        print("torch.save and fsync", median(lambda: (torch.save(upstream, theirs), to_disk(theirs))))
-        print("save_cache", median(lambda: kvlayers.save_cache(cache, ours)))
-        print("torch.load", median(lambda: torch.load(theirs, weights_only=False)))
-        print("load_cache", median(lambda: kvlayers.load_cache(ours)))
-        print("load_cache(verify=False)", median(lambda: kvlayers.load_cache(ours, verify=False)))
-        print("load_cache(length=512)", median(lambda: kvlayers.load_cache(ours, length=512)))
-        print("inspect_cache", median(lambda: kvlayers.inspect_cache(ours)))
+        print("torch.save and fsync", median(lambda: (torch.save(upstream, torch_file), to_disk(torch_file))))
+        print("save_cache", median(lambda: kvlayers.save_cache(cache, kvlayers_file)))
+        print("torch.load", median(lambda: torch.load(torch_file, weights_only=False)))
+        print("load_cache", median(lambda: kvlayers.load_cache(kvlayers_file)))
+        print("load_cache(verify=False)", median(lambda: kvlayers.load_cache(kvlayers_file, verify=False)))
+        print("load_cache(length=512)", median(lambda: kvlayers.load_cache(kvlayers_file, length=512)))
+        print("inspect_cache", median(lambda: kvlayers.inspect_cache(kvlayers_file)))
         print("save_cache, 4 bits", median(lambda: kvlayers.save_cache(quantized, packed)))
         print("load_cache, 4 bits", median(lambda: kvlayers.load_cache(packed)))
-        print("bytes", theirs.stat().st_size, ours.stat().st_size, packed.stat().st_size)
+        print("bytes", torch_file.stat().st_size, kvlayers_file.stat().st_size, packed.stat().st_size)
         config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=16)
-        torch.save(filled(transformers.DynamicCache(config=config), 1, 2), theirs)
-        kvlayers.save_cache(filled(kvlayers.DynamicCache(config=config), 1, 2), ours)
-        print("bytes of a window of 16", theirs.stat().st_size, ours.stat().st_size)
+        torch.save(filled(transformers.DynamicCache(config=config), 1, 2), torch_file)
+        kvlayers.save_cache(filled(kvlayers.DynamicCache(config=config), 1, 2), kvlayers_file)
+        print("bytes of a window of 16", torch_file.stat().st_size, kvlayers_file.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""A text of many windows streamed through a sink cache: how well it is predicted, and what a step takes.
+"""Streams a text of several windows through a sink cache: perplexity, and the time of a step.
 
     python benchmarks/sinks.py                       # the demo model, windows of 64 and 256 tokens
     python benchmarks/sinks.py --model DIR_OR_HUB    # another model
     python benchmarks/sinks.py --quick               # a small random model, to see that it runs
 
-The text is read token by token. Over its second half the perplexity of a `SinkCache` is shown beside that of a plain
-window of as many tokens, and of what the paper (arXiv:2309.17453) compares with: the sinks and the window recomputed
-for each token, as one text with contiguous positions. Recomputation forgets all that is before the window; the states
-in a cache were computed with it in view, so a cache may predict better.
+The text is read token by token. The perplexity of its second half with a `SinkCache` is compared with two others: a
+plain window of as many tokens, and the comparison of the paper (arXiv:2309.17453), in which the sinks and the window
+are recomputed for each token, as one text with contiguous positions. Recomputation forgets everything before the
+window, while the states in a cache were computed when it was visible, so a cache may predict better.
 
-The exit code is 1 where the perplexity of sinks is more than a tenth above that of recomputation.
+The exit code is 1 if the perplexity with sinks is more than a tenth above the one with recomputation.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from workload import QUICK_SHAPE, RandomModel, Workload, default_model, real_wor
 SINKS, WINDOW, RECOMPUTED = "kvlayers, sinks", "a window without sinks", "recomputed at every token"
 NUM_SINK_TOKENS = 4
 ROWS_AT_ONCE = 16
-"""Tokens that are recomputed side by side."""
+"""The number of tokens whose windows are recomputed side by side."""
 MOST_OVER_RECOMPUTED = 1.1
 MOST_OVER_FIRST_WINDOW = 1.1
 
@@ -60,12 +60,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def window_cache(model: Any, window: int) -> kvlayers.Cache:
-    """A cache that holds the newest tokens and no others."""
+    """A cache that holds only the newest tokens."""
     return kvlayers.Cache([kvlayers.SlidingLayer(window) for _ in range(model.config.num_hidden_layers)])
 
 
 def stream(model: Any, ids: Tensor, cache: Any, window: int, tick: Callable[[], None]) -> dict[str, Any]:
-    """Read a text token by token: how surprising its second half is, and the seconds of a step in each window."""
+    """Read a text token by token: the perplexity of its second half, and the seconds of a step in each window."""
     tokens = ids.shape[1] - 1
     surprise, seconds = [], []
     with torch.inference_mode(), quiet_clock():
@@ -81,7 +81,7 @@ def stream(model: Any, ids: Tensor, cache: Any, window: int, tick: Callable[[], 
 
 
 def recompute(model: Any, ids: Tensor, window: int, positions: Sequence[int], tick: Callable[[], None]) -> float:
-    """Perplexity where each token is predicted from the sinks and the window before it, computed as one text."""
+    """Perplexity if each token is predicted from the sinks and the window before it, computed as one text."""
     surprise = []
     with torch.inference_mode():
         for start in range(0, len(positions), ROWS_AT_ONCE):
@@ -121,12 +121,12 @@ def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> 
 
 
 def promises(measured: dict[int, Any]) -> list[dict[str, Any]]:
-    """What was asked, what was seen."""
+    """The targets, and whether they are met."""
     found = []
     for window, entry in measured.items():
         share = entry[SINKS]["perplexity"] / entry[RECOMPUTED]["perplexity"]
         found.append(
-            report.promised(f"{window}: perplexity to that of recomputation", share, at_most=MOST_OVER_RECOMPUTED)
+            report.promised(f"{window}: perplexity relative to recomputation", share, at_most=MOST_OVER_RECOMPUTED)
         )
         first, *_, last = entry[SINKS]["steps"]
         found.append(
@@ -138,7 +138,7 @@ def promises(measured: dict[int, Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 where sinks predict worse than recomputation by more than a tenth."""
+    """Run it; the exit code is 1 if sinks predict worse than recomputation by more than a tenth."""
     given = parse(arguments)
     console = report.terminal()
     if given.threads:

@@ -1,4 +1,4 @@
-"""Whether decoding with sliding-window layers goes on at one pace, however long the sequence."""
+"""Measures whether decode steps with sliding-window layers stay equally fast, however long the sequence."""
 
 import gc
 import time
@@ -24,11 +24,11 @@ def measure_sliding(
 ) -> dict[str, Any]:
     """Time decode steps at several token counts along one sequence.
 
-    Between the stations, every token goes through every layer's update by itself, as in decoding; only the rest of the
-    model is left out. Those updates are timed too, each as its mean over the layers.
+    Between these stations, every token goes through every layer's update one by one, as in decoding; only the rest of
+    the model is left out. These updates are timed too, as the mean over the layers.
 
     Returns:
-        For each contender `stations`, the seconds of each step by station and trial, and `updates`, by trial.
+        For each contender `stations`, the seconds of each step by station and trial, and `updates` by trial.
     """
     model, shape = workload.model, workload.shape
     names = [name for name in makers if name != FLOOR]

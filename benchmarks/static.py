@@ -1,32 +1,32 @@
-"""Static caches with reservations of several sizes: eager steps, compiled steps, and whole calls of `generate()`."""
+"""Measures static caches with several reservations: eager steps, compiled steps, and calls of `generate()`."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
-from contenders import EXACT, KVLAYERS, OURS_STATIC, REFERENCE, Maker, compiled
+from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, REFERENCE, Maker, compiled
 from generation import GENERATORS, SERVING, Job, measure_generate
 from kvlayers.tools.measuring.interleave import quiet_clock
 from timing import Disagreements, Ticking, greedy_reference, measure_decode
 from workload import Workload
 
 SPARE = 64
-"""Tokens that the smallest reservation has beyond those present, where no more steps are timed."""
+"""Tokens that the smallest reservation has beyond those in the cache, unless more steps are timed."""
 
 
 @dataclass
 class Plan:
-    """Sizes of what is measured.
+    """The sizes for the measurements.
 
     Args:
-        lengths: tokens present.
-        times: reservations, as multiples of them.
-        most: tokens that are reserved at the most.
+        lengths: tokens in the cache.
+        times: reservations, as multiples of `lengths`.
+        most: the largest reservation, in tokens.
         steps: decode steps in each trial.
-        trials: trials.
+        trials: the number of trials.
         block: steps before the next contender's turn.
-        backend: of `torch.compile`.
-        prompt: tokens of the prompt that `generate()` takes.
+        backend: the backend of `torch.compile`.
+        prompt: tokens of the prompt for `generate()`.
         new: tokens that it generates.
         reserve: tokens that static caches reserve for it.
     """
@@ -43,19 +43,19 @@ class Plan:
     reserve: int = 4096
 
     def reservations(self, length: int) -> dict[int, int]:
-        """Tokens to reserve where `length` are present, by the multiple that they are."""
+        """The reservation for each multiple, for `length` tokens in the cache."""
         room = length + max(SPARE, self.steps)
         wanted = {times: max(times * length, room) for times in self.times}
         return {times: tokens for times, tokens in wanted.items() if times == 1 or tokens <= self.most}
 
 
 def reserving(make: Maker, tokens: int) -> Maker:
-    """Makes the caches of a maker for so many tokens, whatever number they will hold."""
+    """Make a maker's caches for a fixed number of tokens, however many they will hold."""
     return lambda config, length: make(config, tokens)
 
 
 def with_reservation(name: str, times: int) -> str:
-    """Name of a static cache that reserves `times` the tokens present."""
+    """The name of a static cache that reserves `times` the tokens in it."""
     return f"{name}, {times}x"
 
 
@@ -87,10 +87,10 @@ def measure_steps(
     """Time decode steps in eager and in compiled code, each beside dynamic caches in eager code.
 
     Returns:
-        Those of eager code and those of compiled code, as `measure_decode` returns them.
+        The results for eager code and for compiled code, as `measure_decode` returns them.
     """
     sizes, static = {}, {}
-    for of in (OURS_STATIC, EXACT):
+    for of in (KVLAYERS_STATIC, EXACT):
         for times, tokens in plan.reservations(length).items():
             name = with_reservation(of, times)
             sizes[name], static[name] = tokens, reserving(makers[of], tokens)
@@ -106,7 +106,7 @@ def measure_steps(
 
 
 def _measure_generate(workload: Workload, plan: Plan, disagreements: Disagreements, ticking: Ticking) -> dict[str, Any]:
-    """Time calls of `generate()`; `buckets` is how many of them its decode steps attend to."""
+    """Time calls of `generate()`; `buckets` is the number of buckets that its decode steps reach."""
     job = Job(workload.name, workload.model, workload.prompt(plan.prompt), plan.new, plan.reserve, plan.backend)
     tick = ticking(f"generate {plan.new} tokens", len(SERVING) + plan.trials)
     contenders = {name: GENERATORS[name] for name in SERVING}
@@ -127,10 +127,10 @@ def _measure_compiled(
     disagreements: Disagreements,
     ticking: Ticking,
 ) -> dict[str, Any]:
-    """Time decode steps in compiled code, after a prefill in eager code; every graph is compiled before.
+    """Time decode steps in compiled code, after a prefill in eager code. Every graph is compiled first.
 
     Returns:
-        That of `measure_decode`, with the `graphs` of each, `compile_seconds`, and `recompiles` while it was timed.
+        The results of `measure_decode`, with `graphs`, `compile_seconds`, and `recompiles` during the timed steps.
     """
     makers = {compiled(name): make for name, make in static.items()}
     options = options_of(plan.backend)
@@ -153,7 +153,7 @@ def _measure_compiled(
 
 
 def _warm_up(workload: Workload, make: Maker, forward: Compiled, length: int, steps: int) -> None:
-    """Take as many steps as will be timed, so that all sizes that they come to are compiled."""
+    """Take as many steps as will be timed, so that all sizes that they need are compiled."""
     first = workload.prepare(length)
     cache = make(workload.model.config, length + steps)
     with quiet_clock():

@@ -1,4 +1,4 @@
-"""Measurements of time: decode steps of a model, and updates of one layer."""
+"""Times decode steps of a model, and updates of one layer."""
 
 import gc
 import statistics
@@ -16,25 +16,26 @@ from kvlayers.tools.measuring.predictions import is_tie
 from workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]
-"""For each contender and trial the seconds of each step."""
+"""The seconds of each step, for each contender and trial."""
 
 Tick = Callable[[], None]
 
 Ticking = Callable[[str, int], Tick]
-"""Shows a new bar, by what it stands for and the ticks that fill it."""
+"""Shows a new bar with a description and its number of ticks."""
 
 Forward = Callable[..., Any]
-"""A model, or what was compiled from it."""
+"""A model's forward pass, compiled or not."""
 
 
 class Disagreements:
-    """What contenders did otherwise than the reference: other tokens, or other states from an update.
+    """Records where contenders differ from the reference: in tokens, or in the states that an update returns.
 
-    A token is a tie, and no failure, where the contender rounds otherwise by design and the two logits are no further
-    apart than that explains. All others compute the very same sums, and must give the very same tokens.
+    A different token is a tie, and no failure, if the contender rounds differently by design and the difference of the
+    two logits is explained by that. All other contenders compute exactly the same sums, and must give exactly the same
+    tokens.
 
     Args:
-        dtype: that of the models.
+        dtype: the models' dtype.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -43,11 +44,11 @@ class Disagreements:
 
     @property
     def failures(self) -> int:
-        """Those that are no ties."""
+        """The number of differences that are not ties."""
         return sum(not entry["tie"] for entry in self.found)
 
     def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
-        """Compare the greedy token of `logits` `[vocab]` with that of `expected`; return how far they are apart."""
+        """Compare the greedy token of `logits` `[vocab]` with that of `expected`; return their largest difference."""
         self.compare_token(where, expected, int(logits.argmax()))
         return float((logits - expected).abs().max())
 
@@ -77,7 +78,7 @@ def step(forward: Forward, cache: Any, token: int, device: torch.device | str | 
 
 
 def greedy_reference(model: Any, cache: Any, token: int, steps: int) -> tuple[list[int], list[Tensor]]:
-    """The tokens that go into each of `steps` greedy steps, and the logits that come out."""
+    """The input tokens of `steps` greedy steps, and the logits that come out."""
     tokens, logits = [token], []
     for _ in range(steps):
         logits.append(step(model, cache, tokens[-1])[1])
@@ -98,10 +99,10 @@ def measure_decode(
 ) -> dict[str, Any]:
     """Time decode steps from `length` tokens on.
 
-    The reference decodes greedily once, which also warms up. In the trials every contender is fed those tokens, so
-    that all decode one sequence, each step is compared by itself, and where all agree it is what each would have
-    decoded alone. Contenders take turns of `block` steps, in an order that rotates. Those with one of `forwards` decode
-    with that, the others with the model as it is.
+    The reference decodes greedily once, which also warms up. In the trials, every contender is fed those tokens. So all
+    decode one sequence, each step is compared by itself, and a contender that always agrees would have decoded the same
+    tokens alone. Contenders take turns of `block` steps, in an order that rotates. Contenders in `forwards` decode with
+    that function, the others with the model itself.
     """
     forwards = forwards or {}
     model, config = workload.model, workload.model.config
@@ -164,7 +165,7 @@ def measure_update(
     prompt = random_states(1, shape.kv_heads, shape.head_dim, length, torch.bfloat16)
     keys, values = random_states(1, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)[0]
     expected = torch.cat([prompt[0][0], keys.expand(-1, -1, steps, -1)], dim=2)
-    # Short updates are all Python, and one in a thousand is interrupted: many repeats steady the mean.
+    # Short updates are all Python, and one in a thousand is interrupted: repeats stabilise the mean.
     repeats = max(1, min(16, 4096 // length))
     for trial in range(trials):
         gc.collect()
@@ -185,9 +186,9 @@ def measure_update(
 
 
 def measure_growth(config: Any, shape: Shape, make: Maker, length: int) -> dict[str, float]:
-    """Time every update of one layer from one growth of its memory to the next, the second growth included.
+    """Time every update of one layer from one growth of its memory to the next, including the second growth.
 
-    That is what growing costs in the long run: a mean over fewer updates contains either none or too much of it.
+    This is the long-run cost of growing: a mean over fewer updates contains either no growth or too much of it.
     """
     keys, values = random_states(1, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)[0]
     cache = make(config, 2 * length)

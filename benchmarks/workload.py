@@ -1,4 +1,4 @@
-"""The models that decode, and what their caches are filled with before the clock starts."""
+"""The models for decoding, and the states that fill their caches before the clock starts."""
 
 import os
 import pathlib
@@ -16,14 +16,14 @@ from kvlayers.tools.measuring.text import default_text
 FILL_CHUNK = 2048
 PREFILL_CHUNK = 512
 OWN_PREFILL_UP_TO = 1024
-"""Tokens up to which every contender prefills by itself; beyond, the states of one prefill are given to all."""
+"""Up to this many tokens, every contender prefills by itself; beyond, all get the states of one prefill."""
 
 DEMO_MODEL = ".models/SmolLM2-135M-Instruct"
 
 
 @dataclass
 class Shape:
-    """Size of a random llama-like model."""
+    """The size of a random llama-like model."""
 
     layers: int = 8
     heads: int = 16
@@ -34,18 +34,18 @@ class Shape:
 
 
 QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
-"""A model to see with that a benchmark runs."""
+"""A model that only shows that a benchmark runs."""
 
 
 class RandomModel:
-    """A llama-like model of random weights, over caches of random states.
+    """A llama-like model with random weights, and caches with random states.
 
     Args:
-        shape: its size.
-        sliding_window: tokens that each layer attends to, `None` for all.
-        positions: the most tokens that it must know positions for.
-        dtype: what it computes in.
-        chunk: tokens that caches are filled with at once.
+        shape: the model's size.
+        sliding_window: tokens that each layer attends to; `None` for all.
+        positions: the largest number of positions.
+        dtype: the model's dtype.
+        chunk: tokens in each chunk that fills a cache.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RandomModel:
         self.states: list[tuple[Tensor, Tensor]] = []
 
     def prepare(self, length: int) -> int:
-        """Make the states of `length` tokens; return the token that decoding begins with."""
+        """Make the states of `length` tokens; return the first token to decode from."""
         shape = self.shape
         self.states = random_states(shape.layers, shape.kv_heads, shape.head_dim, length, self.model.dtype)
         return length % shape.vocab
@@ -94,12 +94,12 @@ class RandomModel:
 
 
 class RealModel:
-    """A model from a directory or a hub, over real text.
+    """A model from a directory or the hub, with real text.
 
     Args:
         source: directory or hub name.
-        text: what it reads.
-        dtype: what it computes in.
+        text: the text that the model reads.
+        dtype: the model's dtype.
     """
 
     def __init__(self, source: str, text: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -107,7 +107,7 @@ class RealModel:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
         self.limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        # Tokenisers are slow on long text, and no token is shorter than a character.
+        # Tokenizers are slow on long text, and no token is shorter than a character.
         most = 8 * (self.limit or 32768)
         self.ids: Tensor = tokenizer(text[:most], return_tensors="pt").input_ids
         self.states: list[tuple[Tensor, Tensor]] = []
@@ -124,7 +124,7 @@ class RealModel:
         return int(first)
 
     def prompt(self, tokens: int) -> Tensor:
-        """Token ids `[1, tokens]` of the text's beginning."""
+        """Token ids `[1, tokens]` from the beginning of the text."""
         if self.ids.shape[1] < tokens:
             raise SystemExit(f"the text has {self.ids.shape[1]} tokens, and {tokens} are needed: use a longer one")
         return self.ids[:, :tokens]
@@ -151,7 +151,7 @@ def real_workload(
     say: Callable[[str], object],
     dtype: torch.dtype = torch.bfloat16,
 ) -> RealModel | None:
-    """The model of `--model` with the text of `--text`, `None` for none."""
+    """The model of `--model` with the text of `--text`; `None` if there is no model."""
     if source == "none":
         return None
     if source is None:
@@ -161,6 +161,6 @@ def real_workload(
 
 
 def default_model() -> str | None:
-    """The demo model where it has been brought, else `None`."""
+    """The demo model's directory if it exists, else `None`."""
     source = os.environ.get("KVLAYERS_DEMO_MODEL", DEMO_MODEL)
     return source if pathlib.Path(source).is_dir() else None

@@ -1,4 +1,4 @@
-"""The results of `nox -s matrix` as a table: `matrix_table.py .nox/results/whole 5.17.0 5.23.0 [--record PAGE]`."""
+"""Tabulates the results of `nox -s matrix`: `matrix_table.py .nox/results/whole 5.17.0 5.23.0 [--record PAGE]`."""
 
 import argparse
 import json
@@ -12,8 +12,8 @@ NUMBERS = ("passed", "skipped", "failed", "minutes")
 PAGE = """\
 # The test matrix
 
-The whole test suite on each of these versions of transformers, every one in an environment of its own. `nox -s matrix`
-runs it and `nox -s matrix_record` writes this page: see `CONTRIBUTING.md`.
+The whole test suite was run on each of these versions of transformers, in a separate environment for each version.
+`nox -s matrix` runs it, and `nox -s matrix_record` writes this page: see `CONTRIBUTING.md`.
 
 {table}
 
@@ -22,7 +22,7 @@ Machine: {machines}.
 
 
 def main() -> None:
-    """Print the table of the versions that are asked for, or write the page that records it."""
+    """Print the table for some versions, or write the page that records it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="directory with a file VERSION.json for each version")
     parser.add_argument("versions", nargs="+", help="versions of transformers, a row each")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvlayers.caches.operations import CacheState
     from kvlayers.caches.pytrees import register_export_support
     from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+    from kvlayers.caches.registry import cache_class_names, register_cache_class, unregister_cache_class
     from kvlayers.caches.sink import SinkCache
     from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
     from kvlayers.caches.summary import CacheSummary, LayerSummary
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         Checkpoints,
         DynamicLayer,
         HybridLayer,
+        LayerOperations,
         LayerState,
         LinearAttentionLayer,
         OffloadedLayer,
@@ -67,6 +69,10 @@ if TYPE_CHECKING:
         SlidingLayer,
         StaticLayer,
         StaticSlidingLayer,
+        TokenLayer,
+        layer_names,
+        register_layer,
+        unregister_layer,
     )
     from kvlayers.offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
     from kvlayers.persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
@@ -74,7 +80,19 @@ if TYPE_CHECKING:
     from kvlayers.prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
     from kvlayers.quantizers import quantizer_names, register_quantizer, unregister_quantizer
     from kvlayers.rope.rotary import Rotary
-    from kvlayers.stores import Buckets, DenseStore, Quantization, QuantizedStore, StaticStore, TokenStore
+    from kvlayers.stores import (
+        Buckets,
+        DenseStore,
+        DescriptionContext,
+        Quantization,
+        QuantizedStore,
+        StateForm,
+        StaticStore,
+        TokenStore,
+        register_store,
+        store_names,
+        unregister_store,
+    )
     from kvlayers.tools.calibration import (
         BytesBudget,
         Calibration,
@@ -105,6 +123,7 @@ _NAMES = {
         "calibrate",
     ),
     "caches.dynamic": ("DynamicCache",),
+    "caches.registry": ("cache_class_names", "register_cache_class", "unregister_cache_class"),
     "caches.encoder_decoder": ("EncoderDecoderCache",),
     "errors": (
         "BatchIndexError",
@@ -141,6 +160,7 @@ _NAMES = {
         "Checkpoints",
         "DynamicLayer",
         "HybridLayer",
+        "LayerOperations",
         "LayerState",
         "LinearAttentionLayer",
         "OffloadedLayer",
@@ -149,6 +169,10 @@ _NAMES = {
         "SlidingLayer",
         "StaticLayer",
         "StaticSlidingLayer",
+        "TokenLayer",
+        "layer_names",
+        "register_layer",
+        "unregister_layer",
     ),
     "caches.mamba": ("HybridMambaAttentionDynamicCache", "MambaCache"),
     "offload": ("DiskMemory", "HomeMemory", "HostMemory", "Prefetcher", "Traffic", "TrafficMeter"),
@@ -163,7 +187,19 @@ _NAMES = {
     "rope.rotary": ("Rotary",),
     "caches.sink": ("SinkCache",),
     "caches.static": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
-    "stores": ("Buckets", "DenseStore", "StaticStore", "Quantization", "QuantizedStore", "TokenStore"),
+    "stores": (
+        "Buckets",
+        "DenseStore",
+        "DescriptionContext",
+        "Quantization",
+        "QuantizedStore",
+        "StateForm",
+        "StaticStore",
+        "TokenStore",
+        "register_store",
+        "store_names",
+        "unregister_store",
+    ),
     "caches.summary": ("CacheSummary", "LayerSummary"),
 }
 """Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
@@ -191,6 +227,7 @@ __all__ = [
     "Checkpoints",
     "ConfigError",
     "DenseStore",
+    "DescriptionContext",
     "DiskMemory",
     "DivergenceBudget",
     "DynamicCache",
@@ -211,6 +248,7 @@ __all__ = [
     "InterruptedPassError",
     "KVLayersError",
     "LayerIndexError",
+    "LayerOperations",
     "LayerState",
     "LayerSummary",
     "LeastRecentlyUsed",
@@ -250,14 +288,17 @@ __all__ = [
     "StaleStatesError",
     "StateMismatchError",
     "SteppedDownWarning",
+    "StateForm",
     "StaticCache",
     "StaticLayer",
     "StaticSlidingLayer",
+    "TokenLayer",
     "TokenStore",
     "Traffic",
     "TrafficMeter",
     "UnsupportedLayerError",
     "__version__",
+    "cache_class_names",
     "cache_names",
     "calibrate",
     "free_reservations",
@@ -266,18 +307,26 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "layer_names",
     "load_cache",
     "make_cache",
     "plan",
     "quantizer_names",
     "register",
+    "register_cache_class",
     "register_export_support",
+    "register_layer",
     "register_quantizer",
+    "register_store",
     "resilient_generate",
     "save_cache",
+    "store_names",
     "uninstall",
     "unregister",
+    "unregister_cache_class",
+    "unregister_layer",
     "unregister_quantizer",
+    "unregister_store",
     "weights_id",
 ]
 

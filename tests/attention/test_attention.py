@@ -11,11 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.attention import gqa
-from kvlayers.attention.gqa import FLOAT32_TOKENS_ON_CPU, SharedKeys, attended_by_one_query
+from kvlayers.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, grouped_for_one_query
 from models import prompt, tiny_model
-
-pytestmark = pytest.mark.fast
-
 
 BATCH = 8
 """Sequences of a batch in which two threads have heads enough for float32."""
@@ -45,11 +42,11 @@ def test_attention_is_no_further_from_exact_than_with_unmarked_keys(
     heads: int, kv_heads: int, dtype: torch.dtype, value_dim: int, tokens: int
 ) -> None:
     query, keys, values = states(heads, kv_heads, dtype, tokens, value_dim)
-    if dtype == torch.float32 and tokens < FLOAT32_TOKENS_ON_CPU:
-        assert attended_by_one_query(keys) is keys
+    if dtype == torch.float32 and tokens < CPU_MINIMUM_FLOAT32_TOKENS:
+        assert grouped_for_one_query(keys) is keys
         return
-    marked = attended_by_one_query(keys)
-    assert type(marked) is SharedKeys
+    marked = grouped_for_one_query(keys)
+    assert type(marked) is GroupedKeys
     exact = scaled_dot_product_attention(query.double(), keys.double(), values.double(), scale=0.3, enable_gqa=True)
     plain = scaled_dot_product_attention(query, keys, values, scale=0.3, enable_gqa=True)
     seen = scaled_dot_product_attention(query, marked, values, scale=0.3, enable_gqa=True)
@@ -62,7 +59,7 @@ def test_attention_is_no_further_from_exact_than_with_unmarked_keys(
 
 def test_a_mask_or_several_queries_take_the_usual_way() -> None:
     query, keys, values = states(4, 2, torch.float32)
-    marked = attended_by_one_query(keys)
+    marked = grouped_for_one_query(keys)
     mask = torch.rand(BATCH, 1, 1, keys.shape[2]) > 0.5
     expected = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
     assert torch.equal(scaled_dot_product_attention(query, marked, values, attn_mask=mask, enable_gqa=True), expected)
@@ -74,7 +71,7 @@ def test_a_mask_or_several_queries_take_the_usual_way() -> None:
 def marks(layer: kvlayers.DynamicLayer, batch: int, dtype: torch.dtype) -> bool:
     """Whether the keys that one more token attends to are marked."""
     one = torch.randn(batch, 2, 1, 8, dtype=dtype)
-    return type(layer.update(one, one)[0]) is SharedKeys
+    return type(layer.update(one, one)[0]) is GroupedKeys
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -105,8 +102,8 @@ def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, mo
 
     expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     monkeypatch.setattr(gqa, "scaled_dot_product_attention", attend)
-    attended = SharedKeys.__torch_function__(
-        attend, (), (query, attended_by_one_query(keys), values), {"enable_gqa": True}
+    attended = GroupedKeys.__torch_function__(
+        attend, (), (query, grouped_for_one_query(keys), values), {"enable_gqa": True}
     )
     assert seen == [rows]
     torch.testing.assert_close(attended, expected)
@@ -114,8 +111,8 @@ def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, mo
 
 def test_marked_keys_are_a_plain_tensor_to_everything_else() -> None:
     _, keys, _ = states(4, 2, torch.float32)
-    marked = attended_by_one_query(keys)
-    assert type(marked) is SharedKeys
+    marked = grouped_for_one_query(keys)
+    assert type(marked) is GroupedKeys
     assert type(marked.shape) is torch.Size
     assert marked.shape == keys.shape
     for result in (marked * 2, marked[:, :, 1:], marked.transpose(2, 3), marked.clone(), torch.cat([marked, keys], 2)):
@@ -134,7 +131,7 @@ def test_every_cache_decodes_the_tokens_of_transformers(family: str, attention: 
     config._attn_implementation = attention
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    ids = prompt(BATCH, FLOAT32_TOKENS_ON_CPU)
+    ids = prompt(BATCH, CPU_MINIMUM_FLOAT32_TOKENS)
     how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = model.generate(ids, **how)
     for cache in (kvlayers.DynamicCache(config=config), kvlayers.StaticCache(config, max_cache_len=150)):
@@ -143,8 +140,8 @@ def test_every_cache_decodes_the_tokens_of_transformers(family: str, attention: 
 
 def test_shapes_that_plain_keys_refuse_or_broadcast_do_the_same() -> None:
     keys = torch.randn(1, 2, 300, 8, dtype=torch.bfloat16)
-    marked = attended_by_one_query(keys)
-    assert type(marked) is SharedKeys
+    marked = grouped_for_one_query(keys)
+    assert type(marked) is GroupedKeys
     with pytest.raises(RuntimeError):
         scaled_dot_product_attention(torch.randn(1, 4, 1, 8, dtype=torch.bfloat16), marked, keys)
     one_head = torch.randn(1, 1, 1, 8, dtype=torch.bfloat16)

@@ -27,15 +27,13 @@ from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_k
 import kvlayers
 from kvlayers.attention import dispatch, reference
 from kvlayers.attention.cpu import kernel
+from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.path_counter import PathCounter
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.utils import native_library
 from models import prompt, tiny_model
-
-pytestmark = pytest.mark.fast
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(reference.attend, id="blocks")]
@@ -129,7 +127,7 @@ class Case:
         held = [block * size + i for block, end in enumerate(ends) for i in range(0 if block else first, end)]
         packed = PackedSegment(packed_keys, packed_values, first, tuple(ends) if cut else None)
         runs = [self._dense_run(tokens) for tokens in dense]
-        self.history = KVSegments(tuple(runs[:1]), packed, tuple(runs[1:]))
+        self.segments = KVSegments(tuple(runs[:1]), packed, tuple(runs[1:]))
         self.keys, self.values = (
             torch.cat([part.double() for part in parts], 2)
             for parts in (
@@ -138,7 +136,7 @@ class Case:
             )
         )
         self.tokens = self.keys.shape[2]
-        assert self.history.tokens == self.tokens
+        assert self.segments.tokens == self.tokens
 
     def _dense_run(self, tokens: int) -> DenseSegment:
         # Views of larger buffers, as a store has them.
@@ -201,7 +199,7 @@ def test_attention_is_that_of_the_states_that_the_codes_stand_for(
     for rotated, groups, queries in (((True, True), 1, 1), ((False, False), 3, 2), ((True, False), 2, 3)):
         case = Case(width, layout, dtype, rotated, kv_heads=1)
         query = case.query(groups, queries)
-        check(attend(query, case.history, None, 0.1), *case.attended(query, None, 0.1))
+        check(attend(query, case.segments, None, 0.1), *case.attended(query, None, 0.1))
 
 
 @needs_compiler
@@ -216,10 +214,10 @@ def test_the_products_of_eager_attention_are_those_of_the_states(
         query = case.query(groups, queries)
         keys, values = case.of_query_heads(query)
         sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-        check(kernel.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
+        check(kernel.scores(query, case.segments), query.double() @ keys.transpose(2, 3), sizes)
         weights = torch.rand(*query.shape[:3], case.tokens).to(dtype)
         sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-        check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
+        check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
 
 
 @pytest.mark.parametrize("queries", range(1, 10))
@@ -230,7 +228,7 @@ def test_any_number_of_queries_and_of_heads_that_share_keys(attend: Callable[...
         query = case.query(groups, queries)
         mask = torch.rand(query.shape[0], 1, queries, case.tokens) > 0.3
         exact = case.attended(query, mask, 0.4)
-        check(attend(query, case.history, full(mask, query, case.tokens), 0.4), *exact)
+        check(attend(query, case.segments, full(mask, query, case.tokens), 0.4), *exact)
 
 
 MASK_SHAPES = {
@@ -257,7 +255,7 @@ def test_masks_of_every_shape_and_kind(attend: Callable[..., Tensor], shape: str
     elif kind == "bfloat16":
         mask = mask.bfloat16()
     exact = case.attended(query, mask, 0.2)
-    check(attend(query, case.history, full(mask, query, case.tokens), 0.2), *exact)
+    check(attend(query, case.segments, full(mask, query, case.tokens), 0.2), *exact)
 
 
 @pytest.mark.parametrize("as_bool", [True, False])
@@ -272,7 +270,7 @@ def test_left_padding_and_queries_that_may_attend_to_nothing(attend: Callable[..
     mask[1, :, 2, :-2] = False
     if not as_bool:
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    seen = attend(query, case.history, full(mask, query, case.tokens), 0.2)
+    seen = attend(query, case.segments, full(mask, query, case.tokens), 0.2)
     check(seen, *case.attended(query, mask, 0.2))
     assert torch.equal(seen[1, :, 1], torch.zeros_like(seen[1, :, 1]))
 
@@ -283,7 +281,7 @@ def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(att
     query = case.query()
     mask = torch.full((1, 1, 1, case.tokens), torch.finfo(torch.float32).min)
     check(
-        attend(query, case.history, full(mask, query, case.tokens), 0.2),
+        attend(query, case.segments, full(mask, query, case.tokens), 0.2),
         case.values.mean(2, keepdim=True).repeat_interleave(2, 1),
         case.values.norm(dim=-1).mean(2)[:, :, None, None].repeat_interleave(2, 1),
     )
@@ -299,20 +297,20 @@ def test_threads_that_share_one_head_split_its_history(two_threads: None, width:
     mask[..., 0, :1500] = False
     for given in (None, mask):
         exact = case.attended(query, given, 0.2)
-        check(kernel.attend(query, case.history, full(given, query, case.tokens), 0.2), *exact)
+        check(kernel.attend(query, case.segments, full(given, query, case.tokens), 0.2), *exact)
     keys, values = case.of_query_heads(query)
     sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-    check(kernel.scores(query, case.history), query.double() @ keys.transpose(2, 3), sizes)
+    check(kernel.scores(query, case.segments), query.double() @ keys.transpose(2, 3), sizes)
     weights = torch.rand(*query.shape[:3], case.tokens)
     sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
+    check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
 
 
 @needs_compiler
 def test_threads_take_a_head_each(two_threads: None) -> None:
     case = Case(kv_heads=3)
     query = case.query(2, 2)
-    check(kernel.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+    check(kernel.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
 
 
 @pytest.mark.parametrize("attend", KERNELS)
@@ -325,7 +323,7 @@ def test_queries_that_are_not_contiguous(attend: Callable[..., Tensor]) -> None:
     part_of_more = torch.cat([query, query], 3)[..., : case.key_dim]
     for layout in (as_models_have_it, with_channels_apart, part_of_more):
         assert not layout.is_contiguous()
-        check(attend(layout, case.history, None, 0.2), *exact)
+        check(attend(layout, case.segments, None, 0.2), *exact)
 
 
 @needs_compiler
@@ -334,15 +332,15 @@ def test_weights_that_are_not_contiguous() -> None:
     weights = torch.rand(2, 4, case.tokens, 2).transpose(2, 3)
     values = case.values.repeat_interleave(2, 1)
     sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(kernel.combine(weights, case.history), weights.double() @ values, sizes)
+    check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
 
 
 @pytest.mark.parametrize("attend", KERNELS)
 def test_histories_of_one_kind_of_run_alone(attend: Callable[..., Tensor]) -> None:
     case = Case(dense=(), cut=False)
     query = case.query()
-    check(attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
-    without_codes = KVSegments(case.history.before, None, (case._dense_run(70), case._dense_run(5)))
+    check(attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
+    without_codes = KVSegments(case.segments.before, None, (case._dense_run(70), case._dense_run(5)))
     keys, values = without_codes.dense("keys", torch.float64), without_codes.dense("values", torch.float64)
     case.keys, case.values = keys.double(), values.double()
     check(attend(query, without_codes, None, 0.2), *case.attended(query, None, 0.2))
@@ -355,7 +353,7 @@ def test_scores_far_apart_leave_one_token(attend: Callable[..., Tensor]) -> None
     query = case.query() * 100
     exact, magnitude = case.attended(query, None, 1.0)
     # The error of a score grows with it: |q| |k| is up to 8,000 here, and the score goes into the exponent.
-    error = (attend(query, case.history, None, 1.0).double() - exact).abs() / magnitude
+    error = (attend(query, case.segments, None, 1.0).double() - exact).abs() / magnitude
     assert error.max() < 8000 * SUMS
 
 
@@ -367,19 +365,19 @@ def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
 ) -> None:
     case = Case(kv_heads=1)
     query = case.query().abs()
-    run = case.history.before[0] if where == "before" else case.history.after[0]
+    run = case.segments.before[0] if where == "before" else case.segments.after[0]
     run.keys[0, 0, 2, 1] = bad
-    seen = attend(query, case.history, None, 0.2)
+    seen = attend(query, case.segments, None, 0.2)
     assert seen[0].isnan().all()
     assert seen[1].isfinite().all()
     # A mask that hides the token may hide this too, or not, as torch's own attention does not: it is never another
     # number.
     mask = torch.ones(1, 1, 1, case.tokens, dtype=torch.bool)
     mask[..., 2 if where == "before" else case.tokens - 73 + 2] = False
-    alone = attend(query, case.history, full(~mask, query, case.tokens), 0.2)
+    alone = attend(query, case.segments, full(~mask, query, case.tokens), 0.2)
     assert alone[0].isnan().all()
     assert alone[1].isfinite().all()
-    hidden = attend(query, case.history, full(mask, query, case.tokens), 0.2)
+    hidden = attend(query, case.segments, full(mask, query, case.tokens), 0.2)
     run.keys[0, 0, 2, 1] = 0
     case.keys.nan_to_num_(0, 0, 0)
     exact, magnitude = case.attended(query, mask, 0.2)
@@ -968,6 +966,7 @@ def decode_here(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> Tensor:
     return expected
 
 
+@pytest.mark.slow
 def test_a_process_without_a_compiler_warns_once_and_decodes_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -980,6 +979,7 @@ def test_a_process_without_a_compiler_warns_once_and_decodes_the_same(
     torch.testing.assert_close(torch.load(tmp_path / "seen"), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_that_compile_at_once_both_have_the_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
@@ -993,7 +993,7 @@ def test_two_processes_that_compile_at_once_both_have_the_kernel(
     monkeypatch.setattr(kernel, "library", lambda: ctypes.CDLL(str(made)))
     case = Case()
     query = case.query()
-    check(kernel.attend(query, case.history, None, 0.2), *case.attended(query, None, 0.2))
+    check(kernel.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
 
 
 # Memory
@@ -1070,7 +1070,7 @@ def test_nothing_that_attention_allocates_is_as_large_as_the_history(
     for tokens in (1, 40, 200):
         sizes = created_by(long_layer.fork(), tokens)
         # The largest are scores: as many as blocks.py says at once, for each kv head, or those of one block.
-        at_once = KV_HEADS * max(reference.SCORES_AT_ONCE, 2 * tokens * 64) * 4
+        at_once = KV_HEADS * max(reference.CPU_SCORES_AT_ONCE, 2 * tokens * 64) * 4
         codes_that_moved = LONG * STATE_BYTES // 3
         assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
 
@@ -1087,11 +1087,11 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -
     case = Case()
     query = case.query(2, 2)
     used = case.key_dim**-0.5 if scale is None else scale
-    check(dispatch.attend(query, case.history, None, scale, PathCounter()), *case.attended(query, None, used))
+    check(dispatch.attend(query, case.segments, None, scale, PathCounter()), *case.attended(query, None, used))
 
 
 def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:
     case = Case(kv_heads=1)
-    query = case.query(2, kernel.MOST_ROWS // 2 + 1)
+    query = case.query(2, kernel.CPU_MAXIMUM_ROWS // 2 + 1)
     mask = torch.rand(1, 1, query.shape[2], case.tokens) > 0.5
-    check(dispatch.attend(query, case.history, mask, 0.2, PathCounter()), *case.attended(query, mask, 0.2))
+    check(dispatch.attend(query, case.segments, mask, 0.2, PathCounter()), *case.attended(query, mask, 0.2))

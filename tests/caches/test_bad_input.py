@@ -14,8 +14,6 @@ from families import model_and_inputs
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, WINDOW, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
     "dynamic": kvlayers.DynamicLayer,
     "sliding": lambda: kvlayers.SlidingLayer(WINDOW),
@@ -50,7 +48,7 @@ def test_states_that_do_not_fit_change_nothing(kind: str, bad: str, filled: int)
         pair = states(*GOOD), states(*GOOD)
         layer.update(*pair)
         untouched.update(*pair)
-    with pytest.raises(kvlayers.StateMismatchError, match="expected .* saw"):
+    with pytest.raises(kvlayers.StateMismatchError, match="must .* got|expected .* saw"):
         layer.update(*BAD_STATES[bad])
     pair = states(*GOOD), states(*GOOD)
     for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
@@ -146,7 +144,7 @@ def test_a_full_static_cache_names_both_numbers_and_decodes_on_after_a_crop() ->
     cache = kvlayers.StaticCache(model.config, max_cache_len=12)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        with pytest.raises(kvlayers.CapacityError, match=r"at most 12 .* saw 10 held and 3 new: reserve 13"):
+        with pytest.raises(kvlayers.CapacityError, match=r"at most 12 .* got 10 held and 3 new: reserve 13"):
             model(prompt(1, 3), past_key_values=cache)
         assert cache.get_seq_length() == 10
         expected = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -1]
@@ -270,7 +268,7 @@ def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> No
     ],
 )
 def test_options_of_another_kind_are_refused(act: Callable[[], object]) -> None:
-    with pytest.raises(kvlayers.OptionError, match="expected"):
+    with pytest.raises(kvlayers.OptionError, match="must|expected|are not"):
         act()
 
 
@@ -319,7 +317,7 @@ def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
 
 @pytest.mark.parametrize("case", CONFIG_ERRORS)
 def test_a_config_that_does_not_say_enough_is_refused(case: str) -> None:
-    with pytest.raises(kvlayers.ConfigError, match="expected"):
+    with pytest.raises(kvlayers.ConfigError, match="must|expected|are not"):
         CONFIG_ERRORS[case]()
 
 
@@ -332,7 +330,7 @@ def test_arguments_that_static_caches_once_took_are_looked_at(kind: Any) -> None
     keys, _ = kind(config=LLAMA, **given).update(states(1, 2, 3, 8), states(1, 2, 3, 8), 0)
     assert keys.dtype == torch.float32
     for wrong in ({"dtype": "floaty"}, {"dtype": 16}, {"device": 1.5}):
-        with pytest.raises(kvlayers.OptionError, match=f"expected {next(iter(wrong))}"):
+        with pytest.raises(kvlayers.OptionError, match=f"`?{next(iter(wrong))}`? "):
             kind(config=LLAMA, **{**given, **wrong})
 
 

@@ -1,11 +1,10 @@
-"""The table of capabilities in the docs is what the kinds really do. KVLAYERS_WRITE_DOCS=1 writes it."""
+"""The table of capabilities in the docs shows what the kinds really do. KVLAYERS_WRITE_DOCS=1 writes it."""
 
 import copy
 import os
 import pathlib
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from kvlayers import (
@@ -27,8 +26,6 @@ from kvlayers import (
     StaticSlidingLayer,
 )
 from recording_transfers import RecordingTransfers
-
-pytestmark = pytest.mark.fast
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "capabilities.md"
 WINDOW, WIDE_WINDOW, RESERVED = 8, 80, 600
@@ -144,11 +141,11 @@ def gradients(layer: CacheLayer) -> bool:
 
 
 CAPABILITIES: dict[str, Callable[[CacheLayer], bool]] = {
-    "takes any number of tokens": any_length,
+    "holds any number of tokens": any_length,
     "memory does not grow with the tokens": bounded_memory,
     "memory stays at one address": one_address,
     "rolls back (`crop`, `truncate`)": roll_back,
-    "rolls back what was recorded (`activate_past_recording`)": record_and_roll_back,
+    "rolls back recorded tokens (`activate_past_recording`)": record_and_roll_back,
     "reorders (`reorder_cache`)": keeps_batch(lambda layer: layer.reorder_cache(torch.tensor([1, 0])), 2),
     "selects (`batch_select_indices`)": keeps_batch(lambda layer: layer.batch_select_indices([1]), 1),
     "repeats (`batch_repeat_interleave`)": keeps_batch(lambda layer: layer.batch_repeat_interleave(3), 6),
@@ -165,18 +162,18 @@ NOTES = {
     ("rolls back (`crop`, `truncate`)", "SinkLayer"): "until the window is full",
     ("repeats (`batch_repeat_interleave`)", "StaticLayer"): "within the reserved batch",
     ("repeats (`batch_repeat_interleave`)", "StaticSlidingLayer"): "within the reserved batch",
-    ("lets gradients through", "QuantizedLayer"): "to the newest update alone",
-    ("lets gradients through", "QuantizedLayer, offloaded"): "to the newest update alone",
-    ("lets gradients through", "SlidingLayer, quantized"): "to the newest update alone",
+    ("lets gradients through", "QuantizedLayer"): "to the newest update only",
+    ("lets gradients through", "QuantizedLayer, offloaded"): "to the newest update only",
+    ("lets gradients through", "SlidingLayer, quantized"): "to the newest update only",
 }
 
 
 def table() -> str:
     rows = [
-        "# Which kind does what",
+        "# What each kind of layer can do",
         "",
-        "Written by `tests/caches/test_capabilities.py`, which tries each. What a kind does not do raises a named",
-        "error and changes nothing.",
+        "A test tries every operation with every kind of layer and writes this table. If a kind does not support an",
+        "operation, it raises a named error and changes nothing.",
         "",
         f"| | {' | '.join(f'`{kind}`' for kind in KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",

@@ -32,7 +32,6 @@ def test_tuples_come_out_of_generate_and_go_back_in(family: str, installed: None
     assert torch.equal(seen, expected)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", [None, "static"])
 def test_a_config_may_ask_for_tuples(name: str | None, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model("llama"), prompt(1)
@@ -61,7 +60,6 @@ def filled(layers: int = 3, tokens: int = 5) -> tuple[kvlayers.DynamicCache, lis
     return cache, pairs
 
 
-@pytest.mark.fast
 def test_tuples_make_the_round_trip() -> None:
     cache, pairs = filled()
     legacy = cache.to_legacy_cache()
@@ -76,7 +74,6 @@ def test_tuples_make_the_round_trip() -> None:
     assert kvlayers.DynamicCache().to_legacy_cache() == ()
 
 
-@pytest.mark.fast
 def test_a_cache_reads_as_a_sequence_of_pairs() -> None:
     cache, pairs = filled()
     assert len(cache) == 3
@@ -93,14 +90,12 @@ def test_a_cache_reads_as_a_sequence_of_pairs() -> None:
     assert len(keys) == len(values) == 3
 
 
-@pytest.mark.fast
 def test_negative_subscripts_count_from_the_last_layer() -> None:
     cache, pairs = filled()
     assert torch.equal(cache[-1][0], pairs[-1][0])
     assert torch.equal(cache.key_cache[-2], pairs[-2][0])
 
 
-@pytest.mark.fast
 def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
     config = tiny_model("llama").config
     pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
@@ -112,7 +107,6 @@ def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
         cache.to_legacy_cache()
 
 
-@pytest.mark.fast
 def test_states_can_be_put_in_place_through_the_lists() -> None:
     cache, _ = filled()
     other = torch.randn(2, 2, 5, 8)
@@ -122,7 +116,6 @@ def test_states_can_be_put_in_place_through_the_lists() -> None:
     assert torch.equal(keys[:, :, :5], other)
 
 
-@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
 def test_old_names_answer() -> None:
     cache, _ = filled()
@@ -138,7 +131,6 @@ def test_old_names_answer() -> None:
     assert static.max_batch_size == 2
 
 
-@pytest.mark.fast
 def test_crop_takes_its_number_by_its_old_name() -> None:
     cache, _ = filled(tokens=7)
     for number, left in ((5, 5), (-2, 3)):
@@ -151,7 +143,6 @@ def test_crop_takes_its_number_by_its_old_name() -> None:
     assert cache.get_seq_length() == 3
 
 
-@pytest.mark.fast
 def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
     cache, pairs = filled(tokens=7)
     cache.crop(5)
@@ -163,7 +154,6 @@ def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
     assert torch.equal(cache[2][1], pairs[2][1][:, :, :3])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "tuples",
     [
@@ -196,7 +186,6 @@ def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None
         kvlayers.DynamicCache.from_legacy_cache(tuples)
 
 
-@pytest.mark.fast
 def test_generate_refuses_tuples_of_the_wrong_depth(installed: None) -> None:
     with pytest.raises(kvlayers.LegacyFormatError, match="layer 0"):
         run("llama", prompt(1), past_key_values=((torch.randn(1, 2, 3, 8),) * 4,) * 2)
@@ -218,7 +207,6 @@ def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -
         model.generate(prompt(1), max_new_tokens=2, return_legacy_cache=True)
 
 
-@pytest.mark.fast
 def test_recurrent_states_have_no_tuple_form() -> None:
     cache = kvlayers.DynamicCache(config=tiny_model("jamba").config)
     with torch.no_grad():
@@ -227,7 +215,6 @@ def test_recurrent_states_have_no_tuple_form() -> None:
         cache.to_legacy_cache()
 
 
-@pytest.mark.fast
 def test_pairs_gathered_from_replicas_make_a_cache() -> None:
     """What torch's DataParallel does with the caches that replicas return."""
     halves = [filled()[0] for _ in range(2)]
@@ -240,7 +227,6 @@ def test_pairs_gathered_from_replicas_make_a_cache() -> None:
     assert empty.get_seq_length() == 0
 
 
-@pytest.mark.fast
 def test_an_encoder_decoder_cache_reads_as_tuples_of_four() -> None:
     own, cross = filled()[0], filled(tokens=9)[0]
     cache = kvlayers.EncoderDecoderCache(own, cross)
@@ -254,13 +240,11 @@ def test_an_encoder_decoder_cache_reads_as_tuples_of_four() -> None:
     assert kvlayers.EncoderDecoderCache(six).get_seq_length() == 5
 
 
-@pytest.mark.fast
 def test_an_empty_pair_reads_as_nothing() -> None:
     cache = kvlayers.EncoderDecoderCache.from_legacy_cache(None)
     assert (len(cache), cache.get_seq_length(), list(cache), cache.to_legacy_cache()) == (0, 0, [], ())
 
 
-@pytest.mark.fast
 def test_a_pair_keeps_what_was_read_when_it_is_cropped_or_reordered() -> None:
     own, cross = filled()[0], filled(tokens=9)[0]
     cache = kvlayers.EncoderDecoderCache(own, cross)

@@ -88,7 +88,6 @@ def user_turns(*lengths: int) -> list[Tensor]:
     return [prompt(1, tokens, seed=seed) for seed, tokens in enumerate(lengths)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", CHATTING)
 @torch.no_grad()
 def test_a_loop_that_grows_its_mask_and_its_positions(kind: str) -> None:
@@ -109,7 +108,6 @@ def test_a_loop_that_grows_its_mask_and_its_positions(kind: str) -> None:
     assert cache.get_seq_length() == ids.shape[1] - 1
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_cache_by_its_name(name: str, installed: None) -> None:
     family, kind = BY_NAME[name]
@@ -119,7 +117,6 @@ def test_a_cache_by_its_name(name: str, installed: None) -> None:
     assert torch.equal(output.sequences, without_cache(model, ids))
 
 
-@pytest.mark.fast
 def test_a_static_cache_by_its_name_is_as_long_as_it_is_told(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1)
     sized = {"cache_implementation": "static", "cache_config": {"max_cache_len": 50}}
@@ -128,7 +125,6 @@ def test_a_static_cache_by_its_name_is_as_long_as_it_is_told(installed: None) ->
     assert torch.equal(output.sequences, without_cache(model, ids))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", CHATTING)
 def test_a_chat_with_one_cache(kind: str, installed: None) -> None:
     family, make_cache = CHATTING[kind]
@@ -184,7 +180,6 @@ def test_quantized_states_in_a_chat(backend: str, installed: None) -> None:
     assert cache.nbytes < exact.nbytes
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", CHATTING)
 def test_one_prefix_and_several_prompts(kind: str, installed: None) -> None:
     family, make_cache = CHATTING[kind]
@@ -199,7 +194,6 @@ def test_one_prefix_and_several_prompts(kind: str, installed: None) -> None:
         assert prompt_cache.get_seq_length() == 14
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("of_transformers", [False, True])
 def test_tuples_make_the_round_trip(of_transformers: bool) -> None:
     model, ids = tiny_model("llama"), prompt(2)
@@ -223,7 +217,6 @@ def test_tuples_make_the_round_trip(of_transformers: bool) -> None:
             torch.testing.assert_close(logits, model(longer).logits[:, -5:])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("by_old_name", [False, True])
 def test_the_old_chat_with_sinks(by_old_name: bool) -> None:
     model, turns = tiny_model("llama"), user_turns(9, 7, 5)
@@ -239,7 +232,6 @@ def test_the_old_chat_with_sinks(by_old_name: bool) -> None:
     assert torch.equal(text, expected)
 
 
-@pytest.mark.fast
 def test_the_old_chat_with_sinks_once_it_crops(installed: None) -> None:
     """A text that is cropped has fewer tokens than the cache has seen, which says nothing of what is new in it."""
     model, script = tiny_model("llama"), types.ModuleType("old_chat")
@@ -249,7 +241,6 @@ def test_the_old_chat_with_sinks_once_it_crops(installed: None) -> None:
         script.chat(model, user_turns(20, 20, 20), 6)
 
 
-@pytest.mark.fast
 def test_a_chat_beyond_the_window_of_its_sinks(installed: None) -> None:
     model = fresh_model("llama", num_hidden_layers=1)
     cache = kvlayers.SinkCache(window_length=32, num_sink_tokens=4)
@@ -269,7 +260,6 @@ def test_a_chat_beyond_the_window_of_its_sinks(installed: None) -> None:
             torch.testing.assert_close(logits, model(attended).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 @torch.no_grad()
 def test_an_encoder_and_a_loop_over_its_decoder(family: str) -> None:
@@ -285,7 +275,6 @@ def test_an_encoder_and_a_loop_over_its_decoder(family: str) -> None:
     assert [cache.self_attention_cache.get_seq_length(), cache.cross_attention_cache.get_seq_length()] == [8, 9]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_an_encoder_and_generate(family: str) -> None:
     model, ids = tiny_model(family), prompt(2, 9, seed=1)

@@ -83,6 +83,7 @@ def check_decoding(program: Any, model: Any, ids: Tensor) -> None:
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits[:, PROMPT:], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_one_program_decodes_behind_any_number_of_tokens(family: str) -> None:
     """gemma2 has a window, which has dropped tokens: transformers' own cache forgets how many."""

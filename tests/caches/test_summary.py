@@ -14,8 +14,6 @@ import kvlayers
 import versions
 from models import COMMON, WINDOW, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 LLAMA = tf.LlamaConfig(**COMMON)
 
 

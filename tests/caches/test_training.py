@@ -36,7 +36,6 @@ def test_gradients_through_a_cache_are_those_without_one(family: str, chunks: tu
     assert_alike(gradients(model, logits), expected)
 
 
-@pytest.mark.fast
 def test_a_prompt_that_was_not_followed_is_a_constant() -> None:
     model, ids = fresh_model("llama"), prompt(2, 20)
     cache = kvlayers.DynamicCache(config=model.config)
@@ -48,7 +47,6 @@ def test_a_prompt_that_was_not_followed_is_a_constant() -> None:
     assert_alike(gradients(model, logits), gradients(model, again))
 
 
-@pytest.mark.fast
 def test_decoding_on_does_not_touch_what_a_backward_pass_needs() -> None:
     model, ids = fresh_model("llama"), prompt(2, 20)
     expected = gradients(model, model(ids[:, :12], use_cache=False).logits)

@@ -19,10 +19,13 @@ from models import COMMON, fresh_model
 RANKS = 2
 HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="torch is built without gloo, the one backend for CPUs",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+        reason="torch is built without gloo, the one backend for CPUs",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,41 +38,42 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, pathlib.Path]:
     return model, directory
 
 
-def run_on_ranks(script: str, directory: pathlib.Path, output: pathlib.Path) -> list[pathlib.Path]:
-    """The files that each rank of a script has written."""
+@pytest.fixture(scope="module")
+def written(saved: tuple[Any, pathlib.Path], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where each rank has written what it has found."""
+    output = tmp_path_factory.mktemp("ranks")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     path = os.pathsep.join([str(pathlib.Path(kvlayers.__file__).parents[1]), str(HELPERS)])
     done = subprocess.run(
-        [*launch, str(HELPERS / script), str(directory), str(output)],
+        [*launch, str(HELPERS / "distributed_ranks.py"), str(saved[1]), str(output)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [output.with_name(f"{output.name}.{rank}") for rank in range(RANKS)]
+    return output
 
 
 def test_ranks_that_share_the_heads_write_the_tokens_of_one(
-    saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path
+    saved: tuple[Any, pathlib.Path], written: pathlib.Path
 ) -> None:
-    model, directory = saved
+    model, _ = saved
     expected = distributed_tensor_parallel.continuations(model)
-    for written in run_on_ranks("distributed_tensor_parallel.py", directory, tmp_path / "tokens"):
-        seen = json.loads(written.read_text())
+    for rank in range(RANKS):
+        seen = json.loads((written / f"tokens.{rank}").read_text())
         assert seen.keys() == expected.keys()
         for way, (tokens, kv_heads) in expected.items():
             assert seen[way] == [tokens, kv_heads // RANKS], way
 
 
 def test_replicas_have_the_logits_and_gradients_of_one_process(
-    saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path
+    saved: tuple[Any, pathlib.Path], written: pathlib.Path
 ) -> None:
     _, directory = saved
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     expected = distributed_data_parallel.train(model, *distributed_data_parallel.batch(), model.config)
-    files = run_on_ranks("distributed_data_parallel.py", directory, tmp_path / "training")
-    seen = [torch.load(file) for file in files]
+    seen = [torch.load(written / f"training.{rank}") for rank in range(RANKS)]
     for part in ("logits", "decoded"):
         torch.testing.assert_close(torch.cat([rank[part] for rank in seen]), expected[part], rtol=1e-4, atol=1e-4)
     for rank in seen:

@@ -15,8 +15,6 @@ from families import model_and_inputs
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda model: transformers.DynamicCache(),
     "of a config": lambda model: transformers.DynamicCache(config=model.config),
@@ -94,6 +92,7 @@ def test_methods_of_transformers_work_on_the_layers() -> None:
     assert max(layer.max_cache_len for layer in fixed.layers) == 20
 
 
+@pytest.mark.slow
 @versions.compiled_by_length
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_generate_decodes_in_one_graph(family: str) -> None:

@@ -57,7 +57,6 @@ def test_an_old_loop_with_cross_attention_says_what_one_pass_says(family: str, i
     assert [[states.shape[2] for states in layer] for layer in past] == [[8, 8, 9, 9]] * 2
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("form", [tuple, list])
 def test_tuples_come_out_wherever_the_argument_stands(form: type, installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1)
@@ -77,7 +76,6 @@ def test_tuples_come_out_wherever_the_argument_stands(form: type, installed: Non
     assert by_name["past_key_values"] is by_name.past_key_values is by_name[1]
 
 
-@pytest.mark.fast
 def test_the_given_tuples_stay_as_they_are(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1, 40)
     # With room behind them, as views of a larger tensor have.
@@ -97,7 +95,6 @@ def test_the_given_tuples_stay_as_they_are(installed: None) -> None:
         assert all(map(torch.equal, layer, states))
 
 
-@pytest.mark.fast
 def test_the_same_tuples_go_on_twice(installed: None) -> None:
     """Beams and contrastive search try several tokens behind one past."""
     model, ids = tiny_model("llama"), prompt(1, 8)
@@ -114,7 +111,6 @@ def test_the_same_tuples_go_on_twice(installed: None) -> None:
             torch.testing.assert_close(again, model(longer).logits[:, -1])
 
 
-@pytest.mark.fast
 def test_reordered_tuples_are_taken_as_they_are(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(2, 8)
     with torch.no_grad():
@@ -125,7 +121,6 @@ def test_reordered_tuples_are_taken_as_they_are(installed: None) -> None:
         torch.testing.assert_close(seen, model(torch.cat([ids.flip(0), token], dim=1)).logits[:, -1])
 
 
-@pytest.mark.fast
 def test_no_step_copies_what_is_held(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1, 8)
     with torch.no_grad():
@@ -134,7 +129,6 @@ def test_no_step_copies_what_is_held(installed: None) -> None:
     assert [layer[0].data_ptr() for layer in after] == [layer[0].data_ptr() for layer in past]
 
 
-@pytest.mark.fast
 def test_a_past_of_another_model_is_copied(installed: None) -> None:
     model, other, ids = tiny_model("llama"), fresh_model("llama", seed=1), prompt(1, 8)
     with torch.no_grad():
@@ -144,7 +138,6 @@ def test_a_past_of_another_model_is_copied(installed: None) -> None:
     assert past[0][0].data_ptr() != after[0][0].data_ptr()
 
 
-@pytest.mark.fast
 def test_returned_tuples_are_tuples_to_copies_and_files(installed: None) -> None:
     with torch.no_grad():
         past = tiny_model("llama")(prompt(1), past_key_values=()).past_key_values
@@ -155,7 +148,6 @@ def test_returned_tuples_are_tuples_to_copies_and_files(installed: None) -> None
     assert type(past)(list(past)) == past
 
 
-@pytest.mark.fast
 def test_gradients_flow_into_tuples(installed: None) -> None:
     """A learnt prefix: what was computed in one pass with it, and what is learnt by, agree with the cache's own way."""
     model, ids = fresh_model("llama"), prompt(2, 6)
@@ -175,7 +167,6 @@ def test_gradients_flow_into_tuples(installed: None) -> None:
     assert seen.abs().sum() > 0
 
 
-@pytest.mark.fast
 def test_what_is_no_past_passes_through(installed: None) -> None:
     class Odd(transformers.LlamaPreTrainedModel):
         def forward(self, pair: tuple[int, int], past_key_values: object = None) -> tuple[object, object]:
@@ -188,7 +179,6 @@ def test_what_is_no_past_passes_through(installed: None) -> None:
     assert model((1, 2), past_key_values=cache)[1] is cache
 
 
-@pytest.mark.fast
 def test_a_repository_that_reads_tuples_itself_is_given_them(installed: None) -> None:
     class Old(transformers.LlamaPreTrainedModel):
         def forward(self, past_key_values: object = None) -> object:
@@ -203,7 +193,6 @@ def test_a_repository_that_reads_tuples_itself_is_given_them(installed: None) ->
         Old(tiny_model("llama").config)(past_key_values=past)
 
 
-@pytest.mark.fast
 def test_the_class_is_left_as_it_was_found() -> None:
     before = vars(transformers.PreTrainedModel).get("__call__")
     with kvlayers.installed():
@@ -215,7 +204,6 @@ def test_the_class_is_left_as_it_was_found() -> None:
     assert vars(transformers.PreTrainedModel).get("__call__") is before
 
 
-@pytest.mark.fast
 def test_what_another_library_puts_over_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     with kvlayers.installed():
@@ -240,7 +228,6 @@ def test_what_another_library_puts_over_ours_stays(monkeypatch: pytest.MonkeyPat
     assert "__call__" not in vars(transformers.PreTrainedModel)
 
 
-@pytest.mark.fast
 def test_hooks_and_compiled_calls_are_as_before(installed: None) -> None:
     model, ids = fresh_model("llama"), prompt(1)
     seen = []
@@ -251,7 +238,6 @@ def test_hooks_and_compiled_calls_are_as_before(installed: None) -> None:
     assert len(seen) >= 1
 
 
-@pytest.mark.fast
 def test_tuples_are_taken_by_compiled_models(installed: None) -> None:
     model, ids = fresh_model("llama"), prompt(1)
     past = tuples("llama", ids[:, :8])
@@ -270,7 +256,6 @@ def layers(*shapes: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], ...]:
 RIGHT = (1, 2, 3, 8)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("past", "message"),
     [
@@ -317,7 +302,6 @@ def test_a_forward_pass_refuses_tuples_that_do_not_fit(past: Any, message: str, 
     assert all(map(torch.equal, flat, kept))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_an_encoder_decoder_refuses_tuples_that_do_not_fit(family: str, installed: None) -> None:
     model, ids = tiny_model(family), prompt(1)
@@ -342,7 +326,6 @@ def test_generate_refuses_as_forward_does(installed: None) -> None:
             tiny_model("llama").generate(prompt(1), past_key_values=past, max_new_tokens=2)
 
 
-@pytest.mark.fast
 def test_tuples_warn_at_the_line_that_passes_them(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1)
     past = tuple(tuple(states) for states in kvlayers.DynamicCache.from_legacy_cache(layers(RIGHT, RIGHT)))

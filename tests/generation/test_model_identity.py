@@ -10,8 +10,6 @@ import kvlayers
 from kvlayers.generation.prefixes.model_identity import model_identity
 from models import fresh_model, prompt
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def model() -> Any:

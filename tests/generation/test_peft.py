@@ -121,7 +121,6 @@ def test_a_prefix_is_trained_where_peft_has_moved_it_to_the_devices_of_layers(
     assert seen == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.fast
 def test_gradients_reach_what_tuples_were_projected_from() -> None:
     model, ids = fresh_model("llama"), prompt(2)
     projection = torch.nn.Linear(8, 2 * 2 * 2 * 8)

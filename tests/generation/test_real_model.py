@@ -15,17 +15,17 @@ import versions
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
 )
-CONTEXT, NEW_TOKENS, WINDOW = 320, 24, 160
+CONTEXT, NEW_TOKENS, WINDOW = 224, 16, 112
 
 pytestmark = [
-    pytest.mark.real_model,
+    pytest.mark.slow,
     pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"no model at {DIRECTORY}: `make test` brings it"),
 ]
 
 
 @pytest.fixture(scope="module")
 def text() -> torch.Tensor:
-    """Real text, int64 `[1, 320]`."""
+    """Real text, int64 `[1, CONTEXT]`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     words = "\n".join(pydoc_data.topics.topics.values())[:20_000]
     return tokenizer(words, return_tensors="pt").input_ids[:, :CONTEXT]
@@ -34,6 +34,12 @@ def text() -> torch.Tensor:
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def model(request: pytest.FixtureRequest) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=request.param).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any, text: torch.Tensor) -> torch.Tensor:
+    """The tokens of transformers."""
+    return generated(model, text)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +73,9 @@ def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
-def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor) -> None:
-    expected = generated(model, text)
+def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor, expected: torch.Tensor) -> None:
     with kvlayers.installed():
-        for name in ("dynamic", "static", "hybrid"):
+        for name in ("dynamic", "static"):
             assert torch.equal(generated(model, text, cache_implementation=name), expected), name
         assert torch.equal(generated(model, text, prompt_lookup_num_tokens=3), expected) or (
             model.dtype == torch.bfloat16
@@ -80,12 +85,13 @@ def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor)
 def test_greedy_tokens_within_a_window_are_those_of_transformers(windowed: Any, text: torch.Tensor) -> None:
     expected = generated(windowed, text)
     with kvlayers.installed():
-        for name in ("dynamic", "sliding_window", "hybrid"):
+        for name in ("dynamic", "hybrid"):
             assert torch.equal(generated(windowed, text, cache_implementation=name), expected), name
 
 
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(model: Any, text: torch.Tensor) -> None:
-    expected = generated(model, text)
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(
+    model: Any, text: torch.Tensor, expected: torch.Tensor
+) -> None:
     cache = kvlayers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(text[:, :-1], past_key_values=cache)
@@ -103,13 +109,13 @@ def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(
     window, sinks, ids = 64, 4, text_of_windows
     model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16).eval()
     cache = kvlayers.SinkCache(window, sinks, config=model.config)
-    scored = torch.arange(15 * window, 20 * window, 4)
+    scored = torch.arange(17 * window, 20 * window, 4)
     streamed = []
     with torch.inference_mode():
         # What was read so long ago is in no state that is held: it may be read faster.
-        for chunk in ids[:, : 15 * window].split(window // 4, dim=1):
+        for chunk in ids[:, : 17 * window].split(window // 2, dim=1):
             model.model(chunk, past_key_values=cache)
-        for position in range(15 * window, 20 * window):
+        for position in range(17 * window, 20 * window):
             hidden = model.model(ids[:, position : position + 1], past_key_values=cache).last_hidden_state
             if position in scored:
                 streamed.append(model.lm_head(hidden)[:, -1])

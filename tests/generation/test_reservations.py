@@ -18,6 +18,8 @@ from families import FAMILIES
 from kvlayers import Buckets, CapacityError
 from models import fresh_model, prompt, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = 9
 NEW_TOKENS = 40
 """The window of the hybrid model, 8 tokens with room for 23, moves at tokens 24 and 40."""
@@ -167,14 +169,14 @@ def test_ways_that_are_not_compiled_keep_their_tokens(installed: None, family: s
     arguments = {"assistant_model": new_model(family, seed=1)} if way == "a draft model" else OTHER_WAYS[way]
     ids = torch.cat([prompt(1, 4)] * 3, dim=1)
     expected = generate(model, ids, **arguments)
-    for how in (compiling(), STATIC, compiling()):
+    # Chunks are compiled for as well, which takes long: with beams, they are not.
+    for how in (STATIC,) if "and" in way else (compiling(), STATIC):
         assert torch.equal(generate(model, ids, **how, **arguments), expected)
     # And from the memory that they leave behind:
     assert torch.equal(generate(model, ids, **STATIC), generate(model, ids))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize(("family", "compiled"), [("t5", False), ("bart", False), ("t5", True)])
 def test_encoders_may_have_read_another_length_in_each_call(family: str, compiled: bool) -> None:
     model, how = new_model(family), {"max_new_tokens": 8, "num_beams": 1}
     prompts = [prompt(2, tokens, seed=tokens) for tokens in (7, 12, 7, 5)]
@@ -203,7 +205,7 @@ def test_whisper_transcribes_the_same(installed: None) -> None:
 # Graphs
 
 
-@pytest.mark.parametrize(("family", "dynamic"), [("qwen2", False), ("hybrid", None), ("hybrid", False)])
+@pytest.mark.parametrize(("family", "dynamic"), [("hybrid", None), ("hybrid", False)])
 def test_a_second_call_of_the_same_or_a_smaller_size_compiles_nothing(
     counted: None, installed: None, family: str, dynamic: bool | None
 ) -> None:
@@ -491,7 +493,7 @@ def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
             generate(model, ids, cache_config={"max_cache_len": 20}, **how)
         with pytest.raises(CapacityError, match=r"at most 6 tokens.*0 held and 9 new"):
             generate(model, ids, cache_config={"max_cache_len": 6}, **how)
-        with pytest.raises(CapacityError, match=r"at most 1 sequences.* saw 2"):
+        with pytest.raises(CapacityError, match=r"at most 1 sequences.* got 2"):
             generate(model, ids, cache_config={"max_batch_size": 1}, **how)
         assert torch.equal(generate(model, ids, **how), expected)
         grown = generate(model, ids, cache_config={"max_cache_len": 6, "grow": True}, **how)

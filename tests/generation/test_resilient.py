@@ -20,7 +20,7 @@ import versions
 from kvlayers import OptionError, RegistryError
 from kvlayers.generation import registry, static_pool
 from kvlayers.generation.oom import resilient
-from kvlayers.generation.oom.ladder import AS_ASKED, DEFAULT_LADDER, Rung
+from kvlayers.generation.oom.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
 from kvlayers.generation.oom.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.stores.buffer import TokenBuffer
 from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt
@@ -42,15 +42,6 @@ Arguments = dict[str, Any]
 def last_layer(model: Any) -> torch.nn.Module:
     """The last layer with a cache: where it fails, the earlier ones have taken the tokens of the step."""
     return LAST_LAYER.get(model.config.model_type, lambda model: model.model.layers[-1])(model)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Each step down collects garbage, which takes longer the more modules are loaded: these are no garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class RunningOut:
@@ -671,7 +662,7 @@ def test_rungs_of_the_default_ladder_that_a_model_cannot_have_are_left_out(monke
     def refuse(request: Any) -> Any:
         raise kvlayers.ConfigError("expected a model with heads, but saw one without.")
 
-    monkeypatch.setitem(registry._factories, "int8", refuse)
+    monkeypatch.setitem(registry._factories._things, "int8", refuse)
     model, ids = fresh_model("qwen2"), prompt(1)
     RunningOut(model, ALWAYS)
     with (
@@ -695,7 +686,7 @@ def test_a_ladder_may_have_a_cache_of_ones_own() -> None:
     try:
         model, ids = fresh_model("qwen2"), prompt(1)
         expected = uninterrupted(model, ids)
-        seen, _ = interrupted(model, [4], ids, ladder=iter([AS_ASKED, Rung("of one's own", {"size": 3})]))
+        seen, _ = interrupted(model, [4], ids, ladder=iter([AS_REQUESTED, Rung("of one's own", {"size": 3})]))
     finally:
         kvlayers.unregister("of one's own")
     assert torch.equal(seen, expected)

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import os
 import pathlib
 import sys
 import threading
@@ -26,12 +25,9 @@ from kvlayers.quantizers import search
 from kvlayers.utils import native_library
 from models import fresh_model, prompt
 from oracle import states
+from rounds import ROUNDS
 
 THREADS = 4
-ROUNDS = int(os.environ.get("KVLAYERS_TEST_ROUNDS", "1"))
-"""How often each thread goes through all modes. `KVLAYERS_TEST_ROUNDS=20 pytest tests/generation/test_threads.py` is
-the whole test: with 8 modes, 6 families and 4 threads that is 3,840 calls."""
-
 FAMILIES = ("llama", "gemma3", "qwen3_next", "bamba", "falcon_h1", "t5")
 RECURRENT = ("qwen3_next", "bamba", "falcon_h1")
 NEW_TOKENS = 6
@@ -225,6 +221,7 @@ MODES: dict[str, Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_threads_may_generate_in_every_mode_with_one_model(installed: None, family: str) -> None:
     model = a_model(family)

@@ -12,11 +12,9 @@ from models import WINDOW
 
 # As few layers as there are kinds in a model, since each one more is compiled as well.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_hidden_layers": 1}),
     "qwen2": ("qwen2", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     "mistral": ("mistral", {"num_hidden_layers": 1}),
     "hybrid": ("qwen2", {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
-    "gemma3": ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     "llama4": (
         "llama4",
         {"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},

@@ -1,9 +1,9 @@
 """One rank of data-parallel training: writes the logits and gradients of its share, and what its cache decodes on.
 
-Run by `test_distributed.py`, in as many processes as there are ranks: DIRECTORY of the model, and OUTPUT, a file.
+Run by `distributed_ranks.py`, in as many processes as there are ranks.
 """
 
-import sys
+import pathlib
 from typing import Any
 
 import torch
@@ -37,15 +37,8 @@ def train(model: Any, ids: Tensor, following: Tensor, config: Any) -> dict[str, 
     }
 
 
-def main(directory: str, output: str) -> None:
-    dist.init_process_group("gloo")
+def main(directory: str, output: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     ids, following = (tokens.chunk(dist.get_world_size())[dist.get_rank()] for tokens in batch())
     result = train(DistributedDataParallel(model), ids, following, model.config)
-    torch.save(result, f"{output}.{dist.get_rank()}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.save(result, output.with_name(f"{output.name}.{dist.get_rank()}"))

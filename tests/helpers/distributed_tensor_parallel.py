@@ -1,11 +1,10 @@
 """One rank of a model that transformers has split by heads: writes the tokens that each kind of cache leads to.
 
-Run by `test_distributed.py`, in as many processes as there are ranks: DIRECTORY of the model, and OUTPUT, a file.
+Run by `distributed_ranks.py`, in as many processes as there are ranks.
 """
 
 import json
 import pathlib
-import sys
 from typing import Any
 
 import torch
@@ -46,12 +45,6 @@ def continuations(model: Any) -> dict[str, tuple[list[list[int]], int]]:
     }
 
 
-def main(directory: str, output: str) -> None:
+def main(directory: str, output: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
-    pathlib.Path(f"{output}.{dist.get_rank()}").write_text(json.dumps(continuations(model)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    output.with_name(f"{output.name}.{dist.get_rank()}").write_text(json.dumps(continuations(model)))

@@ -1,5 +1,7 @@
 """Small models of the families that transformers runs: hybrids, indexers, shared KV, encoders with decoders."""
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -146,6 +148,12 @@ def model_and_inputs(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def any_model_and_inputs(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A random model, whoever holds its states, and a prompt."""
+    model, inputs = _model_and_inputs(family)
+    return copy.deepcopy(model), dict(inputs)
+
+
+@functools.cache
+def _model_and_inputs(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
     class_name, options = FAMILIES[family]
     versions.need_model_class(class_name)
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.offload.transfers import Mark, Rows, Transfers
+from kvlayers.offload.transfers import Event, Rows, Transfers
 
 FILLING = 0xAB
 """Bytes of memory that nothing was copied to: as a float, nothing that attention could take for a state."""
@@ -54,16 +54,16 @@ class RecordingTransfers(Transfers):
         self.peak_bytes = 0
 
     @override
-    def computed(self) -> Mark:
+    def record_computation(self) -> Event:
         return None
 
     @override
-    def bring(self, sources: Sequence[Rows], after: Sequence[Mark]) -> tuple[list[Tensor], Mark]:
-        brought, copies = [], []
+    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
+        copied, copies = [], []
         for rows in sources:
             block = self._block(rows.tensor.numel() * rows.tensor.element_size())
             with torch.inference_mode(False):
-                brought.append(_typed(block, rows.tensor))
+                copied.append(_typed(block, rows.tensor))
             copies.append((block, rows))
         self.peak_bytes = max(self.peak_bytes, self.cache_nbytes)
 
@@ -72,39 +72,39 @@ class RecordingTransfers(Transfers):
                 block.fill_(FILLING)
                 _typed(block, rows.tensor)[rows.start : rows.end].copy_(rows.states)
 
-        return brought, self._ask(self._inbound, run, after)
+        return copied, self._ask(self._inbound, run, after)
 
     @override
-    def send(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Mark]) -> Mark:
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
         # What is on the device is not held by being sent: whoever asks for that sees to it.
-        found = [(home, self._without_holding(rows)) for home, rows in pairs]
+        found = [(on_host, self._without_holding(rows)) for on_host, rows in pairs]
 
         def run() -> None:
-            for home, read in found:
-                home.states.copy_(read())
+            for on_host, read in found:
+                on_host.states.copy_(read())
 
         return self._ask(self._outbound, run, after)
 
     @override
-    def computing_waits(self, mark: Mark) -> None:
-        self.host_waits(mark)
+    def make_stream_wait(self, event: Event) -> None:
+        self.wait(event)
 
     @override
-    def host_waits(self, mark: Mark) -> None:
-        if mark is not None:
-            _finish(mark)
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            _finish(event)
 
     @override
-    def is_reached(self, mark: Mark) -> bool:
-        return mark is None or mark.done
+    def is_reached(self, event: Event) -> bool:
+        return event is None or event.done
 
     @property
     def cache_nbytes(self) -> int:
         """Device memory that somebody holds."""
         return sum(block.numel() for block in self._blocks if not _is_free(block))
 
-    def _ask(self, queue: deque[_Copy], run: Callable[[], None], after: Sequence[Mark]) -> _Copy:
-        copy = _Copy(torch.no_grad()(run), [mark for mark in after if mark is not None], queue)
+    def _ask(self, queue: deque[_Copy], run: Callable[[], None], after: Sequence[Event]) -> _Copy:
+        copy = _Copy(torch.no_grad()(run), [event for event in after if event is not None], queue)
         queue.append(copy)
         for waiting in (self._inbound, self._outbound):
             for _ in range(self._progress(len(waiting))):

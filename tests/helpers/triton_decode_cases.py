@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda import launch
-from kvlayers.attention.cuda.launch import Launch, attend_packed, supports
-from kvlayers.attention.merging import merge
+from kvlayers.attention.cuda.launch import Launch, attend_packed
+from kvlayers.attention.cuda.support import supports
+from kvlayers.attention.reference import merge
 from kvlayers.errors import KVLayersError
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
@@ -56,7 +57,7 @@ CUT = {"ends": torch.tensor([64, 0, 23], dtype=torch.int32), "first": 35}
 """Blocks of which whole groups of 16 and 32 tokens are not part of the history, at both ends."""
 
 CASES: dict[str, Case] = {
-    "2 bits": Case(**native(2), batch=2, blocks=3, kv_heads=2),
+    "2 bits": Case(**native(2), batch=2, kv_heads=2),
     "4 bits": Case(**native(4), key_dim=128, value_dim=128, kv_heads=2),
     "8 bits": Case(**native(8), value_dim=128, kv_heads=2),
     "float8": Case(*FLOAT8, value_dim=128, kv_heads=2),
@@ -69,7 +70,7 @@ CASES: dict[str, Case] = {
     "head_dim 80": Case(CodeFormat(4, 64, 1), CodeFormat(4, 1, 40), key_dim=80, value_dim=80),
     "head_dim 80 by chunks": Case(CodeFormat(2, 64, 1), CodeFormat(8, 1, 40), key_dim=80, value_dim=80),
     "head_dim 96": Case(CodeFormat(8, 64, 1), CodeFormat(4, 1, 48), key_dim=96, value_dim=96),
-    "head_dim that is padded": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 25), key_dim=100, value_dim=100, kv_heads=2),
+    "head_dim that is padded": Case(CodeFormat(2, 64, 1), CodeFormat(2, 1, 25), key_dim=100, value_dim=100),
     "scales of each token": Case(**per_token(4), kv_heads=2),
     "scales of each token, 2 bits": Case(**per_token(2, 32)),
     "scales of each token, float8": Case(FLOAT8[1], replace(FLOAT8[1], group_channels=16)),
@@ -89,7 +90,7 @@ CASES: dict[str, Case] = {
     "no block": Case(**native(4), blocks=0),
     "tokens dropped in front": Case(**native(4), options={"first": 17}),
     "blocks that are not full": Case(**native(4), blocks=3, options={"ends": ENDS}),
-    "both": Case(**native(2), blocks=3, options={"ends": ENDS, "first": 63}, kv_heads=2),
+    "both": Case(**native(2), blocks=3, options={"ends": ENDS, "first": 63}),
     "both, 8 bits in float16": Case(**native(8), blocks=3, options=CUT, dtype=torch.float16),
     "both, float8": Case(*FLOAT8, blocks=3, options=CUT),
     "both, shorter blocks": Case(
@@ -100,18 +101,16 @@ CASES: dict[str, Case] = {
         options={"ends": torch.tensor([32, 32, 3], dtype=torch.int32), "first": 30},
     ),
     "both, scales of each token": Case(
-        CodeFormat(4, 1, 32), CodeFormat(4, 1, 8), blocks=3, options=CUT, dtype=torch.bfloat16, kv_heads=2
+        CodeFormat(4, 1, 32), CodeFormat(4, 1, 8), blocks=3, options=CUT, dtype=torch.bfloat16
     ),
-    "both, scales of each channel": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1), blocks=3, options=CUT, kv_heads=2),
+    "both, scales of each channel": Case(CodeFormat(4, 32, 1), CodeFormat(4, 32, 1), blocks=3, options=CUT),
     "both, scales of each channel, float8": Case(FLOAT8[0], CodeFormat(8, 16, 1, floating=True), blocks=3, options=CUT),
     "scale": Case(**native(4), options={"scale": 0.3}),
     "negative scale": Case(**native(4), options={"scale": -0.1}),
     "no scale": Case(**native(4), options={"scale": 0.0}),
     "mask": Case(**native(4), batch=2, mask_shape=(2, 4, 2), q_tokens=2, kv_heads=2),
-    "mask of sequences": Case(**native(4), batch=2, mask_shape=(2, 1, 1), q_tokens=2, options={"first": 5}, kv_heads=2),
-    "mask and ends": Case(
-        **native(4), batch=2, mask_shape=(2, 1, 1), blocks=3, options={"ends": ENDS, "first": 5}, kv_heads=2
-    ),
+    "mask of sequences": Case(**native(4), batch=2, mask_shape=(2, 1, 1), q_tokens=2, options={"first": 5}),
+    "mask and ends": Case(**native(4), batch=2, mask_shape=(2, 1, 1), blocks=3, options={"ends": ENDS, "first": 5}),
     "added mask": Case(
         **native(2),
         mask_shape=(1, 4, 1),
@@ -127,7 +126,6 @@ CASES: dict[str, Case] = {
         q_tokens=2,
         mask_dtype=torch.bfloat16,
         dtype=torch.bfloat16,
-        kv_heads=2,
     ),
 }
 

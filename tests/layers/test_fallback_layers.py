@@ -431,9 +431,9 @@ def test_a_state_of_other_layers_is_refused(family: str) -> None:
     if family in SHARING or not compat.INDEXERS_DEPEND_ON_CHUNKS:
         others.append(cache_of(family, "static"))
     for other in others:
-        with pytest.raises(kvlayers.StateMismatchError, match="expected"):
+        with pytest.raises(kvlayers.StateMismatchError, match="must|expected|are not"):
             decoding.cache.load_state(other.state())
-        with pytest.raises(kvlayers.StateMismatchError, match="expected"):
+        with pytest.raises(kvlayers.StateMismatchError, match="must|expected|are not"):
             other.load_state(decoding.cache.state())
     for misuse in (
         lambda cache: cache.batch_select_indices([2]),
@@ -442,7 +442,7 @@ def test_a_state_of_other_layers_is_refused(family: str) -> None:
         lambda cache: cache.crop(PROMPT + 1),
         lambda cache: cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), len(cache)),
     ):
-        with pytest.raises(kvlayers.KVLayersError, match="expected"):
+        with pytest.raises(kvlayers.KVLayersError, match="must|expected|are not"):
             misuse(decoding.cache)
     decoding.step()
     decoding.step()

@@ -15,8 +15,6 @@ from models import ENCODER_DECODERS, fresh_model, prompt, tiny_model
 
 FAMILIES = ("llama", "mistral", "gemma3", "llama4", "deepseek_v3")
 
-pytestmark = pytest.mark.fast
-
 
 class GatherOnTheHost:
     """What torch's own function does for tensors on GPUs. It refuses those of a CPU."""

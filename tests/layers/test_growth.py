@@ -10,8 +10,6 @@ from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, Stat
 from kvlayers.stores.buffer import TokenBuffer
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 
 def token(tokens: int = 1, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 8)

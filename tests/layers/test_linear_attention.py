@@ -14,8 +14,6 @@ from agreement import bytes_reached
 from kvlayers import Checkpoints, HybridLayer, LinearAttentionLayer
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 CHANNELS, KERNEL = 6, 4
 
 

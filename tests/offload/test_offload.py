@@ -376,6 +376,7 @@ def test_layers_that_are_left_out_or_come_in_another_order_cost_traffic_and_noth
 # Races
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dynamic", "quantized"])
 def test_delays_of_either_stream_change_no_output_in_a_thousand_steps(kind: str) -> None:
     transfers = RecordingTransfers(seed=1)
@@ -519,22 +520,22 @@ CONFIG = CONFIGS["llama"]()
 BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "a directory that is not there": (
         OptionError,
-        "expected a directory that files can be made in",
+        "must be a directory in which files can be made",
         lambda: kvlayers.OffloadedCache(offload_device="disk", offload_directory="/proc/nowhere"),
     ),
     "a device that is none": (
         OptionError,
-        "expected offload_device to be one of 'cpu', 'disk', but saw 'tape'",
+        "`offload_device` must be one of 'cpu', 'disk', got 'tape'",
         lambda: kvlayers.DynamicCache(offloading=True, offload_device="tape"),
     ),
     "disk without a directory": (
         OptionError,
-        "expected offload_directory together with",
+        "`offload_directory` belongs to",
         lambda: kvlayers.StaticCache(CONFIG, 8, offloading=True, offload_device="disk"),
     ),
     "a directory without disk": (
         OptionError,
-        "expected offload_directory together with",
+        "`offload_directory` belongs to",
         lambda: kvlayers.QuantizedCache(offloading=True, offload_directory="/tmp"),
     ),
     "disk without offloading": (
@@ -650,6 +651,7 @@ def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -
         assert cache.traffic.total == Traffic()
 
 
+@pytest.mark.slow
 def test_compiled_code_that_calls_no_operators_breaks_its_graph_at_offloaded_layers(
     recorded: list[RecordingTransfers], monkeypatch: pytest.MonkeyPatch
 ) -> None:

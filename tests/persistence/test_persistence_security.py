@@ -173,7 +173,7 @@ RAW: dict[str, bytes] = {
     "bytes between two": framed(json.dumps({"x": _entry([1], [0, 4]), "y": _entry([1], [8, 12])}).encode()) + bytes(12),
     "a pickle": pickle.dumps({"keys": [1, 2, 3]}),
     "another safetensors file": raw({"weight": torch.ones(2, 2)}, {"format": "pt"}),
-    "another version of the format": raw({}, {"format": "kvlayers.cache", "format_version": "2"}),
+    "another version of the format": raw({}, {"format": "kvlayers.cache", "format_version": "3"}),
     "no description": raw({}, {"format": "kvlayers.cache", "format_version": "1"}),
 }
 
@@ -376,7 +376,6 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "chat.safetensors"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", RAW)
 def test_what_is_no_file_of_a_cache_is_refused(name: str, path: pathlib.Path) -> None:
     path.write_bytes(RAW[name])
@@ -385,14 +384,12 @@ def test_what_is_no_file_of_a_cache_is_refused(name: str, path: pathlib.Path) ->
         inspect_cache(path)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["dynamic", "sliding", "static", "static sliding", "quantized", "sink", "pair"])
 def test_a_file_that_was_forged_without_a_change_is_loaded(kind: str, path: pathlib.Path) -> None:
     path.write_bytes(Forged.of(kind).content())
     assert _outcome(path) == ""
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_file_is_refused(name: str, path: pathlib.Path) -> None:
     kind, change = FORGED[name]
@@ -402,7 +399,6 @@ def test_a_forged_file_is_refused(name: str, path: pathlib.Path) -> None:
     assert _outcome(path) == ("" if name in HARMLESS else "CacheFileError")
 
 
-@pytest.mark.fast
 def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> None:
     for number, content in enumerate(RAW.values()):
         (tmp_path / f"raw {number}").write_bytes(content)
@@ -425,7 +421,6 @@ def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> N
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
 @pytest.mark.parametrize(
     "facts",
@@ -457,7 +452,6 @@ def test_a_forged_file_of_a_recurrent_model_is_refused(family: str, facts: dict[
     assert [layer.facts for layer in cache.state().layers] == [layer.facts for layer in before.layers]
 
 
-@pytest.mark.fast
 def test_no_source_of_the_format_knows_pickle() -> None:
     sources = pathlib.Path(kvlayers.__file__).parent.joinpath("persistence").glob("*.py")
     text = "".join(source.read_text() for source in sources)
@@ -465,7 +459,6 @@ def test_no_source_of_the_format_knows_pickle() -> None:
         assert word not in text
 
 
-@pytest.mark.fast
 def test_a_plain_safetensors_file_of_the_right_names_is_none_of_a_cache(path: pathlib.Path) -> None:
     save_file({"layers.0.keys": torch.ones(1, 1, 2, 2)}, path)
     assert _outcome(path) == "CacheFileError"

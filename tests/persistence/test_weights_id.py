@@ -11,8 +11,6 @@ import kvlayers
 from kvlayers.persistence import weights
 from models import fresh_model
 
-pytestmark = pytest.mark.fast
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
 
 

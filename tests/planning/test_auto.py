@@ -11,8 +11,6 @@ import kvlayers
 from kvlayers.planning import auto, free_memory
 from models import COMMON, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 CONFIG = tf.LlamaConfig(**COMMON)
 TOKENS = 4000
 
@@ -78,7 +76,7 @@ def test_it_is_no_kind_that_is_planned() -> None:
     ("options", "words"),
     [
         ({"memory": 2**30}, "length_hint"),
-        ({"length_hint": 10, "memory": "1 gig"}, "memory to be a number of bytes.*1 gig"),
+        ({"length_hint": 10, "memory": "1 gig"}, "memory` must be a number of bytes.*1 gig"),
         ({"length_hint": 10, "memory": 0}, "at least 1, got 0"),
         ({"length_hint": 10, "nbits": 4}, "option `memory`.*nbits"),
     ],

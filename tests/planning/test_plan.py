@@ -14,10 +14,8 @@ import kvlayers
 import versions
 from kvlayers.generation import registry
 from kvlayers.layers import LayerOperations, TokenLayer
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
-
-pytestmark = pytest.mark.fast
 
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
@@ -72,10 +70,11 @@ def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvla
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)])
 def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)
-    if family == "recurrent_gemma" and compat.layer_specs(model.config)[0].layer_type != "linear_attention":
+    if family == "recurrent_gemma" and model_layers.layer_specs(model.config)[0].layer_type != "linear_attention":
         with pytest.raises(kvlayers.ConfigError, match="recurrent_gemma"):
             planned(model, inputs)
         pytest.skip(f"a config of transformers {versions.TRANSFORMERS} does not say which layers of {family} recur")
@@ -153,7 +152,7 @@ def sink(**options: Any) -> Any:
     return lambda request: kvlayers.SinkCache(config=request.config, **options)
 
 
-@pytest.mark.filterwarnings("ignore:expected a group size that divides")
+@pytest.mark.filterwarnings("ignore:The group size must divide")
 def test_caches_of_other_options_are_planned_by_a_name_of_their_own() -> None:
     own = {
         "three_bits": quantized(nbits=3, q_group_size=4, residual_length=32, sink_tokens=0),
@@ -305,8 +304,8 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"context_length": 10.5}, kvlayers.OptionError, "context_length.*10.5"),
         (LLAMA, {"context_length": True}, kvlayers.OptionError, "context_length.*True"),
         (LLAMA, {"batch_size": -1}, kvlayers.OptionError, "batch_size.*sequences"),
-        (LLAMA, {"memory": "24 gigs"}, kvlayers.OptionError, "memory to be a number of bytes.*24 gigs"),
-        (LLAMA, {"context_length": "32q"}, kvlayers.OptionError, "context_length to be a number of tokens.*32q"),
+        (LLAMA, {"memory": "24 gigs"}, kvlayers.OptionError, "memory` must be a number of bytes.*24 gigs"),
+        (LLAMA, {"context_length": "32q"}, kvlayers.OptionError, "context_length` must be a number of tokens.*32q"),
         (LLAMA, {"memory": 0}, kvlayers.OptionError, "memory.*bytes"),
         (LLAMA, {"dtype": "bfloat"}, kvlayers.OptionError, "torch.bfloat16 or 'bfloat16'"),
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),

@@ -8,8 +8,6 @@ import torch
 
 from kvlayers import DynamicCache, PrefixStore
 
-pytestmark = pytest.mark.fast
-
 ROOM = 2**30
 WINDOW = 4
 

@@ -17,11 +17,10 @@ import families
 import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
-from kvlayers.generation.prefixes.active_store import using
+from kvlayers.generation.prefixes.active_store import CURRENT
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, prompt, tiny_model
-
-pytestmark = pytest.mark.fast
+from pairwise import in_turn
 
 ROOM = 2**30
 PAD = 0
@@ -51,7 +50,7 @@ def tokens_passed(model: Any) -> Iterator[list[int]]:
 
 
 def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    with using(None), kvlayers.installed():
+    with CURRENT.override(None), kvlayers.installed():
         return model.generate(ids, **{**OPTIONS, **options})
 
 
@@ -233,10 +232,13 @@ def test_no_family_gets_other_tokens(family: str) -> None:
 # Several prompts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 9, 6)], ids=["equal", "padded"])
-def test_questions_over_one_document(lengths: tuple[int, ...], name: str, family: str) -> None:
+LENGTHS = {"equal": (5, 5, 5), "padded": (3, 9, 6)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name", "kind"), in_turn(FAMILIES, NAMES, LENGTHS))
+def test_questions_over_one_document(family: str, name: str, kind: str) -> None:
+    lengths = LENGTHS[kind]
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
     rows = questions(*lengths)
     expected = one_by_one(model, rows, cache_implementation=name)
@@ -291,14 +293,19 @@ def test_prompts_of_their_own_each_go_on_from_their_own(family: str) -> None:
     assert sum(counts) <= len(rows) * (1 + 4 + OPTIONS["max_new_tokens"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["dynamic", "static", "offloaded", "int8"])
+SEVERAL: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "best beam": {"num_beams": 2},
+    "samples": {"num_return_sequences": 3, "do_sample": True},
+}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "asked",
-    [{"num_beams": 3, "num_return_sequences": 2}, {"num_beams": 2}, {"num_return_sequences": 3, "do_sample": True}],
-    ids=["beams", "best beam", "samples"],
+    ("family", "name", "way"), in_turn(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
 )
-def test_beams_and_samples_go_on_from_what_is_held(asked: dict[str, Any], name: str, family: str) -> None:
+def test_beams_and_samples_go_on_from_what_is_held(family: str, name: str, way: str) -> None:
+    asked = SEVERAL[way]
     if (name, family) == ("int8", "jamba"):
         pytest.skip("recurrent states are not packed")
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
@@ -423,7 +430,7 @@ def test_prompts_that_begin_alike_do_not_read_on_in_one_cache(family: str) -> No
     rows = questions(3, 9, 6)
     by_store(model, store, torch.cat([prompt(tokens=DOCUMENT), prompt(tokens=1, seed=9)], dim=1))
     forgetful = Forgetful(ROOM, snapshot_tokens=DOCUMENT)
-    forgetful._holdings = store._holdings
+    forgetful._index = store._index
     assert torch.equal(by_store(model, forgetful, **padded(rows)), one_by_one(model, rows))
     assert forgetful.asked == 3
 
@@ -738,7 +745,7 @@ def test_calls_that_cannot_go_by_a_store_say_so() -> None:
     _refused(model, "pad token", input_ids=with_pad)
     _refused(model, "use_cache", use_cache=False)
     _refused(model, "states may depend on position_ids", position_ids=torch.arange(DOCUMENT)[None])
-    _refused(model, "no ids of tokens", input_ids=ids.int())
+    _refused(model, "not token ids", input_ids=ids.int())
     if versions.DRAFTS_MAY_HAVE_A_LEAST_LENGTH:
         _refused(model, "assistant", assistant_model=model)
     _refused(tiny_model("t5"), "encoder")
@@ -782,10 +789,10 @@ def test_what_is_no_store_is_refused() -> None:
     with pytest.raises(OptionError, match="namespace"):
         kvlayers.generate(model, ids, prefix_store=PrefixStore(ROOM), namespace=3, **OPTIONS)
     for call in (kvlayers.install, functools.partial(kvlayers.generate, model, ids)):
-        with pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"):
+        with pytest.raises(OptionError, match="got namespace='mine' without one"):
             call(namespace="mine")
     with (
-        pytest.raises(OptionError, match="a prefix_store beside namespace='mine'"),
+        pytest.raises(OptionError, match="got namespace='mine' without one"),
         kvlayers.installed(namespace="mine"),
     ):
         pass
@@ -794,7 +801,7 @@ def test_what_is_no_store_is_refused() -> None:
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return ids
 
-    with pytest.raises(OptionError, match="OfItsOwn has one of its own"):
+    with pytest.raises(OptionError, match="OfItsOwn has its own"):
         kvlayers.generate(OfItsOwn(model.config), ids, prefix_store=PrefixStore(ROOM))
     assert not kvlayers.is_installed()
     with pytest.raises(OptionError, match="snapshot_tokens"):

@@ -23,8 +23,9 @@ from kvlayers import (
     save_cache,
 )
 from prefix_caches import KINDS, MOST_TOKENS, Ids, check, contents, extend
+from rounds import ROUNDS
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.slow
 
 ENTRY_BYTES = 1600
 """Of a cache of one channel that has grown once: 8 bytes a token."""
@@ -267,7 +268,7 @@ def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Other sequences in every run; one that fails is printed.
-MACHINES = settings(max_examples=500, stateful_step_count=25, derandomize=False)
+MACHINES = settings(max_examples=200 * ROUNDS, stateful_step_count=25, derandomize=False)
 TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
 TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
 TestFullInMemory.settings = TestFullOnDisk.settings = MACHINES

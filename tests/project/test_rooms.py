@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -60,6 +61,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """What each module imports from the package."""
     return {module: {found for found in imports_of(module) if found in MODULES} - {module} for module in MODULES}

@@ -13,8 +13,6 @@ import yaml
 
 import kvlayers
 
-pytestmark = pytest.mark.fast
-
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 

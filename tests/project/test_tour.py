@@ -46,7 +46,7 @@ def texts(cell: Any) -> list[str]:
     ]
 
 
-@pytest.mark.real_model
+@pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}: `make test` brings it")
 def test_it_runs_and_shows_what_is_stored(stored: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("nbclient", "ipykernel", "matplotlib"):
@@ -70,7 +70,6 @@ def test_it_runs_and_shows_what_is_stored(stored: Any, tmp_path: pathlib.Path, m
             assert texts(seen) == texts(cell)
 
 
-@pytest.mark.fast
 def test_it_is_stored_as_it_ran(stored: Any) -> None:
     assert stored["metadata"]["kernelspec"]["name"] == "python3"
     cells = code_cells(stored)
@@ -82,7 +81,6 @@ def test_it_is_stored_as_it_ran(stored: Any) -> None:
     assert {"image/png", "text/html"} <= shown
 
 
-@pytest.mark.fast
 def test_nothing_of_a_machine_is_stored(stored: Any) -> None:
     text = TOUR.read_text()
     for path in (*("/root", "/home", "/tmp", "/work", "/usr", "site-packages"), str(ROOT), str(pathlib.Path.home())):
@@ -90,7 +88,6 @@ def test_nothing_of_a_machine_is_stored(stored: Any) -> None:
     assert len(text) < 300_000
 
 
-@pytest.mark.fast
 def test_its_links_lead_somewhere(stored: Any) -> None:
     prose = "".join("".join(cell["source"]) for cell in stored["cells"] if cell["cell_type"] == "markdown")
     links = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", prose)
@@ -99,7 +96,6 @@ def test_its_links_lead_somewhere(stored: Any) -> None:
         assert (TOUR.parent / link).exists(), link
 
 
-@pytest.mark.fast
 def test_its_page_has_its_prose_its_code_and_its_outputs(stored: Any, hook: types.ModuleType) -> None:
     page = hook.page_of(stored)
     for cell in stored["cells"]:
@@ -111,7 +107,6 @@ def test_its_page_has_its_prose_its_code_and_its_outputs(stored: Any, hook: type
     assert page.count("```python") == len(code_cells(stored))
 
 
-@pytest.mark.fast
 def test_links_to_notebooks_lead_to_their_pages(hook: types.ModuleType) -> None:
     given = "[a](tour.ipynb), [b](../tour.ipynb#c), [d](https://example.org/e.ipynb), `f.ipynb`, [g](h.md)"
     seen = "[a](tour.md), [b](../tour.md#c), [d](https://example.org/e.ipynb), `f.ipynb`, [g](h.md)"

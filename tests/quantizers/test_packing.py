@@ -10,8 +10,6 @@ from kvlayers.quantizers.contract import WIDTHS, CodeFormat, QuantizedGroups, Si
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.quantizers.packing import pack, padded_columns, row_bytes, unpack
 
-pytestmark = pytest.mark.fast
-
 BLOCK_TOKENS = 64
 
 FORMATS = [

@@ -1,7 +1,5 @@
 """Quantizers: what codes stand for, how far that is from the states, and whose numbers they are."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fresh_process
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.layers import upstream_calls
 from kvlayers.quantizers import (
@@ -29,8 +28,6 @@ from kvlayers.quantizers import (
     unregister_quantizer,
 )
 from kvlayers.quantizers.hadamard import rotate
-
-pytestmark = pytest.mark.fast
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -380,7 +377,8 @@ def test_packages_say_nothing(name: str, capfd: pytest.CaptureFixture[str]) -> N
 def test_importing_the_quantizers_imports_no_package_of_theirs() -> None:
     # Not by looking at what was imported: transformers imports hqq where it is installed.
     command = "import sys; sys.modules.update({'hqq': None, 'optimum': None}); import kvlayers.quantizers"
-    subprocess.run([sys.executable, "-c", command], check=True)
+    ran = fresh_process.run(command)
+    assert ran.returncode == 0, ran.stderr
 
 
 # Options and names
@@ -389,15 +387,15 @@ def test_importing_the_quantizers_imports_no_package_of_theirs() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("native", {"nbits": 5}, "nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys"),
-        ("fp8", {"nbits": 4}, "nbits of the fp8 backend to be one of 8, but saw 4"),
-        ("quanto", {"nbits": 8}, "nbits of the quanto backend to be one of 2, 4, but saw 8"),
-        ("hqq", {"nbits": 6}, "nbits of the hqq backend to be one of 1, 2, 3, 4, 8, but saw 6"),
-        ("native", {"nbits": 4, "axis": 0}, "axis_key of the native backend to be left out, but saw 0"),
-        ("quanto", {"nbits": 4, "axis": 1}, "axis_key of the quanto backend to be one of 0, -1, but saw 1"),
-        ("hqq", {"nbits": 4, "axis": -1}, "axis_key of the hqq backend to be one of 0, 1, but saw -1"),
-        ("native", {"nbits": 4, "group_size": 0}, "a group size of at least 1, but saw 0"),
-        ("native", {"nbits": 4, "group_size": 2.5}, "a group size of at least 1, but saw 2.5"),
+        ("native", {"nbits": 5}, "`nbits` of the native backend must be one of 2, 3, 4, 8, got 5 for keys"),
+        ("fp8", {"nbits": 4}, "`nbits` of the fp8 backend must be one of 8, got 4"),
+        ("quanto", {"nbits": 8}, "`nbits` of the quanto backend must be one of 2, 4, got 8"),
+        ("hqq", {"nbits": 6}, "`nbits` of the hqq backend must be one of 1, 2, 3, 4, 8, got 6"),
+        ("native", {"nbits": 4, "axis": 0}, "`axis_key` of the native backend must be left out, got 0"),
+        ("quanto", {"nbits": 4, "axis": 1}, "`axis_key` of the quanto backend must be one of 0, -1, got 1"),
+        ("hqq", {"nbits": 4, "axis": -1}, "`axis_key` of the hqq backend must be one of 0, 1, got -1"),
+        ("native", {"nbits": 4, "group_size": 0}, "group size must be at least 1, got 0"),
+        ("native", {"nbits": 4, "group_size": 2.5}, "group size must be at least 1, got 2.5"),
     ],
 )
 def test_options_that_a_backend_does_not_take(name: str, options: dict[str, Any], message: str) -> None:
@@ -414,7 +412,7 @@ def test_a_group_size_that_does_not_divide_the_head_dim_becomes_the_largest_that
     assert made(name, nbits, "values", 40, axis=axis, group_size=20).format.group_channels == 20
     assert not [warning for warning in recwarn if "group size" in str(warning.message)]
     for head_dim, asked, used in ((40, 64, 40), (80, 64, 40), (96, 64, 48), (4, 8, 4), (7, 6, 1)):
-        with pytest.warns(UserWarning, match=f"head_dim {head_dim} of the values, but saw {asked}: groups of {used}"):
+        with pytest.warns(UserWarning, match=f"head_dim {head_dim} of the values, got {asked}: groups of {used}"):
             quantizer = made(name, nbits, "values", head_dim, axis=axis, group_size=asked)
         assert quantizer.format.group_channels == used
 
@@ -471,7 +469,7 @@ def test_a_backend_of_ones_own() -> None:
 def test_a_factory_that_returns_no_backend() -> None:
     register_quantizer("odd")(lambda: 3)  # type: ignore[arg-type, return-value]
     try:
-        with pytest.raises(RegistryError, match="'odd' to return a Backend, but saw a int"):
+        with pytest.raises(RegistryError, match="'odd' must return a Backend, got a int"):
             backend("odd")
     finally:
         unregister_quantizer("odd")

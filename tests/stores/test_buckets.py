@@ -10,16 +10,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest
 from kvlayers import Buckets, CapacityError, OptionError, RollbackError, StaticLayer, StaticSlidingLayer
-from kvlayers.stores.buckets import ALIGNMENT, place_of, places
+from kvlayers.stores.buckets import ALIGNMENT
+from kvlayers.stores.slots import slot_of, slots_of
+from layer_rules import MOST_ROWS, LayerRules
 from oracle import Oracle, states
 
-pytestmark = pytest.mark.fast
-
-MOST_ROWS = 5
 WINDOW = 6
 Layer = StaticLayer | StaticSlidingLayer
 
@@ -56,14 +55,14 @@ def test_sizes_ascend_geometrically_to_the_capacity(
 @settings(max_examples=30)
 def test_every_place_has_the_smallest_bucket_for_one_token_more(minimum: int, factor: float, capacity: int) -> None:
     sizes = Buckets(minimum, factor).sizes(capacity)
-    every = places(sizes)
-    place = every.at(0)
+    every = slots_of(sizes)
+    slot = every.at(0)
     for length in range(capacity):
-        assert place is every.at(length)
-        assert place.length == length
-        assert place.bucket == min(size for size in sizes if size > length)
-        place = place.next
-    assert (place.length, place.bucket, place.next) == (capacity, 0, None)
+        assert slot is every.at(length)
+        assert slot.length == length
+        assert slot.bucket == min(size for size in sizes if size > length)
+        slot = slot.next
+    assert (slot.length, slot.bucket, slot.next) == (capacity, 0, None)
 
 
 def test_the_default_sizes_are_those_of_the_documentation() -> None:
@@ -74,19 +73,19 @@ def test_the_default_sizes_are_those_of_the_documentation() -> None:
     assert Buckets(minimum=8).sizes(40, whole_from=20) == (8, 16, 40)
 
 
-def test_places_of_one_reservation_are_made_once_and_are_the_same_after_any_copy() -> None:
+def test_slots_of_one_reservation_are_made_once_and_are_the_same_after_any_copy() -> None:
     sizes = Buckets().sizes(32768)
-    every = places(sizes)
-    place = every.at(20000)
-    assert places(sizes) is every
+    every = slots_of(sizes)
+    slot = every.at(20000)
+    assert slots_of(sizes) is every
     assert copy.deepcopy(every) is every
-    assert copy.copy(place).length == 20000
-    assert copy.deepcopy(place) is place
+    assert copy.copy(slot).length == 20000
+    assert copy.deepcopy(slot) is slot
     assert pickle.loads(pickle.dumps(every)) is every
-    assert pickle.loads(pickle.dumps(place)) is place
-    assert place_of(sizes, 20000) is place
-    # By its two numbers, rather than with all the places behind it.
-    assert len(pickle.dumps(place)) < 500
+    assert pickle.loads(pickle.dumps(slot)) is slot
+    assert slot_of(sizes, 20000) is slot
+    # By its two numbers, rather than with all the slots after it.
+    assert len(pickle.dumps(slot)) < 500
     assert len(pickle.dumps(every)) < 500
 
 
@@ -149,7 +148,7 @@ KINDS: dict[str, Callable[[], tuple[Layer, Oracle]]] = {
 def reading_buckets(kind: str) -> tuple[Layer, Oracle]:
     """A layer of a kind that reads buckets where no gradients are followed, and its oracle."""
     layer, oracle = KINDS[kind]()
-    layer.reserved.reading.mode.compiled = True
+    layer.reserved.mask_extent.mode.compiled = True
     return layer, oracle
 
 
@@ -200,11 +199,10 @@ def check_finite_where_no_token_is(layer: Layer, oracle: Oracle, generator: torc
             assert all(bool(side.isfinite().all()) for side in seen)
 
 
-class BucketMachine(RuleBasedStateMachine):
+class BucketMachine(LayerRules):
     """A layer that reads buckets, its oracle, and forks of both, through everything that is done to a cache."""
 
     layer: Layer
-    oracle: Oracle
 
     @initialize(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**20))
     def begin(self, kind: str, seed: int) -> None:
@@ -212,11 +210,7 @@ class BucketMachine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         self.address: int | None = None
         self.may_move = False
-        self.forks: list[tuple[Layer, Oracle]] = []
-
-    @property
-    def rows(self) -> int:
-        return self.oracle.keys.shape[0] if self.oracle.length else 2
+        self.forks = []
 
     def add(self, tokens: int) -> None:
         if self.oracle.fits(tokens):
@@ -265,23 +259,6 @@ class BucketMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 8))
     def remove(self, count: int) -> None:
         self.roll_back(self.oracle.length - count, lambda: self.layer.crop(-count))
-
-    @rule()
-    def record(self) -> None:
-        self.layer.activate_past_recording()
-        self.oracle.recording = True
-
-    @precondition(lambda self: self.oracle.length)
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=MOST_ROWS))
-        self.layer.batch_select_indices(chosen)
-        self.oracle.select(chosen)
-
-    @rule()
-    def reset(self) -> None:
-        self.layer.reset()
-        self.oracle.reset()
 
     @rule(swap=st.booleans())
     def fork(self, swap: bool) -> None:
@@ -366,7 +343,7 @@ def test_a_layer_that_reads_buckets_agrees_with_the_oracle_at_every_length(kind:
 
 def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
     layer, oracle = StaticLayer(90, buckets=Buckets(minimum=16)), Oracle(capacity=90)
-    layer.reserved.reading.mode.compiled = True
+    layer.reserved.mask_extent.mode.compiled = True
     generator = torch.Generator().manual_seed(0)
     sizes = []
     with torch.no_grad():
@@ -378,7 +355,7 @@ def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
 
 def test_what_a_step_reads_is_in_the_reservation_and_starts_at_its_first_slot() -> None:
     for layer in (StaticLayer(90, buckets=Buckets(minimum=16)), StaticSlidingLayer(90, WINDOW)):
-        layer.reserved.reading.mode.compiled = True
+        layer.reserved.mask_extent.mode.compiled = True
         seen = set()
         with torch.no_grad():
             for _ in range(80):

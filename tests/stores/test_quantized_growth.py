@@ -12,8 +12,6 @@ from kvlayers import DynamicLayer, Quantization, QuantizedLayer, QuantizedStore,
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON
 
-pytestmark = pytest.mark.fast
-
 HEAD_DIM = 64
 LONGEST = 300
 TOLERANCE = 1.05

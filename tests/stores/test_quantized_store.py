@@ -18,8 +18,6 @@ from kvlayers import OptionError, Quantization, QuantizedLayer, QuantizedStore, 
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
 from models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 BLOCK = 64
 SMALL = Quantization(nbits=4, residual_length=8, sink_tokens=4)
 
@@ -354,7 +352,7 @@ def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -
     layer = QuantizedLayer(SMALL)
     layer.update(*some_states(tokens, 2, 3))
     twin, before, nbytes = layer.fork(), layer.state(), layer.nbytes
-    with pytest.raises(StateMismatchError, match="expected .* saw"):
+    with pytest.raises(StateMismatchError, match="must .* got|expected .* saw"):
         layer.update(*BAD[bad](*some_states(3, 2, 3)))
     assert same_state(layer.state().tensors, before.tensors)
     assert (layer.state().facts, layer.nbytes) == (before.facts, nbytes)
@@ -378,7 +376,7 @@ FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
 def test_first_states_that_cannot_be_held_are_refused(case: str) -> None:
     states, error = FIRST[case]
     layer = QuantizedLayer(dataclasses.replace(SMALL, value_group_size=8))
-    with pytest.raises(error, match="expected .* saw"):
+    with pytest.raises(error, match="must .* got|expected .* saw"):
         layer.update(*states)
     assert (layer.length, layer.nbytes, layer.batch_size) == (0, 0, None)
     layer.update(*some_states(3))
@@ -454,7 +452,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
     layer = QuantizedLayer(SMALL)
     layer.update(*some_states(250, 2, 2))
     before = layer.state()
-    with pytest.raises(StateMismatchError, match="expected"):
+    with pytest.raises(StateMismatchError, match="must|expected|are not"):
         layer.load_state(dataclasses.replace(state, tensors=DAMAGES[damage](state.tensors)))
     assert layer.length == 250
     assert same_state(layer.state().tensors, before.tensors)
@@ -481,14 +479,14 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
         ({"backend": "gptq"}, "fp8, hqq, native, quanto"),
         ({"nbits": 5}, "2, 3, 4, 8"),
         ({"nbits": "4"}, "2, 3, 4, 8"),
-        ({"key_nbits": 1}, "2, 3, 4, 8.*saw 1 for keys"),
-        ({"value_nbits": 16}, "2, 3, 4, 8.*saw 16 for values"),
-        ({"backend": "fp8", "nbits": 4}, "one of 8, but saw 4"),
-        ({"axis_key": 0}, "axis_key of the native backend to be left out"),
-        ({"q_group_size": 0}, "at least 1, but saw 0"),
-        ({"value_group_size": 1.5}, "at least 1, but saw 1.5 for values"),
-        ({"residual_length": -1}, "at least 0, but saw -1"),
-        ({"sink_tokens": True}, "whole number of tokens"),
+        ({"key_nbits": 1}, "2, 3, 4, 8.*got 1 for keys"),
+        ({"value_nbits": 16}, "2, 3, 4, 8.*got 16 for values"),
+        ({"backend": "fp8", "nbits": 4}, "one of 8, got 4"),
+        ({"axis_key": 0}, "`axis_key` of the native backend must be left out"),
+        ({"q_group_size": 0}, "at least 1, got 0"),
+        ({"value_group_size": 1.5}, "at least 1, got 1.5 for values"),
+        ({"residual_length": -1}, "at least 0, got -1"),
+        ({"sink_tokens": True}, "`sink_tokens` must be a number of tokens"),
         ({"bits": 4}, "takes the options backend, .*sink_tokens.* 'bits'"),
         ({"key_bits": 4}, "takes the options backend, .*sink_tokens.* 'key_bits'"),
     ],
@@ -504,14 +502,14 @@ def test_an_option_that_is_not_taken_is_refused_at_once(
 @pytest.mark.parametrize(("backend", "axis", "listed"), [("quanto", 1, "0, -1"), ("hqq", -1, "0, 1")])
 def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, listed: str) -> None:
     pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
-    with pytest.raises(OptionError, match=f"axis_value of the {backend} backend to be one of {listed}, but saw {axis}"):
+    with pytest.raises(OptionError, match=f"`axis_value` of the {backend} backend must be one of {listed}, got {axis}"):
         kvlayers.QuantizedCache(backend, axis_value=axis)
 
 
 @pytest.mark.parametrize("option", ["q_group_size", "value_group_size"])
 def test_a_group_size_that_does_not_divide_head_dim_is_made_smaller_with_a_warning_at_once(option: str) -> None:
     config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=2)
-    with pytest.warns(UserWarning, match="head_dim 48 of the values, but saw 32: groups of 24") as seen:
+    with pytest.warns(UserWarning, match="head_dim 48 of the values, got 32: groups of 24") as seen:
         cache = kvlayers.QuantizedCache(config=config, **{option: 32}, residual_length=0, sink_tokens=0)
     assert {warning.filename for warning in seen} == {__file__}
     with warnings.catch_warnings():
@@ -633,7 +631,7 @@ def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: in
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, 2, past + 2 * tokens + 200, 8, generator=generator) for _ in range(2)]
     layer.update(*(side[:, :, :past] for side in states))
-    blocks = layer._store._blocks
+    blocks = layer._store._parts.blocks
     # The keys are quantized first: where the values fail, those of the keys must not stay behind.
     failing = blocks._quantizers["values"] = Failing(blocks._quantizers["values"])
     twin = layer.fork()
@@ -663,7 +661,7 @@ def test_sequences_are_selected_in_all_parts_or_in_none(monkeypatch: pytest.Monk
         raise MemoryError("no memory for these sequences")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(layer._store._blocks), "selected", fails)
+        patch.setattr(type(layer._store._parts.blocks), "selected", fails)
         with pytest.raises(MemoryError):
             layer.batch_select_indices(torch.tensor([1, 0, 1]))
     after = layer.state()
@@ -719,7 +717,7 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
 
     layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4))
     layer.update(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
-    blocks = layer._store._blocks
+    blocks = layer._store._parts.blocks
     blocks._quantizers["keys"] = Wrong(blocks._quantizers["keys"])
     with pytest.raises(StateMismatchError, match="correct the quantizer"):
         layer.update(torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8))
@@ -728,11 +726,11 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize("asked", [{"bits": 5}, {"group_tokens": 0}, {"group_tokens": 4, "group_channels": 4}])
 def test_a_format_that_no_kernel_reads_is_refused(asked: dict[str, int]) -> None:
-    with pytest.raises(OptionError, match="expected codes of"):
+    with pytest.raises(OptionError, match="Codes must have"):
         CodeFormat(**{"bits": 4, "group_tokens": 1, "group_channels": 1, **asked})
 
 
 @pytest.mark.parametrize("option", [{"nbits": 4.0}, {"nbits": True}, {"nbits": "4"}, {"axis_key": False}])
 def test_an_option_of_another_type_is_refused_at_construction(option: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="expected"):
+    with pytest.raises(OptionError, match="must|expected|are not"):
         Quantization("hqq" if "axis_key" in option else "native", **option)

@@ -17,8 +17,6 @@ from layer_kinds import OPERATIONS
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle
 
-pytestmark = pytest.mark.fast
-
 
 def expanded(past: int, steps: int, generator: torch.Generator) -> tuple[DynamicLayer, Oracle]:
     layer, oracle = DynamicLayer(), Oracle()

@@ -4,33 +4,23 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest, step
-from kvlayers import CacheLayer, CapacityError, RollbackError
+from kvlayers import CapacityError, RollbackError
 from layer_kinds import KINDS
-from oracle import Oracle, states
-
-pytestmark = pytest.mark.fast
-
-MOST_ROWS = 6
+from layer_rules import MOST_ROWS, LayerRules
+from oracle import states
 
 
-class LayerMachine(RuleBasedStateMachine):
+class LayerMachine(LayerRules):
     """A layer and its oracle, and forks of both that must not notice what happens to them."""
-
-    layer: CacheLayer
-    oracle: Oracle
 
     @initialize(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**20))
     def begin(self, kind: str, seed: int) -> None:
         self.layer, self.oracle = KINDS[kind]()
         self.generator = torch.Generator().manual_seed(seed)
-        self.forks: list[tuple[CacheLayer, Oracle]] = []
-
-    @property
-    def rows(self) -> int:
-        return self.oracle.keys.shape[0] if self.oracle.length else 2
+        self.forks = []
 
     @rule(tokens=st.one_of(st.just(1), st.integers(0, 60), st.integers(100, 200)))
     def update(self, tokens: int) -> None:
@@ -58,29 +48,12 @@ class LayerMachine(RuleBasedStateMachine):
             with pytest.raises(RollbackError):
                 self.layer.crop(-count)
 
-    @rule()
-    def record(self) -> None:
-        self.layer.activate_past_recording()
-        self.oracle.recording = True
-
-    @precondition(lambda self: self.oracle.length)
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=MOST_ROWS))
-        self.layer.batch_select_indices(chosen)
-        self.oracle.select(chosen)
-
     @precondition(lambda self: self.oracle.length and self.rows * 2 <= MOST_ROWS)
     @rule()
     def repeat(self) -> None:
         chosen = [row for row in range(self.rows) for _ in range(2)]
         self.layer.batch_repeat_interleave(2)
         self.oracle.select(chosen)
-
-    @rule()
-    def reset(self) -> None:
-        self.layer.reset()
-        self.oracle.reset()
 
     @rule(swap=st.booleans())
     def fork(self, swap: bool) -> None:

@@ -30,8 +30,6 @@ from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
 from kvlayers.tools.measuring.text import rows  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
 QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
 
@@ -248,7 +246,7 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{model}", "--lengths", "1k,lots"], "a number of tokens.*saw 'lots'"),
+        (["{model}", "--lengths", "1k,lots"], "a number of tokens.*got 'lots'"),
         (["{model}", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
         (["{model}", "--steps", "256"], "`--steps` must be fewer than the 256 positions.*got 256"),
         (["{model}", "--name", "dinamic"], "did you mean 'dynamic'"),

@@ -20,8 +20,6 @@ from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 CONTEXT, SCORED = 272, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
 
@@ -110,12 +108,12 @@ def test_a_budget_that_no_bits_fit_ends_with_2(llama: Path) -> None:
         (["{model}", "--max-kl", "1", "--bytes-per-token", "5KiB"], "one budget, .* got both"),
         (["{model}", "--max-kl", "0"], "`--max-kl` must be a number above 0, got 0"),
         (["{model}", "--max-kl", "inf"], "`--max-kl` must be a number above 0, got inf"),
-        (["{model}", "--bytes-per-token", "lots"], "--bytes-per-token to be a number of bytes.*saw 'lots'"),
+        (["{model}", "--bytes-per-token", "lots"], "`--bytes-per-token` must be a number of bytes.*got 'lots'"),
         (["{model}", "--max-kl", "1", "--bits", "2,x"], "`--bits` must be numbers separated by commas, .* got '2,x'"),
         (["{model}", "--max-kl", "1", "--bits", "4"], "`--bits` must be two or more numbers of bits"),
         (["{model}", "--max-kl", "1", "--bits", "2,5"], "`--bits` must be a list of 2, 3, 4, 8, got"),
         (["{model}", "--max-kl", "1", "--backend", "none"], "none"),
-        (["{model}", "--max-kl", "1", "--context", "32q"], "--context to be a number of tokens.*saw '32q'"),
+        (["{model}", "--max-kl", "1", "--context", "32q"], "`--context` must be a number of tokens.*got '32q'"),
         (["{model}", "--max-kl", "1", "--context", "64"], "`--context` must be at least .* tokens, .* got 64"),
         (
             ["{model}", "--max-kl", "1", "--context", "1k"],

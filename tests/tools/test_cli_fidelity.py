@@ -30,8 +30,6 @@ from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, b
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 CONTEXT, SCORED, CHUNK = 224, 24, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
 
@@ -313,7 +311,7 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
         (["{model}", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
         (["{model}", "--bits", "4,5"], "one of 2, 3, 4, 8, but saw 5"),
         (["{model}", "--bits", "fp8:4"], "fp8.*saw 4"),
-        (["{model}", "--context", "32q"], "a number of tokens.*saw '32q'"),
+        (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
         (["{model}", "--context", "100"], "multiples of `--chunk`, 32"),
         (["{model}", "--scored", "0"], "at least one token must be scored, got"),
         (["{model}", "--context", "256"], "within the 256 positions of the model"),

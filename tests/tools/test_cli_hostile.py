@@ -16,8 +16,6 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 
 from kvlayers.__main__ import make_app  # noqa: E402
 
-pytestmark = pytest.mark.fast
-
 COMMANDS = {
     "bench": ("--lengths", "16", "--steps", "2", "--trials", "1", "--name", "dynamic"),
     "fidelity": ("--context", "64", "--scored", "8", "--passages", "1", "--chunk", "8", "--bits", "4"),

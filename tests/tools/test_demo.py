@@ -1,7 +1,6 @@
 """The demo, on a model of a few thousand weights, and the way it finds the model that it is for."""
 
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import transformers
 from typer.testing import CliRunner, Result
 
+import fresh_process
 import kvlayers
 import versions
 from kvlayers.__main__ import main, make_app
@@ -333,5 +333,5 @@ def test_importing_kvlayers_brings_neither_the_command_line_nor_generate() -> No
         "import sys, transformers; transformers.Cache; before = set(sys.modules); import kvlayers.__main__; "
         "late = {'typer', 'rich', 'transformers.generation.utils'}; print([*late & {*sys.modules} - before])"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output == "[]\n"
+    ran = fresh_process.run(code)
+    assert ran.stdout == "[]\n", ran.stderr

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+import versions
+
 ROOT = pathlib.Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks" / "recorded"
 PLOTS = ROOT / "docs" / "plots"
-
-pytestmark = pytest.mark.fast
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -30,6 +30,14 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("plots")
+
+
+@pytest.fixture
+def picture(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
+    pytest.importorskip("rich", reason="no rich here: the extra 'cli' brings it")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("readme_picture")
 
 
 def test_the_page_has_the_figures_that_are_recorded() -> None:
@@ -58,10 +66,10 @@ def test_the_pages_have_the_divergences_that_are_recorded() -> None:
         best = found["best"]
         names = sorted(found["uniform"], key=lambda name: found["uniform"][name])
         uniform = f"{'; '.join(names)} | {'; '.join(format(found['uniform'][name], '.5f') for name in names)}"
-        ours = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
+        calibrated = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
         assert found["bytes_per_token"] == float(budget)
-        assert f"| {int(budget):,} | {uniform} | {ours}" in figures
-        assert f"| {int(budget):,} | {best} | {found['uniform'][best]:.5f} | {ours}" in calibration
+        assert f"| {int(budget):,} | {uniform} | {calibrated}" in figures
+        assert f"| {int(budget):,} | {best} | {found['uniform'][best]:.5f} | {calibrated}" in calibration
 
 
 def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathlib.Path) -> None:
@@ -92,15 +100,54 @@ def test_a_result_without_a_part_gives_no_plot_of_it(plots: Any) -> None:
 def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:
     found = {
         "versions": {"torch": "2.13"},
-        "update": {"64": {"ours": {"seconds": [[0.1, 0.2], [0.3]], "median": 0.2, "median_range": [0.1, 0.3]}}},
-        "sliding": {"ours": {"stations": {"600": [[0.1]]}, "medians": {"600": 0.1}}},
+        "update": {"64": {"a cache": {"seconds": [[0.1, 0.2], [0.3]], "median": 0.2, "median_range": [0.1, 0.3]}}},
+        "sliding": {"a cache": {"stations": {"600": [[0.1]]}, "medians": {"600": 0.1}}},
         "chat": [{"tokens": 3, "seconds": 0.5}],
         "decode": {},
     }
     assert record.without_single_times(found) == {
         "versions": {"torch": "2.13"},
-        "update": {"64": {"ours": {"median": 0.2, "median_range": [0.1, 0.3]}}},
-        "sliding": {"ours": {"medians": {"600": 0.1}}},
+        "update": {"64": {"a cache": {"median": 0.2, "median_range": [0.1, 0.3]}}},
+        "sliding": {"a cache": {"medians": {"600": 0.1}}},
         "chat": [{"tokens": 3, "seconds": 0.5}],
         "decode": {},
     }
+
+
+@versions.benchmarks_of_transformers
+def test_the_picture_of_the_readme_is_drawn_from_the_record(
+    picture: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    found = json.loads(picture.recorded_path().read_text())
+    measured = found["results"]["picture"]
+    steps, bytes_held = picture.picture(found).axes
+    for axes, key, scale in ((steps, "median", 1e3), (bytes_held, "held", 1e-6)):
+        shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        for name, (label, _) in picture.CACHES.items():
+            assert shown[label] == [measured[length][name][key] * scale for length in sorted(measured, key=int)]
+    monkeypatch.setattr(picture, "PICTURE", tmp_path / "readme.svg")
+    assert picture.main(["--from-recorded"]) == 0
+    drawn = (tmp_path / "readme.svg").read_text()
+    assert "prefers-color-scheme:dark" in drawn
+    for line in picture.provenance(found).splitlines():
+        assert line in drawn
+        assert line in (PLOTS / "readme.svg").read_text(), "run benchmarks/readme_picture.py --from-recorded"
+
+
+@versions.benchmarks_of_transformers
+def test_a_stopped_measurement_of_the_picture_continues(
+    picture: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    output = tmp_path / "results" / "readme.json"
+    monkeypatch.setattr(picture, "LENGTHS", (64,))
+    monkeypatch.setattr(picture, "Shape", lambda: picture.QUICK_SHAPE)
+    arguments = ["--steps", "2", "--trials", "1", "--output", str(output)]
+    assert picture.main(arguments) == 0
+    first = json.loads(output.read_text())
+    monkeypatch.setattr(picture, "LENGTHS", (64, 128))
+    assert picture.main(arguments) == 0
+    second = json.loads(output.read_text())["results"]["picture"]
+    assert list(second) == ["64", "128"]
+    assert second["64"] == first["results"]["picture"]["64"]
+    with pytest.raises(SystemExit):
+        picture.main(["--quick", "--record"])

@@ -1,7 +1,5 @@
 """What is read of a version of transformers is what that version itself does; other versions are refused at import."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -9,14 +7,13 @@ import torch
 import transformers
 from transformers import cache_utils as upstream
 
+import fresh_process
 import kvlayers
 import versions
 from kvlayers.layers import upstream_calls
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, model_layers
 from kvlayers.upstream.supported import check_supported
 from models import ATTENDING, CONFIGS, tiny_model
-
-pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize(
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.fast
 )
 def test_a_version_that_is_not_supported_is_refused_at_import(package: str, version: str) -> None:
     script = f"import {package}; {package}.__version__ = {version!r}; import kvlayers"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    run = fresh_process.run(script)
     supported = {"transformers": "<6,>=4.57", "torch": ">=2.6"}[package]
     last_line = run.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"ImportError: expected {package} {supported}, but saw {version}: install")
@@ -40,7 +37,7 @@ def test_versions_in_the_range_are_taken(version: str) -> None:
 def test_layers_are_those_that_transformers_makes(family: str) -> None:
     config = CONFIGS[family]()
     expected = upstream.DynamicCache(config=config).layers
-    specs = compat.layer_specs(config)
+    specs = model_layers.layer_specs(config)
     assert len(specs) == len(expected)
     for spec, layer in zip(specs, expected, strict=True):
         window = layer.sliding_window if isinstance(layer, upstream.DynamicSlidingWindowLayer) else None
@@ -52,7 +49,7 @@ def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
     versions.need_model_class("Gemma3nTextConfig")
     for shared in (0, 2):
         config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=shared)
-        holding = [spec for spec in compat.layer_specs(config) if spec.layer_type != "dummy"]
+        holding = [spec for spec in model_layers.layer_specs(config) if spec.layer_type != "dummy"]
         assert len(holding) == 4 - shared
 
 
@@ -72,10 +69,10 @@ def test_a_model_that_makes_its_own_cache_is_refused(model_type: str) -> None:
     """By its config alone it would be taken for one of attention, and decode with other logits or not at all."""
     versions.need_model_class(CONFIGS_OF_OWN_CACHES[model_type])
     config = getattr(transformers, CONFIGS_OF_OWN_CACHES[model_type])()
-    since = compat.TAKES_CACHES_SINCE[model_type]
+    since = model_layers.TAKES_CACHES_SINCE[model_type]
     assert config.get_text_config(decoder=True).model_type == model_type
     if since is not None and since <= versions.TRANSFORMERS:
-        assert len(compat.layer_specs(config)) == config.num_hidden_layers
+        assert len(model_layers.layer_specs(config)) == config.num_hidden_layers
         return
     way_out = r"leave it to generate\(\)" + ("" if since is None else f", or use transformers {since} or newer") + r"\."
     with pytest.raises(kvlayers.ConfigError, match=f"make a cache of their own: {way_out}"):

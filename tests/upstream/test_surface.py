@@ -20,7 +20,7 @@ import versions
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*is from transformers 4")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4")
 
 BATCH, HEADS, HEAD_DIM, WINDOW, ROOM, KERNEL = 2, 2, 8, 8, 32, 4
 STAGES: dict[str, int] = {"new": 0, "prompt": 5, "step": 1, "long": 10, "reset": 0}
@@ -115,27 +115,28 @@ class Difference:
 DIFFERENCES = [
     Difference(
         "cache.batch_size", ALL, FILLED, "-1 for caches that are not static", "the batch size",
-        "the same question has one answer", compat.RENAMED_MAXIMA,
+        "every cache answers in the same way", compat.RENAMED_MAXIMA,
     ),
     Difference(
         "cache.is_initialized", (*ATTEND,), ("reset",), "from 5.18 on false after `reset()`", "true",
-        "`reset()` keeps the memory, for states of the same form", versions.LAYERS_LET_GO_AT_RESET,
+        "`reset()` keeps the memory for states of the same form", versions.LAYERS_LET_GO_AT_RESET,
     ),
     Difference(
-        "cache.is_initialized", HYBRID, FILLED, "from 5.13 on false, always", "true once there are states",
-        "attention of a hybrid layer can reserve memory", compat.MODELS_PASS_COLUMNS,
+        "cache.is_initialized", HYBRID, FILLED, "from 5.13 on always false", "true once there are states",
+        "the attention of a hybrid layer can reserve memory", compat.MODELS_PASS_COLUMNS,
     ),
     Difference(
         "cache.is_linear", HYBRID, tuple(STAGES), "true for hybrid layers that are static or sliding", "false",
-        "hybrid layers attend, as transformers says of the others", compat.MODELS_PASS_COLUMNS,
+        "hybrid layers attend; transformers itself says so for the other hybrid layers", compat.MODELS_PASS_COLUMNS,
     ),
     Difference(
         "cache.is_compileable", ALL, tuple(STAGES), "true for static and recurrent layers",
         "true if the cache was made with `compiled=True`, or if there is an accelerator",
-        "eager code then reads the tokens that are there, and not the reservation",
+        "without `compiled=True`, eager code reads the tokens that are held, not the reservation",
     ),
     Difference(
-        "layer.is_compileable", ALL, tuple(STAGES), "true for static layers", "as that of the cache", "as above",
+        "layer.is_compileable", ALL, tuple(STAGES), "true for static layers", "the same as `cache.is_compileable`",
+        "the same reason",
     ),
     Difference(
         "cache.is_croppable", ALL, tuple(STAGES), "false for static layers", "true", "they can be cropped",
@@ -147,38 +148,38 @@ DIFFERENCES = [
     ),
     Difference(
         "layer.is_initialized", ATTEND, ("reset",), "from 5.18 on false after `reset()`", "true",
-        "as for the cache", versions.LAYERS_LET_GO_AT_RESET,
+        "the same reason as for the cache", versions.LAYERS_LET_GO_AT_RESET,
     ),
     Difference(
         "layer.keys, layer.values", STATIC, FILLED, "the whole reservation", "the tokens that are held",
-        "free slots are nobody's states; `layer.tensors()` of a static layer has the whole reservation",
+        "free slots hold no states; `layer.tensors()` of a static layer has the whole reservation",
     ),
     Difference(
         "layer.keys, layer.values", QUANTIZED, FILLED, "the residual in full precision, or an empty tensor",
-        "all tokens, packed ones too", "the layer holds all of them",
+        "all tokens, including packed ones", "the layer holds all of them",
     ),
     Difference(
         "layer.keys, layer.values", ALL, ("reset",), "after `reset()` `None` (before 5.18 zeros)", "no tokens",
         "`reset()` keeps the memory",
     ),
     Difference(
-        "layer.cumulative_length", STATIC, tuple(STAGES), "from 5.4 on a tensor that goes on counting",
+        "layer.cumulative_length", STATIC, tuple(STAGES), "from 5.4 on a tensor that keeps counting",
         "an `int`, to which a smaller number can be assigned",
-        "a number that was read stays; writing to a tensor in place would change a count that nobody reads",
+        "a number does not change after it is read; writing to a tensor in place would change an unused count",
         versions.static_caches_count_in_a_tensor.args == (False,),
     ),
     Difference(
         "layer.record_past", tuple(kind for kind in ALL if kind not in ATTEND or kind in HYBRID), tuple(STAGES),
-        "false, until `activate_past_recording()`", "true; `is_recording` says what transformers' says",
+        "false, until `activate_past_recording()`", "true; `is_recording` has the meaning of transformers' attribute",
         "models then pass the states of every token to the layer, which counts them", compat.MODELS_PASS_COLUMNS,
     ),
     Difference(
         "layer.supports_early_init", HYBRID, tuple(STAGES), "false", "true",
-        "attention of a hybrid layer can reserve memory", compat.MODELS_PASS_COLUMNS,
+        "the attention of a hybrid layer can reserve memory", compat.MODELS_PASS_COLUMNS,
     ),
     Difference(
         "layer.qtype, layer.optimizer, layer.quantizer", ("quanto", "hqq"), tuple(STAGES), "objects of the packages",
-        "missing", "they are made for each block",
+        "missing", "these objects are made for each block",
     ),
 ]  # fmt: skip
 

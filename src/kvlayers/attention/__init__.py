@@ -1,1 +1,1 @@
-"""How attention reads what a layer returns."""
+"""Attention on the keys and values that a layer returns: dense, packed, or with a shared prefix."""

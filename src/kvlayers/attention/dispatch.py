@@ -1,80 +1,95 @@
-"""Attention of queries over a history: which kernel, and what it is told."""
+"""Chooses the kernel that attention on key-value segments runs on, and counts the choices."""
 
 import math
+from collections import Counter
 
-import torch
 from torch import Tensor
 
 from kvlayers.attention import reference
-from kvlayers.attention.cpu import kernel
-from kvlayers.attention.cuda import segments
-from kvlayers.attention.path_counter import PathCounter
+from kvlayers.attention.cpu import kernel as cpu_kernel
+from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.utils.autocast import without_autocast
 
-AnyHistory = KVSegments | SharedPrefixSegments
+AnySegments = KVSegments | SharedPrefixSegments
 
 CPU = "a compiled kernel on packed states"
 CUDA = "a Triton kernel on packed states"
 BLOCKS = "plain torch, block by block"
-SHARED = "plain torch, what sequences share once for all of them"
-"""Ways on states as they are held."""
+SHARED = "plain torch, the shared prefix once for all sequences"
+"""Paths on which no state is brought to full precision for longer than it is used."""
 
 
-def attend(query: Tensor, history: AnyHistory, mask: Tensor | None, scale: float | None, ways: PathCounter) -> Tensor:
-    """Softmax attention of queries over a history.
+class PathCounter:
+    """Counts which path attention on the states of a store took.
+
+    Attributes:
+        counts: how often each path was taken, by its description.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def record(self, path: str) -> None:
+        """Count one more call on this path."""
+        self.counts[path] += 1
+
+
+def attend(
+    query: Tensor, segments: AnySegments, mask: Tensor | None, scale: float | None, paths: PathCounter
+) -> Tensor:
+    """Softmax attention of queries to the tokens of segments.
 
     Args:
-        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the history's kv_heads.
-        history: what they attend to.
+        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the segments' kv_heads.
+        segments: the keys and values.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
-        scale: factor of the scores, `1 / sqrt(key_head_dim)` where not given.
-        ways: is told which way it goes.
+        scale: factor of the scores, `1 / sqrt(key_head_dim)` if `None`.
+        paths: counts the path that is taken.
 
     Returns:
         `[batch, heads, queries, value_head_dim]` in the dtype of the query.
     """
     batch, heads, queries, head_dim = query.shape
     if mask is not None:
-        mask = mask.expand(batch, heads, queries, history.tokens)
+        mask = mask.expand(batch, heads, queries, segments.tokens)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     with without_autocast(query.device):
-        if isinstance(history, SharedPrefixSegments):
-            ways.note(SHARED)
-            return history.attend(query, mask, scale)
+        if isinstance(segments, SharedPrefixSegments):
+            paths.record(SHARED)
+            return segments.attend(query, mask, scale)
         if query.device.type == "cuda":
-            obstacle = segments.obstacle(query, history)
-            ways.note(CUDA if obstacle is None else f"{BLOCKS}, as {obstacle}")
-            return (reference.attend if obstacle else segments.attend)(query, history, mask, scale)
-        return (kernel.attend if _has_kernel(query, history, ways) else reference.attend)(query, history, mask, scale)
+            obstacle = cuda_kernel.obstacle(query, segments)
+            paths.record(CUDA if obstacle is None else f"{BLOCKS}, as {obstacle}")
+            return (reference.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
+        use_kernel = _uses_cpu_kernel(query, segments, paths)
+        return (cpu_kernel.attend if use_kernel else reference.attend)(query, segments, mask, scale)
 
 
-def scores(query: Tensor, history: AnyHistory, ways: PathCounter) -> Tensor:
+def scores(query: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
-        if isinstance(history, SharedPrefixSegments):
-            ways.note(SHARED)
-            return history.scores(query)
-        return (kernel.scores if _has_kernel(query, history, ways) else reference.scores)(query, history)
+        if isinstance(segments, SharedPrefixSegments):
+            paths.record(SHARED)
+            return segments.scores(query)
+        return (cpu_kernel.scores if _uses_cpu_kernel(query, segments, paths) else reference.scores)(query, segments)
 
 
-def combine(weights: Tensor, history: AnyHistory, ways: PathCounter) -> Tensor:
+def combine(weights: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
-        if isinstance(history, SharedPrefixSegments):
-            ways.note(SHARED)
-            return history.combine(weights)
-        return (kernel.combine if _has_kernel(weights, history, ways) else reference.combine)(weights, history)
+        if isinstance(segments, SharedPrefixSegments):
+            paths.record(SHARED)
+            return segments.combine(weights)
+        use_kernel = _uses_cpu_kernel(weights, segments, paths)
+        return (cpu_kernel.combine if use_kernel else reference.combine)(weights, segments)
 
 
-def _has_kernel(rows: Tensor, history: KVSegments, ways: PathCounter) -> bool:
-    """Whether the CPU's kernel is for rows `[batch, heads, queries, any]`, which is noted."""
-    obstacle = kernel.obstacle(rows, history)
-    ways.note(CPU if obstacle is None else f"{BLOCKS}, as {obstacle}")
+def _uses_cpu_kernel(rows: Tensor, segments: KVSegments, paths: PathCounter) -> bool:
+    """Whether the CPU kernel takes rows `[batch, heads, queries, any]`. The answer is counted."""
+    obstacle = cpu_kernel.obstacle(rows, segments)
+    paths.record(CPU if obstacle is None else f"{BLOCKS}, as {obstacle}")
     return obstacle is None
-
-
-def wants_gradients(*tensors: Tensor) -> bool:
-    """Whether autograd would follow what is computed from these."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,9 +1,9 @@
-"""Attention of a single query token on a CPU, without reading the history several times over.
+"""Grouped-query attention of a single query token on a CPU, without reading the keys once for each query head.
 
 transformers leaves grouped-query attention to `scaled_dot_product_attention(..., enable_gqa=True)`, which on a CPU
 walks through the keys once for every query head. The query heads of a group attend to the same keys, so they are rows
 of one product: `[batch, heads, 1, head_dim]` becomes `[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the
-same, in another order at most; transformers itself regroups like that where there is a mask (as with its static cache).
+same, at most in another order. transformers regroups in the same way if there is a mask (as with its static cache).
 """
 
 import copy
@@ -16,37 +16,37 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-FLOAT32_TOKENS_ON_CPU = 128
-"""Tokens from which grouping saves time in float32."""
+CPU_MINIMUM_FLOAT32_TOKENS = 128
+"""Tokens from which grouping saves time in float32, measured on a CPU."""
 
-FLOAT32_GROUP_ON_CPU = 4
-"""Query heads of a KV head from which grouping saves time in float32."""
+CPU_MINIMUM_FLOAT32_GROUP = 4
+"""Query heads of a KV head from which grouping saves time in float32, measured on a CPU."""
 
 
-def attended_by_one_query(keys: Tensor) -> Tensor:
+def grouped_for_one_query(keys: Tensor) -> Tensor:
     """View of `keys`, `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
 
     Torch's CPU kernel multiplies half-precision rows one by one so slowly that grouping wins at every length. In
-    float32 it wins once every thread has two heads to read, of more tokens than a few.
+    float32, grouping wins once every thread has two heads to read and there are enough tokens.
 
     Args:
-        keys: what the one new token of each sequence attends to.
+        keys: the keys that the one new token of each sequence attends to.
     """
     if not keys.is_cpu or torch.compiler.is_compiling():
         return keys
     if keys.dtype.itemsize > 2:
         batch, kv_heads, tokens, _ = keys.shape
-        if tokens < FLOAT32_TOKENS_ON_CPU or batch * kv_heads < 2 * torch.get_num_threads():
+        if tokens < CPU_MINIMUM_FLOAT32_TOKENS or batch * kv_heads < 2 * torch.get_num_threads():
             return keys
-    return keys.as_subclass(SharedKeys)
+    return keys.as_subclass(GroupedKeys)
 
 
-class SharedKeys(Tensor):
-    """Keys that the query heads of a group read together. To every other function, the tensor that they are."""
+class GroupedKeys(Tensor):
+    """Keys that SDPA reads once for all query heads of a group. To every other function, a plain tensor."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """As of any tensor, without the detour by `__torch_function__`: models read it several times in each layer."""
+        """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
         with DisableTorchFunctionSubclass():
             return self.size()
 
@@ -82,18 +82,15 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     group = _group_of_one_query(query.size(), key.size(), value.size(), enable_gqa)
-    worse = group < FLOAT32_GROUP_ON_CPU and query.dtype.itemsize > 2
-    if not group or worse or attn_mask is not None or is_causal or dropout_p:
+    slower = group < CPU_MINIMUM_FLOAT32_GROUP and query.dtype.itemsize > 2
+    if not group or slower or attn_mask is not None or is_causal or dropout_p:
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if group == 1:
         # Two rows of half precision take less time than one.
         return scaled_dot_product_attention(query.expand(-1, -1, 2, -1), key, value, scale=scale)[:, :, :1]
-    batch, kv_heads, _, head_dim = key.size()
-    rows = query.reshape(batch, kv_heads, group, head_dim)
-    attended = scaled_dot_product_attention(rows, key, value, scale=scale)
-    return attended.reshape(batch, kv_heads * group, 1, value.size(3))
+    return attend_grouped(query, key, value, group, None, scale)
 
 
 def _group_of_one_query(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> int:
@@ -102,3 +99,40 @@ def _group_of_one_query(query: torch.Size, key: torch.Size, value: torch.Size, e
         return 0
     group, rest = divmod(query[1], key[1])
     return group if not rest and (enable_gqa or group == 1) else 0
+
+
+def kv_head_copies(before: Sequence[int], after: Sequence[int]) -> int:
+    """Copies of each KV head after one of the three steps in which modelling code repeats KV heads, else 0.
+
+    The steps (`repeat_kv` of transformers) add an axis for the copies, expand it, and merge it into the KV heads.
+
+    Args:
+        before: shape that the step is given, `[batch, kv_heads, (copies,) tokens, head_dim]`.
+        after: shape of its result.
+    """
+    if len(before) == 4 and after == (*before[:2], 1, *before[2:]):
+        return 1
+    if len(before) == 5 and len(after) == 5 and (*after[:2], *after[3:]) == (*before[:2], *before[3:]):
+        return after[2]
+    if len(before) == 5 and after == (before[0], before[1] * before[2], *before[3:]):
+        return before[2]
+    return 0
+
+
+def attend_grouped(
+    query: Tensor, key: Tensor, value: Tensor, group: int, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attention of one query token per sequence, with the query heads of a group as rows of one product.
+
+    Args:
+        query: `[batch, kv_heads * group, 1, head_dim]`.
+        key: `[batch, kv_heads, tokens, head_dim]`.
+        value: `[batch, kv_heads, tokens, value_head_dim]`.
+        group: query heads that share a KV head.
+        mask: broadcast to `[batch, kv_heads, group, tokens]`, or `None`.
+        scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
+    """
+    batch, kv_heads, _, head_dim = key.size()
+    rows = query.reshape(batch, kv_heads, group, head_dim)
+    attended = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return attended.reshape(batch, kv_heads * group, 1, value.size(3))

@@ -1,11 +1,11 @@
-"""Attention of a single query token in compiled code on a CPU, without copying the history for each query head.
+"""Grouped-query attention of a single query token in compiled code on a CPU, without copies for each query head.
 
-Compiled code has a mask, and where there is one transformers repeats keys and values for every query head of a group
-(`repeat_kv`) before it calls `scaled_dot_product_attention`: at every token, a copy of the bucket that is as many times
-as large as a group. The states here remember what they repeat until attention asks for it, and have the query heads of
-a group read it together, as `single_query` does in eager code.
+Compiled code has a mask, and if there is one transformers repeats keys and values for every query head of a group
+(`repeat_kv`) before it calls `scaled_dot_product_attention`. That copies the bucket at every token, once for each query
+head of a group. The tensors here delay the repetition until attention asks for it, and let the query heads of a group
+read the keys together, as `gqa` does in eager code.
 
-This is code for TorchDynamo to trace: nothing of it is left when the compiled function runs.
+TorchDynamo traces this code: nothing of it is left when the compiled function runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
+from kvlayers.attention.gqa import attend_grouped, kv_head_copies
 from kvlayers.upstream import compat
 
 
 def shared_in_graph(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `[batch, kv_heads, tokens, head_dim]`, marked for SDPA where that saves time.
+    """Keys and values `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
 
     Args:
-        keys: what the one new token of each sequence attends to, while it is being compiled.
+        keys: the keys that the one new token of each sequence attends to, in code that is being compiled.
         values: the values of the same tokens.
     """
     if keys.device.type != "cpu" or not torch.compiler.is_dynamo_compiling() or not compat.COMPILES_TENSOR_SUBCLASSES:
@@ -32,7 +33,7 @@ def shared_in_graph(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SharedStates(Tensor):
-    """States `[batch, kv_heads, tokens, head_dim]`, and on the way to being repeated `[batch, kv_heads, n, ...]`."""
+    """States `[batch, kv_heads, tokens, head_dim]`, or `[batch, kv_heads, n, ...]` while they are being repeated."""
 
     @classmethod
     @override
@@ -49,31 +50,23 @@ class SharedStates(Tensor):
                 return _attend(*args, **kwargs)
             states = args[0]
             if func is Tensor.reshape and states.dim() == 5 and _merges_heads(states, args[1:]):
-                # Through an operation, since what is marked cannot be marked otherwise.
+                # Through an operation, since a marked tensor cannot be marked otherwise.
                 return states.expand(states.size()).as_subclass(RepeatedStates)
             result = func(*args, **kwargs)
-            if func is Tensor.__getitem__ and states.dim() == 4 and result.dim() == 5:
-                batch, kv_heads, tokens, head_dim = states.size()
-                return _marked(result, result.size() == (batch, kv_heads, 1, tokens, head_dim))
-            if func is Tensor.expand and states.dim() == result.dim() == 5:
-                only_repeats = states.size()[:2] == result.size()[:2] and states.size()[3:] == result.size()[3:]
-                return _marked(result, only_repeats and states.size(2) == 1)
+            if func is Tensor.__getitem__ or (func is Tensor.expand and states.dim() == 5 and states.size(2) == 1):
+                repeats = result.dim() == 5 and kv_head_copies(states.size(), result.size())
+                return result.as_subclass(SharedStates) if repeats else result
             return result
 
 
-def _marked(states: Tensor, as_expected: bool) -> Tensor:
-    return states.as_subclass(SharedStates) if as_expected else states
-
-
 def _merges_heads(states: Tensor, shape: tuple[Any, ...]) -> bool:
-    """Whether a reshape is that of `[batch, kv_heads, n, tokens, head_dim]` to `[batch, kv_heads * n, tokens, ...]`."""
+    """Whether `shape` merges `[batch, kv_heads, n, tokens, head_dim]` to `[batch, kv_heads * n, tokens, head_dim]`."""
     wanted = tuple(shape[0]) if len(shape) == 1 else shape
-    batch, kv_heads, repeats, tokens, head_dim = states.size()
-    return wanted == (batch, kv_heads * repeats, tokens, head_dim)
+    return len(wanted) == 4 and kv_head_copies(states.size(), wanted) > 0
 
 
 class RepeatedStates(Tensor):
-    """States `[batch, kv_heads, n, tokens, head_dim]` that say they were `[batch, kv_heads * n, tokens, head_dim]`."""
+    """States `[batch, kv_heads, n, tokens, head_dim]` that report the shape `[batch, kv_heads * n, tokens, ...]`."""
 
     @classmethod
     @override
@@ -95,7 +88,7 @@ class RepeatedStates(Tensor):
 
 
 def _written_out(argument: Any) -> Any:
-    """An argument with what is repeated in it repeated."""
+    """An argument in which `RepeatedStates` are really repeated."""
     if isinstance(argument, RepeatedStates):
         batch, kv_heads, repeats, tokens, head_dim = argument.size()
         return argument.reshape(batch, kv_heads * repeats, tokens, head_dim)
@@ -116,9 +109,9 @@ def _attend(
 ) -> Tensor:
     keys = key[:, :, 0] if isinstance(key, RepeatedStates) else key
     values = value[:, :, 0] if isinstance(value, RepeatedStates) else value
-    batch, heads, queries, head_dim = query.size()
+    batch, heads, queries, _ = query.size()
     kv_heads = keys.size(1)
-    groups = heads // kv_heads
+    group = heads // kv_heads
     one_query = queries == 1 and not is_causal and not dropout_p and (keys.size(0), values.size(1)) == (batch, kv_heads)
     if not one_query or (attn_mask is not None and (attn_mask.dim() != 4 or attn_mask.size(1) not in (1, heads))):
         return scaled_dot_product_attention(
@@ -131,8 +124,6 @@ def _attend(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    rows = query.reshape(batch, kv_heads, groups, head_dim)
     if attn_mask is not None and attn_mask.size(1) == heads and heads > 1:
-        attn_mask = attn_mask.reshape(attn_mask.size(0), kv_heads, groups, attn_mask.size(3))
-    attended = scaled_dot_product_attention(rows, keys, values, attn_mask=attn_mask, scale=scale)
-    return attended.reshape(batch, heads, 1, values.size(3))
+        attn_mask = attn_mask.reshape(attn_mask.size(0), kv_heads, group, attn_mask.size(3))
+    return attend_grouped(query, keys, values, group, attn_mask, scale)

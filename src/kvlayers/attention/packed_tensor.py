@@ -1,9 +1,8 @@
-"""Keys, or values, that attention reads as they are held, and that are brought to full precision only where they must.
+"""Tensors that stand for packed keys or values, and are brought to full precision only if a function needs it.
 
-A model gets them from a cache and hands them to its attention. `scaled_dot_product_attention`, and the products that
-eager attention is written in, are computed on what is held. Every other function is given the states in full
-precision, which is always right, and as slow as a cache that holds them packed would be without this module.
-What is computed on what is held, `on_handles.py` says.
+A model gets them from a cache and passes them to its attention. `packed_ops` implements attention, and the products
+that eager attention is written as, on the packed states. Every other function is given the states in full precision,
+which is always right, and as slow as a packed cache would be without this module.
 """
 
 import copy
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from kvlayers.attention.path_counter import PathCounter
+from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import ReadOnlyStatesError, StaleStatesError
@@ -25,7 +24,7 @@ from kvlayers.utils.autocast import without_autocast
 
 
 class Version:
-    """Counts the times that what a store has returned stops to be true."""
+    """Counts the changes of a store that make the states it has returned stale."""
 
     __slots__ = ("number",)
 
@@ -33,55 +32,54 @@ class Version:
         self.number = 0
 
     def advance(self) -> None:
-        """What was returned so far must not be read any more."""
+        """Make all states that were returned so far stale."""
         self.number += 1
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What both handles of an update stand for.
+    """The tokens that the packed keys and values of one update stand for.
 
     Attributes:
-        history: the tokens.
+        segments: the tokens.
         dtype: dtype of the states.
         device: device of the states.
-        edition: of the store.
-        number: of the edition when the history was true.
-        length: tokens that the store held when it returned the history.
-        ways: counts which way attention on it goes.
+        version: version of the store.
+        version_number: number of that version when the segments were returned.
+        length: tokens that the store held at that time.
+        paths: counts the paths that attention on the segments takes.
     """
 
-    history: KVSegments | SharedPrefixSegments
+    segments: KVSegments | SharedPrefixSegments
     dtype: torch.dtype
     device: torch.device
-    edition: Version
-    number: int
+    version: Version
+    version_number: int
     length: int
-    ways: PathCounter
+    paths: PathCounter
 
     def read(self) -> KVSegments | SharedPrefixSegments:
-        """The history.
+        """The segments.
 
         Raises:
             StaleStatesError: the cache has changed since.
         """
-        if self.edition.number != self.number:
+        if self.version.number != self.version_number:
             raise StaleStatesError(
-                "expected states of a cache to be read before it changes again, but it has been updated, cropped or "
-                "reordered since it returned these: read them at once, clone() what is needed longer, or fork() the "
-                "cache."
+                "These states are stale: the cache has been updated, cropped or reordered since it returned them. Read "
+                "states before the cache changes, clone() what is needed longer, or fork() the cache."
             )
-        return self.history
+        return self.segments
 
 
 @dataclass(frozen=True)
-class View:
-    """What has been asked of the states so far.
+class PackedView:
+    """The view of packed states that modelling code has taken so far.
 
     Attributes:
-        copies: times that each kv head comes, one copy beside the other.
-        grouped: whether copies have an axis of their own, behind that of the kv heads.
-        swapped: whether tokens and head_dim have changed places.
+        copies: copies of each kv head, side by side.
+        grouped: whether the copies have an axis of their own, after that of the kv heads.
+        swapped: whether the axes of tokens and head_dim are swapped.
     """
 
     copies: int = 1
@@ -89,59 +87,59 @@ class View:
     swapped: bool = False
 
 
-AS_HELD = View()
+UNCHANGED = PackedView()
 
 
-Computation = TypeVar("Computation", bound=Callable[..., Tensor | str])
+Implementation = TypeVar("Implementation", bound=Callable[..., Tensor | str])
 
-_on_what_is_held: dict[Any, Callable[..., Tensor | str]] = {}
+_implementations: dict[Any, Callable[..., Tensor | str]] = {}
 
 
-def computes(*functions: Any) -> Callable[[Computation], Computation]:
-    """Decorator for what stands in for functions of torch where one of their arguments is a handle.
+def implements(*functions: Any) -> Callable[[Implementation], Implementation]:
+    """Decorator: the function replaces functions of torch that are called with a `PackedStates`.
 
-    It is called as they are. Where states in full precision are needed after all, it returns why.
+    It takes their arguments. If it needs the states in full precision after all, it returns the reason as a text.
     """
 
-    def keep(computation: Computation) -> Computation:
-        _on_what_is_held.update(dict.fromkeys(functions, computation))
-        return computation
+    def register(implementation: Implementation) -> Implementation:
+        _implementations.update(dict.fromkeys(functions, implementation))
+        return implementation
 
-    return keep
+    return register
 
 
 class PackedStates(Tensor):
     """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed."""
 
-    attended: Snapshot
+    snapshot: Snapshot
     side: Side
-    view_of: View
+    packed_view: PackedView
 
     @staticmethod
     def __new__(
-        cls: type["PackedStates"], attended: Snapshot, side: Side, shape: Sequence[int], view: View = AS_HELD
+        cls: type["PackedStates"], snapshot: Snapshot, side: Side, shape: Sequence[int], view: PackedView = UNCHANGED
     ) -> "PackedStates":
-        """A handle of `shape`, which nothing has been asked of yet."""
+        """Packed states of `shape`, without memory of their own."""
         states: PackedStates = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=attended.dtype, device=attended.device
+            cls, shape, dtype=snapshot.dtype, device=snapshot.device
         )
-        states.attended = attended
+        states.snapshot = snapshot
         states.side = side
-        states.view_of = view
+        states.packed_view = view
         return states
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def dense(self) -> Tensor:
-        """The states in full precision: a copy, of the handle's shape and dtype.
+        """A copy of the states in full precision, of the same shape and dtype.
 
         Raises:
-            StaleStatesError: the cache has changed since it returned the handle.
+            StaleStatesError: the cache has changed since it returned the states.
         """
-        with without_autocast(self.attended.device):
-            states = self.attended.read().dense(self.side, self.attended.dtype)
-        view = self.view_of
+        with without_autocast(self.snapshot.device):
+            states = self.snapshot.read().dense(self.side, self.snapshot.dtype)
+        view = self.packed_view
         if view.grouped:
             return states[:, :, None].expand(-1, -1, view.copies, -1, -1)
         if view.copies > 1:
@@ -159,10 +157,10 @@ class PackedStates(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in ASKS_NO_STATE:
+            if func in METADATA_FUNCTIONS:
                 return func(*args, **kwargs)
-            computed = _on_what_is_held[func](*args, **kwargs) if func in _on_what_is_held else NOT_READ_AS_HELD
-            return _on_dense_states(func, args, kwargs, computed) if isinstance(computed, str) else computed
+            computed = _implementations[func](*args, **kwargs) if func in _implementations else NOT_IMPLEMENTED
+            return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -172,7 +170,7 @@ class PackedStates(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _on_dense_states(func, args, kwargs or {}, NOT_READ_AS_HELD)
+        return _call_on_dense(func, args, kwargs or {}, NOT_IMPLEMENTED)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -187,31 +185,31 @@ class PackedStates(Tensor):
 
 
 def as_dense(states: Tensor) -> Tensor:
-    """States in full precision: a handle's, or the tensor itself."""
+    """The states in full precision: a copy of packed states, or the tensor itself."""
     return states.dense() if isinstance(states, PackedStates) else states
 
 
-NOT_READ_AS_HELD = "it is none of the functions that read states as they are held"
+NOT_IMPLEMENTED = "it has no implementation on packed states"
 
 
-def _on_dense_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
     name = getattr(func, "__name__", "").removesuffix(".default")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
     written = (args[:1] if in_place else (), kwargs.get("out"))
-    if any(isinstance(thing, PackedStates) for thing in tree_leaves(written)):
+    if any(isinstance(leaf, PackedStates) for leaf in tree_leaves(written)):
         raise ReadOnlyStatesError(
-            f"expected the states of a quantized cache to be read, but {name} would write to them, and be lost: "
-            "clone() them first."
+            f"The states of a quantized cache are read-only, and what {name} writes would be lost: clone() the states "
+            "first."
         )
-    for handle in tree_leaves((args, kwargs)):
-        if isinstance(handle, PackedStates):
-            handle.attended.ways.note(f"{name} in full precision, as {reason}")
+    for states in tree_leaves((args, kwargs)):
+        if isinstance(states, PackedStates):
+            states.snapshot.paths.record(f"{name} in full precision, as {reason}")
             break
     args, kwargs = tree_map_only(PackedStates, PackedStates.dense, (args, kwargs))
     return func(*args, **kwargs)
 
 
-ASKS_NO_STATE = frozenset(
+METADATA_FUNCTIONS = frozenset(
     {
         *(
             getattr(Tensor, name).__get__
@@ -248,4 +246,4 @@ ASKS_NO_STATE = frozenset(
         torch.is_floating_point,
     }
 )
-"""What is known without reading any state."""
+"""Functions that read no state: their result is known from shape, dtype and device."""

@@ -1,10 +1,10 @@
-"""Attention over a history in plain torch: a few blocks at a time, with an online softmax.
+"""Attention on key-value segments in plain torch: a few blocks at a time, with an online softmax.
 
-For prefill, for devices and dtypes that no kernel is for, and where there is no compiler. No more than a few packed
-blocks are in full precision at once, and the more queries there are, the fewer.
+It serves prefill, devices and dtypes without a kernel, and machines without a compiler. No more than a few packed
+blocks are in full precision at once; the more queries there are, the fewer blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,98 +13,121 @@ from torch import Tensor
 from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.quantizers.hadamard import rotate
 
-SCORES_AT_ONCE = 1 << 15
-"""Scores of one head that are worth a round of torch calls: with fewer, their fixed cost is most of the time."""
+CPU_SCORES_AT_ONCE = 1 << 15
+"""Scores of one head that are worth a round of torch calls on a CPU: with fewer, their fixed cost dominates."""
 
 MINIMUM_BLOCK_TOKENS = 64
-"""Tokens at once at least, however many the queries."""
+"""Fewest tokens at once, however many queries there are."""
 
-MOST_TOKENS_AT_ONCE = 512
-"""Tokens that are brought to full precision at once, however few the queries."""
+MAXIMUM_TOKENS_AT_ONCE = 512
+"""Most tokens that are brought to full precision at once, however few queries there are."""
 
 
-def attend(query: Tensor, history: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention of some queries over a history.
+def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of queries to the tokens of segments.
 
     Args:
-        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the history's kv_heads.
-        history: what they attend to.
+        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the segments' kv_heads.
+        segments: the keys and values.
         mask: bool or additive, `[batch, heads, queries, tokens]` (expanded), or `None`.
         scale: factor of the scores.
 
     Returns:
         `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
     """
-    return attend_partly(query, history, mask, scale)[0].to(query.dtype)
+    return attend_partly(query, segments, mask, scale)[0].to(query.dtype)
 
 
-def attend_partly(query: Tensor, history: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """As `attend`, for a history that is not all that the queries attend to: see `merging.merge`.
+def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """As `attend`, for segments that are only a part of the tokens that the queries attend to; see `merge`.
 
     Returns:
         Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
         `[batch, heads, queries]`.
     """
     batch, heads, queries, head_dim = query.shape
-    kv_heads = history.kv_heads
+    kv_heads = segments.kv_heads
     rows = heads // kv_heads * queries
     scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
     highest = scaled.new_full((batch, kv_heads, rows, 1), -torch.inf)
     total = torch.zeros_like(highest)
     sums: dict[bool, Tensor] = {}
     position = 0
-    # Products stay what they are where both sides are rotated, so that keys need not be rotated back.
-    queries_of = {False: scaled, True: rotate(scaled)}
-    for piece in _pieces(history, rows):
+    # Products stay the same if both sides are rotated, so keys need not be rotated back.
+    queries_for = {False: scaled, True: rotate(scaled)}
+    for piece in _pieces(segments, rows):
         tokens = piece.keys.shape[2]
-        scores = queries_of[piece.keys_rotated] @ piece.keys.transpose(2, 3)
+        scores = queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3)
         if mask is not None:
             part = mask[..., position : position + tokens].reshape(batch, kv_heads, rows, tokens)
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
         position += tokens
         raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        # A row that may attend to nothing yet has -inf for its highest score, and -inf - -inf is not a number.
+        # A row that may attend to no token yet has -inf as its highest score, and -inf - -inf is not a number.
         reference = raised.masked_fill(raised == -torch.inf, 0.0)
         weights = torch.exp(scores - reference)
         shrink = torch.exp(highest - reference)
         highest = raised
         total = total * shrink + weights.sum(-1, keepdim=True)
-        for held in sums:
-            sums[held] = sums[held] * shrink
-        attended = weights @ piece.values
-        rotated = piece.values_rotated
-        sums[rotated] = sums[rotated] + attended if rotated in sums else attended
+        for rotated in sums:
+            sums[rotated] = sums[rotated] * shrink
+        _add(sums, weights @ piece.values, piece.values_rotated)
     result = sum(rotate(part) if rotated else part for rotated, part in sums.items()) / total
-    # As torch does: a query that may attend to nothing gets zeros.
+    # As in torch, a query that may attend to no token gets zeros.
     result = torch.where(total == 0, 0.0, result)
     logsumexp = highest.reshape(batch, heads, queries) + total.reshape(batch, heads, queries).log()
     return result.reshape(batch, heads, queries, result.shape[3]), logsumexp
 
 
-def scores(query: Tensor, history: KVSegments) -> Tensor:
+def merge(outs: Sequence[Tensor], logsumexps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention of the same queries to several sets of tokens, by the log-sum-exp of their scores.
+
+    Args:
+        outs: for each set of tokens, the attended values float32 `[batch, heads, q_tokens, head_dim]`, normalised
+            within the set.
+        logsumexps: for each set, float32 `[batch, heads, q_tokens]`; `-inf` if a query sees no token of the set.
+
+    Returns:
+        The attended values of all sets, zeros if a query sees no token at all, and their log-sum-exp.
+    """
+    stacked = torch.stack(tuple(logsumexps))
+    largest = stacked.amax(0)
+    # If every set is -inf, -inf - -inf would be nan.
+    weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0))
+    total = weights.sum(0)
+    shares = weights / total.masked_fill(total == 0, 1)
+    # A set of which a query sees no token may hold anything there, even nan, which a weight of zero would not remove.
+    parts = (torch.stack(tuple(outs)) * shares[..., None]).masked_fill(shares[..., None] == 0, 0)
+    return parts.sum(0), largest + torch.log(total)
+
+
+def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     batch, heads, queries, head_dim = query.shape
-    rows = heads // history.kv_heads * queries
-    plain = query.reshape(batch, history.kv_heads, rows, head_dim).float()
-    queries_of = {False: plain, True: rotate(plain)}
-    products = [queries_of[piece.keys_rotated] @ piece.keys.transpose(2, 3) for piece in _pieces(history, rows)]
-    return torch.cat(products, dim=3).reshape(batch, heads, queries, history.tokens).to(query.dtype)
+    rows = heads // segments.kv_heads * queries
+    plain = query.reshape(batch, segments.kv_heads, rows, head_dim).float()
+    queries_for = {False: plain, True: rotate(plain)}
+    products = [queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3) for piece in _pieces(segments, rows)]
+    return torch.cat(products, dim=3).reshape(batch, heads, queries, segments.tokens).to(query.dtype)
 
 
-def combine(weights: Tensor, history: KVSegments) -> Tensor:
+def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     batch, heads, queries, tokens = weights.shape
-    rows = heads // history.kv_heads * queries
-    by_kv_head = weights.reshape(batch, history.kv_heads, rows, tokens)
+    rows = heads // segments.kv_heads * queries
+    by_kv_head = weights.reshape(batch, segments.kv_heads, rows, tokens)
     sums: dict[bool, Tensor] = {}
     position = 0
-    for piece in _pieces(history, rows):
-        some = by_kv_head.narrow(3, position, piece.values.shape[2]).float() @ piece.values
+    for piece in _pieces(segments, rows):
+        _add(sums, by_kv_head.narrow(3, position, piece.values.shape[2]).float() @ piece.values, piece.values_rotated)
         position += piece.values.shape[2]
-        rotated = piece.values_rotated
-        sums[rotated] = sums[rotated] + some if rotated in sums else some
     result = torch.stack([rotate(part) if rotated else part for rotated, part in sums.items()]).sum(0)
     return result.reshape(batch, heads, queries, result.shape[3]).to(weights.dtype)
+
+
+def _add(sums: dict[bool, Tensor], part: Tensor, rotated: bool) -> None:
+    """Add weighted values to the sum of the rotated values, or to that of the others."""
+    sums[rotated] = sums[rotated] + part if rotated in sums else part
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,16 +140,17 @@ class _Piece:
     values_rotated: bool = False
 
 
-def _pieces(history: KVSegments, rows: int) -> Iterator[_Piece]:
-    for run in history.runs:
-        if not run.tokens:
+def _pieces(segments: KVSegments, rows: int) -> Iterator[_Piece]:
+    for segment in segments.in_order:
+        if not segment.tokens:
             continue
-        block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(run, DenseSegment) else run.keys.block_tokens
-        tokens = min(max(SCORES_AT_ONCE // max(rows, 1), block_tokens), MOST_TOKENS_AT_ONCE)
-        if isinstance(run, DenseSegment):
-            for keys, values in zip(torch.split(run.keys, tokens, 2), torch.split(run.values, tokens, 2), strict=True):
+        block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(segment, DenseSegment) else segment.keys.block_tokens
+        tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), block_tokens), MAXIMUM_TOKENS_AT_ONCE)
+        if isinstance(segment, DenseSegment):
+            sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
+            for keys, values in zip(*sides, strict=True):
                 yield _Piece(keys.float(), values.float())
             continue
-        for piece in run.pieces(max(tokens // block_tokens, 1)):
+        for piece in segment.pieces(max(tokens // block_tokens, 1)):
             keys, values = piece.dequantized("keys"), piece.dequantized("values")
-            yield _Piece(keys, values, run.keys.format.rotated, run.values.format.rotated)
+            yield _Piece(keys, values, segment.keys.format.rotated, segment.values.format.rotated)

@@ -1,18 +1,15 @@
-"""What the queries of one update attend to: runs of tokens, some in full precision and some packed."""
+"""The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.hadamard import rotate
-
-if TYPE_CHECKING:
-    # Stores import attention.
-    from kvlayers.quantizers.packed_side import PackedSide
+from kvlayers.quantizers.packed_side import PackedSide
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,7 @@ class DenseSegment:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the run."""
+        """Tokens in the segment."""
         return int(self.keys.shape[2])
 
     def side(self, side: Side) -> Tensor:
@@ -39,39 +36,39 @@ class DenseSegment:
 
 @dataclass(frozen=True, eq=False)
 class PackedSegment:
-    """Tokens in packed blocks, of which some have room for more tokens than they hold.
+    """Tokens in packed blocks, not all of which need be full.
 
     Attributes:
         keys: packed keys.
         values: packed values.
-        first: tokens at the beginning of the first block that are no longer part of the run.
-        ends: for each block the tokens that it holds, counted from its beginning; `None` where all are full.
+        first: tokens at the beginning of the first block that have been evicted.
+        ends: for each block the tokens that it holds, counted from its beginning; `None` if all are full.
     """
 
-    keys: "PackedSide"
-    values: "PackedSide"
+    keys: PackedSide
+    values: PackedSide
     first: int = 0
     ends: tuple[int, ...] | None = None
-    for_kernels: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What a kernel has made of the run and may use again, by the kernel's name."""
+    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Arguments that kernels have prepared for the segment and may use again, by the kernel's name."""
 
     @property
     def blocks(self) -> int:
-        """Blocks in the run."""
+        """Blocks in the segment."""
         return int(self.keys.codes.shape[2])
 
     @property
     def tokens(self) -> int:
-        """Tokens in the run."""
+        """Tokens in the segment."""
         held = self.blocks * self.keys.block_tokens if self.ends is None else sum(self.ends)
         return held - self.first
 
-    def side(self, side: Side) -> "PackedSide":
+    def side(self, side: Side) -> PackedSide:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
 
-    def pieces(self, blocks: int) -> "Iterator[PackedSegment]":
-        """The run in pieces of at most so many blocks."""
+    def pieces(self, blocks: int) -> Iterator["PackedSegment"]:
+        """The segment in pieces of at most `blocks` blocks."""
         for start in range(0, self.blocks, blocks):
             yield PackedSegment(
                 _blocks_of(self.keys, start, blocks),
@@ -81,7 +78,7 @@ class PackedSegment:
             )
 
     def dequantized(self, side: Side) -> Tensor:
-        """States of one side, float32 `[batch, kv_heads, tokens, head_dim]`; still rotated, where they are."""
+        """States of one side, float32 `[batch, kv_heads, tokens, head_dim]`, still rotated if they were packed so."""
         packed = self.side(side)
         states = packed.dequantized()
         if self.ends is None:
@@ -92,7 +89,7 @@ class PackedSegment:
         return torch.cat([states[:, :, block * size + start : block * size + end] for block, start, end in spans], 2)
 
 
-def _blocks_of(side: "PackedSide", start: int, blocks: int) -> "PackedSide":
+def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
     return replace(
         side, codes=side.codes[:, :, start : start + blocks], parameters=side.parameters[:, :, start : start + blocks]
     )
@@ -100,12 +97,12 @@ def _blocks_of(side: "PackedSide", start: int, blocks: int) -> "PackedSide":
 
 @dataclass(frozen=True, eq=False)
 class KVSegments:
-    """Runs of tokens in their order: dense ones, at most one packed run, dense ones again.
+    """Segments in the order of their tokens: dense ones, at most one packed, dense ones again.
 
     Attributes:
-        before: dense runs of the oldest tokens.
-        packed: packed tokens, `None` where there are none.
-        after: dense runs of the newest tokens.
+        before: dense segments of the oldest tokens.
+        packed: the packed tokens, `None` if no token is packed.
+        after: dense segments of the newest tokens.
     """
 
     before: tuple[DenseSegment, ...]
@@ -113,11 +110,11 @@ class KVSegments:
     after: tuple[DenseSegment, ...]
 
     def of_sequence(self, index: int) -> "KVSegments":
-        """That of one of the sequences, a batch of one."""
+        """The segments of one sequence, a batch of one."""
         one = slice(index, index + 1)
 
-        def of_dense(runs: tuple[DenseSegment, ...]) -> tuple[DenseSegment, ...]:
-            return tuple(DenseSegment(run.keys[one], run.values[one]) for run in runs)
+        def of_dense(dense: tuple[DenseSegment, ...]) -> tuple[DenseSegment, ...]:
+            return tuple(DenseSegment(segment.keys[one], segment.values[one]) for segment in dense)
 
         packed = self.packed
         if packed is not None:
@@ -128,19 +125,19 @@ class KVSegments:
             packed = PackedSegment(keys, values, packed.first, packed.ends)
         return KVSegments(of_dense(self.before), packed, of_dense(self.after))
 
-    def behind(self, run: DenseSegment) -> "KVSegments":
-        """The same with other tokens in front."""
-        return replace(self, before=(run, *self.before))
+    def with_prefix(self, segment: DenseSegment) -> "KVSegments":
+        """The same segments with another one in front."""
+        return replace(self, before=(segment, *self.before))
 
     @property
-    def runs(self) -> tuple[DenseSegment | PackedSegment, ...]:
-        """All runs in order."""
+    def in_order(self) -> tuple[DenseSegment | PackedSegment, ...]:
+        """All segments."""
         return (*self.before, *(() if self.packed is None else (self.packed,)), *self.after)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all runs."""
-        return sum(run.tokens for run in self.runs)
+        """Tokens in all segments."""
+        return sum(segment.tokens for segment in self.in_order)
 
     @property
     def batch(self) -> int:
@@ -157,15 +154,15 @@ class KVSegments:
 
     def dense_states(self) -> list[Tensor]:
         """All tensors in full precision."""
-        return [states for run in (*self.before, *self.after) for states in (run.keys, run.values)]
+        return [states for segment in (*self.before, *self.after) for states in (segment.keys, segment.values)]
 
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`."""
         parts = []
-        for run in self.runs:
-            if isinstance(run, DenseSegment):
-                parts.append(run.side(side))
+        for segment in self.in_order:
+            if isinstance(segment, DenseSegment):
+                parts.append(segment.side(side))
             else:
-                states = run.dequantized(side)
-                parts.append((rotate(states) if run.side(side).format.rotated else states).to(dtype))
+                states = segment.dequantized(side)
+                parts.append((rotate(states) if segment.side(side).format.rotated else states).to(dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,7 +1,7 @@
-"""Attention of many sequences over a prefix that they have in common, and over what each has of its own.
+"""Attention of many sequences to a prefix that they share, and to the tokens of each sequence.
 
-The prefix is held, and read, once: the queries of all sequences that share it are those of one. The two parts are put
-together by their log-sum-exp, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
+The prefix is held and read once: the queries of all sequences that share it are grouped, as if they were queries of one
+sequence. The two parts are merged by their log-sum-exp, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention import reference
-from kvlayers.attention.merging import merge
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import Side
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixSegments:
-    """What the queries of an update attend to, where some of it is common to several sequences.
+    """The tokens that the queries of an update attend to if several sequences share a prefix.
 
     Attributes:
-        prefix: tokens in common, of `prefixes` sequences.
-        own: tokens of each sequence, behind them; `None` where there are none.
-        prefix_of: for each sequence the number of its prefix.
+        prefix: the prefixes; each is one sequence of its batch.
+        own: the tokens of each sequence after its prefix, `None` if there are none yet.
+        prefix_of: for each sequence the index of its prefix.
     """
 
     prefix: KVSegments
@@ -56,31 +55,31 @@ class SharedPrefixSegments:
         return shared if self.own is None else torch.cat([shared, self.own.dense(side, dtype)], dim=2)
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Softmax attention; arguments and result are those of `blocks.attend`."""
+        """Softmax attention; arguments and result are those of `reference.attend`."""
         split = self.prefix.tokens
         shared_mask, own_mask = (None, None) if mask is None else (mask[..., :split], mask[..., split:])
 
-        def over_prefix(history: KVSegments, rows: Tensor, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-            return reference.attend_partly(rows, history, rows_mask, scale)
+        def over_prefix(prefix: KVSegments, rows: Tensor, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            return reference.attend_partly(rows, prefix, rows_mask, scale)
 
         parts = [self._by_prefix(query, shared_mask, over_prefix)]
         if self.own is not None and self.own.tokens:
             parts.append(reference.attend_partly(query, self.own, own_mask, scale))
-        attended, _ = merge([out for out, _ in parts], [logsumexp for _, logsumexp in parts])
+        attended, _ = reference.merge([out for out, _ in parts], [logsumexp for _, logsumexp in parts])
         return attended.to(query.dtype)
 
     def scores(self, query: Tensor) -> Tensor:
-        """Products with all keys; arguments and result are those of `blocks.scores`."""
-        products = self._by_prefix(query, None, lambda history, rows, _: (reference.scores(rows, history),))[0]
+        """Products with all keys; arguments and result are those of `reference.scores`."""
+        products = self._by_prefix(query, None, lambda prefix, rows, _: (reference.scores(rows, prefix),))[0]
         if self.own is None or not self.own.tokens:
             return products
         return torch.cat([products, reference.scores(query, self.own)], dim=3)
 
     def combine(self, weights: Tensor) -> Tensor:
-        """Weighted sums of all values; arguments and result are those of `blocks.combine`."""
+        """Weighted sums of all values; arguments and result are those of `reference.combine`."""
         split = self.prefix.tokens
         sums = self._by_prefix(
-            weights[..., :split], None, lambda history, rows, _: (reference.combine(rows, history).float(),)
+            weights[..., :split], None, lambda prefix, rows, _: (reference.combine(rows, prefix).float(),)
         )[0]
         if self.own is not None and self.own.tokens:
             sums = sums + reference.combine(weights[..., split:], self.own).float()
@@ -92,19 +91,19 @@ class SharedPrefixSegments:
         mask: Tensor | None,
         compute: Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]],
     ) -> Sequence[Tensor]:
-        """What `compute` makes of the prefixes and of all rows, `[batch, heads, queries, any]`, that share each."""
+        """Results of `compute` for each prefix and the rows, `[batch, heads, queries, any]`, of its sequences."""
         prefixes = self.prefix.batch
         if prefixes and self.prefix_of == tuple(sorted(self.prefix_of)) and self._is_even():
-            found = compute(self.prefix, _together(rows, prefixes), None if mask is None else _together(mask, prefixes))
-            return [_apart(result, len(self.prefix_of)) for result in found]
+            found = compute(self.prefix, _group(rows, prefixes), None if mask is None else _group(mask, prefixes))
+            return [_ungroup(result, len(self.prefix_of)) for result in found]
         pieces: list[Sequence[Tensor]] = []
         order: list[int] = []
         for prefix, members in self._members():
             index = torch.tensor(members, device=rows.device)
-            some = _together(rows.index_select(0, index), 1)
-            some_mask = None if mask is None else _together(mask.index_select(0, index), 1)
-            found = compute(self.prefix.of_sequence(prefix), some, some_mask)
-            pieces.append([_apart(result, len(members)) for result in found])
+            group = _group(rows.index_select(0, index), 1)
+            group_mask = None if mask is None else _group(mask.index_select(0, index), 1)
+            found = compute(self.prefix.of_sequence(prefix), group, group_mask)
+            pieces.append([_ungroup(result, len(members)) for result in found])
             order += members
         back = torch.tensor(order, device=rows.device).argsort()
         return [torch.cat(results).index_select(0, back) for results in zip(*pieces, strict=True)]
@@ -118,18 +117,18 @@ class SharedPrefixSegments:
             yield prefix, [row for row, of in enumerate(self.prefix_of) if of == prefix]
 
 
-def _together(rows: Tensor, prefixes: int) -> Tensor:
+def _group(rows: Tensor, prefixes: int) -> Tensor:
     """Rows `[prefixes * sequences, heads, queries, any]` as `[prefixes, heads, sequences * queries, any]`."""
     batch, heads, queries, width = rows.shape
     sequences = batch // prefixes
-    together = rows.reshape(prefixes, sequences, heads, queries, width).transpose(1, 2)
-    return together.reshape(prefixes, heads, sequences * queries, width)
+    grouped = rows.reshape(prefixes, sequences, heads, queries, width).transpose(1, 2)
+    return grouped.reshape(prefixes, heads, sequences * queries, width)
 
 
-def _apart(result: Tensor, batch: int) -> Tensor:
-    """What came of queries that were put together, for each sequence again: the other way round."""
+def _ungroup(result: Tensor, batch: int) -> Tensor:
+    """Split the results of grouped queries back into sequences. Inverse of `_group`."""
     prefixes, heads, rows, *rest = result.shape
     sequences = batch // prefixes
     queries = rows // sequences
-    apart = result.reshape(prefixes, heads, sequences, queries, *rest).transpose(1, 2)
-    return apart.reshape(batch, heads, queries, *rest)
+    split = result.reshape(prefixes, heads, sequences, queries, *rest).transpose(1, 2)
+    return split.reshape(batch, heads, queries, *rest)

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches import forward_pass
-from kvlayers.caches.from_config import attention_part, offloaded, share_readings
+from kvlayers.caches.from_config import attention_part, dynamic_layers, offloaded, share_mask_extents
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -37,9 +37,12 @@ from kvlayers.layers import (
 from kvlayers.layers.contract import unbounded_as_minus_one
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
-from kvlayers.upstream import compat
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.upstream import compat, generate_calls
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
+from kvlayers.utils.registry import ClassRegistry
 
 if TYPE_CHECKING:
     from kvlayers.caches.explanation import Explanation
@@ -71,6 +74,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     """
 
     layers: list[Any]
+    is_static = False
+    """Whether the cache reserves its memory once, for a fixed number of tokens."""
+    is_pair = False
+    """Whether the cache has one part for self-attention and one for cross-attention."""
+    rotates_keys = False
+    """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE and the padding."""
     prefix_notes: tuple[str, ...] = ()
     """What a store of prefixes had of the prompts of the call that made the cache; see `explain`."""
     _grows = False
@@ -113,10 +122,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         place = functools.partial(_placed, self._prefetcher, offload_only_non_sliding)
         self.layers = [] if layers is None else [place(layer) for layer in layers]
-        share_readings(self.layers)
-        self.layer_class_to_replicate = None
+        share_mask_extents(self.layers)
+        self.layer_class_to_replicate: functools.partial[Any] | None = None
         if layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = functools.partial(_made, layer_class_to_replicate, place)
+            self.make_more_with(layer_class_to_replicate)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is called by a handle of its own.
@@ -127,6 +136,61 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self._handle = GraphHandle(self)
 
     @property
+    def kind(self) -> str:
+        """Name of the kind of cache, by which saved states are known: that which its class is registered by."""
+        return CACHE_CLASSES.name_of(type(self))
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
+        return tuple(rotary for layer in self.adapted_layers() for rotary in layer.rotaries)
+
+    def describe(self) -> dict[str, Any]:
+        """What the cache was made with, as far as its layers do not say it: values that JSON has, and no paths."""
+        return {
+            "offloading": self.offloading,
+            "only_non_sliding": bool(self.only_non_sliding),
+            "grows": self.layer_class_to_replicate is not None,
+        }
+
+    @classmethod
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        """An empty cache over layers that were described apart from it.
+
+        A subclass whose initialiser sets attributes of its own sets them here as well, from what it adds to `describe`.
+
+        Args:
+            options: what `describe` returned. They may come from a file that anybody has written.
+            layers: the layers, empty.
+            context: what is needed besides.
+
+        Raises:
+            KeyError: an option is missing.
+            KVLayersError: an option has a value that the cache does not take.
+        """
+        cache = cls.__new__(cls)
+        Cache.__init__(
+            cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
+        )
+        return cache
+
+    @classmethod
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        """The layers that a cache with these options has for a model, for those that no description makes.
+
+        Args:
+            options: what `describe` returned.
+            config: config of the model.
+            context: what is needed besides.
+        """
+        return dynamic_layers(config)
+
+    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
+        """Let `make_layer` make a layer whenever the model uses one more."""
+        place = functools.partial(_placed, self._prefetcher, self.only_non_sliding)
+        self.layer_class_to_replicate = functools.partial(_made, make_layer, place)
+
+    @property
     def traffic(self) -> TrafficMeter | None:
         """Bytes that offloading has moved, `None` where nothing is offloaded."""
         return None if self._prefetcher is None else self._prefetcher.meter
@@ -135,14 +199,27 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         twin = super()._fork()
         if self._prefetcher is not None:
             # Two caches may be in two threads, and what brings states is one thread's.
-            twin._prefetcher = self._prefetcher.another()
+            twin._prefetcher = self._prefetcher.for_another_cache()
             for part in map(attention_part, twin.layers):
                 if isinstance(part, OffloadedLayer):
-                    part.travel_by(twin._prefetcher)
+                    part.use_prefetcher(twin._prefetcher)
             if self.layer_class_to_replicate is not None:
-                place = functools.partial(_placed, twin._prefetcher, self.only_non_sliding)
-                twin.layer_class_to_replicate = functools.partial(_made, self.layer_class_to_replicate.args[0], place)
+                twin.make_more_with(self.layer_class_to_replicate.args[0])
         return twin
+
+    @property
+    def self_attention(self) -> "Cache":
+        """The cache that self-attention uses: this one, or the part of a pair."""
+        return self
+
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding. Only some caches need to know.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+        """
+        return
 
     def offloading_options(self) -> dict[str, Any]:
         """The options of offloading that this cache was made with, for another one that is held alike."""
@@ -445,7 +522,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # A layer of transformers may count in a tensor, and in compiled code all static ones do.
         if torch.compiler.is_compiling():
             return seen  # type: ignore[no-any-return]
-        return SeenTokens.of(self, seen) if compat.is_prefill_of_generate(sys._getframe(1).f_code) else int(seen)
+        in_prefill = generate_calls.is_prefill_of_generate(sys._getframe(1).f_code)
+        return SeenTokens.of(self, seen) if in_prefill else int(seen)
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of what the next update of a layer returns, and the position of its first token.
@@ -577,6 +655,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
         return self.summary()._repr_html_()
+
+
+CACHE_CLASSES = ClassRegistry("cache", "kvlayers.cache_classes", "unregister_cache_class", Cache)
+"""The caches that a file may name."""
+
+CACHE_CLASSES.register(Cache)
 
 
 def _reserves(layer: Any) -> bool:

@@ -8,19 +8,22 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from kvlayers.caches import legacy_api, windowed_states
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import dynamic_layers
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.layers import Checkpoints, DynamicLayer, SlidingLayer
 from kvlayers.layers.contract import whole_number
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import compat, model_types
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
 
 
+@register_cache_class
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     """Grows in place as tokens come: full attention keeps all of them, sliding and chunked attention a window.
 
@@ -109,6 +112,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
         return False
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        if options["grows"]:
+            cache.make_more_with(DynamicLayer)
+        return cache
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:

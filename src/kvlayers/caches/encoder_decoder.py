@@ -14,10 +14,13 @@ from kvlayers.caches import legacy_api, windowed_states
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.operations import CacheState, Operable, check_is_state
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
 from kvlayers.layers import CacheLayer
 from kvlayers.layers.batch_indices import repeated_rows
 from kvlayers.offload import TrafficMeter
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.tensor_memory import Storages
 
@@ -62,6 +65,7 @@ class CrossAttentionFlags(Mapping[int, bool]):
         return repr(dict(self))
 
 
+@register_cache_class
 class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ignore[misc]
     """A pair of caches. Lengths, masks, crop and rollback speak of self-attention; batches and bytes of both.
 
@@ -85,6 +89,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         EncoderDecoderCache(self=DynamicCache(2 x DynamicLayer, 0 tokens, 0 B), cross=DynamicCache(0 tokens, 0 B))
     """
 
+    is_pair = True
     self_attention_cache: Any
     cross_attention_cache: Any
 
@@ -106,6 +111,12 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self._read: list[tuple[float, ...]] | None = None
+
+    @property
+    def self_attention(self) -> Cache:
+        """The part that self-attention uses."""
+        part: Cache = self.self_attention_cache
+        return part
 
     def _layers_by_use(self) -> dict[str, list[Any]]:
         return {
@@ -154,6 +165,21 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def _parts(self) -> tuple[Any, Any]:
         return self.self_attention_cache, self.cross_attention_cache
+
+    @property
+    @override
+    def rotaries(self) -> tuple[Rotary, ...]:
+        return tuple(rotary for part in self._parts() for rotary in part.rotaries)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        """A pair of two empty caches, which stand in the place of layers. See `Cache.from_description`."""
+        return cls(*layers)
 
     @override
     def update(
@@ -297,7 +323,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def state(self) -> CacheState:
         """Copies of the live tensors of both parts: self-attention, then cross-attention."""
-        return CacheState(type(self).__name__, parts=tuple(part.state() for part in self._parts()))
+        return CacheState(self.kind, parts=tuple(part.state() for part in self._parts()))
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.
@@ -306,9 +332,9 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             StateMismatchError: the state is of a cache with other parts; nothing is changed.
         """
         check_is_state(state)
-        if state.kind != type(self).__name__ or len(state.parts) != 2:
+        if state.kind != self.kind or len(state.parts) != 2:
             raise StateMismatchError(
-                f"expected the state of an {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                f"expected the state of an {self.kind}, but saw that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
         pairs = list(zip(self._parts(), state.parts, strict=True))

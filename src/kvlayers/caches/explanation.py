@@ -7,7 +7,6 @@ from typing import Any
 
 from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.layers import TokenLayer
-from kvlayers.stores import QuantizedStore, SharedStore
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +53,7 @@ def explanation_of(prefixes: Sequence[str], layers: Sequence[Any], traces: int) 
     counts: dict[str, int] = {}
     for layer in layers:
         held = held_layer(attention_part(layer))
-        if isinstance(held, TokenLayer) and isinstance(held.store, QuantizedStore | SharedStore):
-            for way, count in held.store.ways.counts.items():
-                counts[way] = counts.get(way, 0) + count
+        if isinstance(held, TokenLayer):
+            for path, count in held.store.attention_paths.items():
+                counts[path] = counts.get(path, 0) + count
     return Explanation(tuple(prefixes), counts, traces)

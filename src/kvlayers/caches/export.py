@@ -11,7 +11,7 @@ from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import StaticLayer
 from kvlayers.layers.static import check_reserved
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, model_layers
 
 
 class ExportableDecoder(nn.Module):
@@ -56,7 +56,7 @@ class ExportableDecoder(nn.Module):
                 f"expected a decoder-only language model, which returns logits, but saw a {type(model).__name__}: pass "
                 "the model with its language-modelling head."
             )
-        specs = compat.layer_specs(model.config)
+        specs = model_layers.layer_specs(model.config)
         unknown = {spec.layer_type for spec in specs} - {"full_attention", *WINDOWED}
         if unknown:
             raise UnsupportedLayerError(

@@ -23,8 +23,8 @@ from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
 from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.quantized import QuantizedStore
-from kvlayers.upstream import compat, model_types
-from kvlayers.upstream.compat import LayerSpec
+from kvlayers.upstream import compat, model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
@@ -82,7 +82,7 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
     """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
     # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
     # others have not could not be taken back.
-    attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in compat.layer_specs(config)]
+    attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in model_layers.layer_specs(config)]
     token_limit = reserved.max_cache_len if any(kind not in WINDOWED for kind in attending) else None
 
     def window(spec: LayerSpec) -> StaticSlidingLayer:
@@ -111,8 +111,8 @@ def _layers(
         every |= dict.fromkeys(RECURRENT, recurrent)
         every |= dict.fromkeys(HYBRID, lambda spec: HybridLayer(kinds[HYBRID[spec.layer_type]](spec), recurrent(spec)))
     return [
-        every[spec.layer_type](spec) if spec.layer_type in every else compat.upstream_layer(spec, max_cache_len)
-        for spec in compat.layer_specs(config)
+        every[spec.layer_type](spec) if spec.layer_type in every else model_layers.upstream_layer(spec, max_cache_len)
+        for spec in model_layers.layer_specs(config)
     ]
 
 
@@ -132,14 +132,14 @@ def fixed_layers(layers: Iterable[Any]) -> list[StaticLayer | StaticSlidingLayer
     return [layer for layer in map(attention_part, layers) if isinstance(layer, StaticLayer | StaticSlidingLayer)]
 
 
-def share_readings(layers: Sequence[Any]) -> None:
+def share_mask_extents(layers: Sequence[Any]) -> None:
     """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
     attending = [attention_part(layer) for layer in layers]
     held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in attending]
     fixed = fixed_layers(held)
     if not fixed:
         return
-    mode = fixed[0].reserved.reading.mode
+    mode = fixed[0].reserved.mask_extent.mode
     mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
     # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
     mode.mixed = (
@@ -147,12 +147,12 @@ def share_readings(layers: Sequence[Any]) -> None:
         or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in attending)
         or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
     )
-    readings: dict[object, MaskExtent] = {}
+    extents: dict[object, MaskExtent] = {}
     for layer in fixed:
         kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
         store = layer.reserved
-        store.reading = readings.setdefault(kind, store.reading)
-        store.reading.mode = mode
+        store.mask_extent = extents.setdefault(kind, store.mask_extent)
+        store.mask_extent.mode = mode
 
 
 def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
@@ -185,7 +185,7 @@ def quantized_layers(
     Raises:
         OptionError: bits were given for another number of layers.
     """
-    check_count(quantization, len(compat.layer_specs(config)))
+    check_count(quantization, len(model_layers.layer_specs(config)))
 
     def window(spec: LayerSpec) -> SlidingLayer:
         return SlidingLayer(spec.options["sliding_window"])
@@ -214,7 +214,7 @@ def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = Non
     Raises:
         ConfigError: keys cannot be turned, or no layer attends to more than the window.
     """
-    specs, turns = compat.layer_specs(config), None if rotary is not None else rotaries(config)
+    specs, turns = model_layers.layer_specs(config), None if rotary is not None else rotaries(config)
     layers, forgetful = dynamic_layers(config), True
     for index, spec in enumerate(specs):
         if not _attends_beyond(spec, sinking.window_length):
@@ -245,8 +245,3 @@ def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
 def held_layer(layer: Any) -> Any:
     """The layer itself, without what moves it between devices."""
     return layer.layer if isinstance(layer, OffloadedLayer) else layer
-
-
-def keeps_every_token(layer: Any) -> bool:
-    """Whether a layer of a cache can be put back to any number of tokens, whatever it has seen since."""
-    return isinstance(held_layer(layer), (DynamicLayer, *compat.DUMMY_LAYER))

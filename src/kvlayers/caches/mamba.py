@@ -9,10 +9,11 @@ from transformers import PretrainedConfig
 
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import HYBRID, RECURRENT, recurrent_part
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, LayerIndexError
 from kvlayers.layers import Checkpoints
 from kvlayers.layers.static import check_reserved
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 
 
@@ -52,6 +53,7 @@ class _RecurrentStates(DynamicCache):
         return _StateList([_first(layer, "recurrent_states") for layer in self.layers])
 
 
+@register_cache_class
 class MambaCache(_RecurrentStates):
     """A `DynamicCache` for mamba and falcon_mamba, as transformers 4 called it. Models take it as `cache_params`.
 
@@ -84,7 +86,7 @@ class MambaCache(_RecurrentStates):
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         config = _checked_config(config, max_batch_size, "max_batch_size", dtype, device)
-        others = {spec.layer_type for spec in compat.layer_specs(config)} - {*RECURRENT, "dummy"}
+        others = {spec.layer_type for spec in model_layers.layer_specs(config)} - {*RECURRENT, "dummy"}
         if others:
             raise ConfigError(
                 f"expected a model whose layers are all recurrent, but {type(config).__name__} has others as well "
@@ -93,6 +95,7 @@ class MambaCache(_RecurrentStates):
         super().__init__(config=config, checkpoints=checkpoints)
 
 
+@register_cache_class
 class HybridMambaAttentionDynamicCache(_RecurrentStates):
     """A `DynamicCache` for models with recurrent layers and layers that attend, as transformers 4 called it.
 
@@ -120,7 +123,7 @@ class HybridMambaAttentionDynamicCache(_RecurrentStates):
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
         config = _checked_config(config, batch_size, "batch_size", dtype, device)
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint((*RECURRENT, *HYBRID)):
             raise ConfigError(
                 f"expected a model with recurrent layers, but the layers of {type(config).__name__} are of other types "

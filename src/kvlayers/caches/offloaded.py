@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.caches.static import StaticCache
 from kvlayers.layers import Checkpoints
 from kvlayers.stores import Buckets
 from kvlayers.utils.options import checks_options
 
 
+@register_cache_class
 class OffloadedCache(DynamicCache):
     """A `DynamicCache` with `offloading=True`, as transformers 4 called it.
 
@@ -47,6 +49,7 @@ class OffloadedCache(DynamicCache):
         )
 
 
+@register_cache_class
 class OffloadedStaticCache(StaticCache):
     """A `StaticCache` with `offloading=True`, as transformers 4 called it.
 

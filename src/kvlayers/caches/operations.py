@@ -9,12 +9,13 @@ from typing import Any, overload
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.caches.from_config import share_readings
+from kvlayers.caches.from_config import share_mask_extents
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
 from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, is_identity, repeated_rows
 from kvlayers.layers.contract import crop_target, whole_number
+from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
@@ -41,7 +42,7 @@ def _operable(layer: Any) -> Operable:
     return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
 
 
-class LayerwiseOperations(ABC):
+class LayerwiseOperations(DescribesItself, ABC):
     """The part of a cache's interface that changes, copies or measures all of its layers.
 
     Each operation asks every layer first whether it can, so that an error leaves none of them changed.
@@ -60,6 +61,11 @@ class LayerwiseOperations(ABC):
 
     @property
     @abstractmethod
+    def kind(self) -> str:
+        """Name of the kind of cache, by which saved states are known."""
+
+    @property
+    @abstractmethod
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
 
@@ -71,6 +77,11 @@ class LayerwiseOperations(ABC):
         """The layers, those of transformers behind an adapter that gives them the operations of ours."""
         for layer in self.layers:
             yield _operable(layer)
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return all(layer.keeps_every_token for layer in self.adapted_layers())
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly: a positive number is the length to keep, zero or a negative one removes newest tokens.
@@ -284,7 +295,7 @@ class LayerwiseOperations(ABC):
     def _fork(self) -> Self:
         twin = copy.copy(self)
         twin.layers = [layer.fork() for layer in self.adapted_layers()]
-        share_readings(twin.layers)
+        share_mask_extents(twin.layers)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -303,7 +314,7 @@ class LayerwiseOperations(ABC):
 
     def state(self) -> CacheState:
         """Copies of the live tensors of all layers, and the facts beside them."""
-        return CacheState(type(self).__name__, tuple(layer.state() for layer in self.adapted_layers()))
+        return CacheState(self.kind, tuple(layer.state() for layer in self.adapted_layers()))
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.

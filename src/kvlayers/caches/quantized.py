@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import transformers
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import quantized_layers
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
 from kvlayers.layers import Checkpoints
 from kvlayers.layers.contract import whole_number
 from kvlayers.layers.quantized import quantized_layer
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
@@ -86,6 +88,7 @@ class QuantizedCacheConfig(dict[str, Any]):
         quantization_of_layers({name: value for name, value in self.items() if name != "quantize_sliding"})
 
 
+@register_cache_class
 class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     """Grows with the sequence and holds most of it in packed codes; attention reads the codes themselves.
 
@@ -195,6 +198,24 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         super().__init__(layers, None, *placement)
 
     @override
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "quantization": self.quantization.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache.quantization = quantization_of_layers(options["quantization"])
+        if options["grows"] and cache.quantization.count is None:
+            cache.make_more_with(functools.partial(quantized_layer, cache.quantization.of_layer(0)))
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return quantized_layers(config, quantization_of_layers(options["quantization"]), quantize_sliding=False)
+
+    @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
         cross = QuantizedCache.__new__(QuantizedCache)
         cross.quantization = self.quantization
@@ -238,6 +259,7 @@ class _CacheOfOneBackend(QuantizedCache):
         super().__init__(**{**given, **options, "backend": self._backend, "config": config})
 
 
+@register_cache_class
 class QuantoQuantizedCache(_CacheOfOneBackend):
     """A `QuantizedCache` of the quanto backend, as transformers 4 called it.
 
@@ -250,6 +272,7 @@ class QuantoQuantizedCache(_CacheOfOneBackend):
     _backend = "quanto"
 
 
+@register_cache_class
 class HQQQuantizedCache(_CacheOfOneBackend):
     """A `QuantizedCache` of the hqq backend, as transformers 4 called it.
 

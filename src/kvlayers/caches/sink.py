@@ -7,21 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import attention_part, sink_layers
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.layers import OffloadedLayer, SinkLayer, TokenLayer
 from kvlayers.layers.sink import check_sinks, padding_of
 from kvlayers.layers.sink_config import SinkConfig
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
 
 
+@register_cache_class
 class SinkCache(Cache):
     """Attention sinks: holds the first few tokens and the newest, so that a chat may go on for as long as it likes.
 
@@ -57,6 +60,8 @@ class SinkCache(Cache):
         OptionError: an option that does not exist, or a window that is not larger than the sinks.
         ConfigError: a model without RoPE, with one that depends on the length, or whose RoPE is not known.
     """
+
+    rotates_keys = True
 
     @checks_options
     def __init__(
@@ -100,6 +105,7 @@ class SinkCache(Cache):
         sinks = SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
         return sinks.layer(self._rotary)
 
+    @override
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
         """Tell an empty cache which model it is for, and which tokens are padding, where it does not know.
 
@@ -132,6 +138,47 @@ class SinkCache(Cache):
         Cache.__init__(self, layers, None, **self.offloading_options())
         if is_recording:
             self.activate_past_recording()
+
+    @property
+    @override
+    def rotaries(self) -> tuple[Rotary, ...]:
+        return super().rotaries if self._rotary is None else (self._rotary, *super().rotaries)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {
+            **super().describe(),
+            "window_length": self.window_length,
+            "num_sink_tokens": self.num_sink_tokens,
+            "quantization": None if self.quantization is None else self.quantization.facts(),
+            "left_padding": None if self._padding is None else self._padding.tolist(),
+            "rotary": None if self._rotary is None else self._rotary.fingerprint,
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache.window_length, cache.num_sink_tokens = options["window_length"], options["num_sink_tokens"]
+        check_sinks(cache.window_length, cache.num_sink_tokens)
+        quantization = options["quantization"]
+        cache.quantization = None if quantization is None else Quantization(**quantization)
+        cache._padding = padding_of(options["left_padding"])
+        cache._rotary = context.rotary(options["rotary"])
+        if options["grows"]:
+            cache.make_more_with(cache._layer_without_config)
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        quantization = options["quantization"]
+        sinks = SinkConfig(
+            options["window_length"],
+            options["num_sink_tokens"],
+            None if quantization is None else Quantization(**quantization),
+        )
+        return sink_layers(config, sinks, context.rotary(options["rotary"]))
 
     @override
     def reset(self) -> None:
@@ -184,7 +231,7 @@ def _token_part(layer: Any) -> Any:
 def _settings(layers: Sequence[Any]) -> list[Any]:
     """What layers were made with, for as much as two caches can differ in it."""
     parts = map(_token_part, layers)
-    return [(type(part), part.settings() if isinstance(part, TokenLayer) else None) for part in parts]
+    return [(type(part), part.describe() if isinstance(part, TokenLayer) else None) for part in parts]
 
 
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:

@@ -6,28 +6,15 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.layers import DynamicLayer, LayerState, LinearAttentionLayer, SlidingLayer
+from kvlayers.layers import LayerState
 from kvlayers.layers.hybrid import LINEAR
-from kvlayers.stores import DenseStore, SharedStore, StaticStore
-from kvlayers.stores.contract import Fact
-from kvlayers.upstream.compat import DUMMY_LAYER
-
-STACKED_STORES = (DenseStore, StaticStore, SharedStore)
-"""Stores that hold a token apart from the others, so that it can lie in another place."""
+from kvlayers.stores.description import Fact
 
 
 def can_be_stacked(cache: Cache) -> bool:
     """Whether caches like this one can be put side by side, whatever their lengths."""
-    return bool(cache.layers) and all(map(_layer_can_be, cache.layers))
-
-
-def _layer_can_be(layer: object) -> bool:
-    layer = held_layer(attention_part(layer))
-    if isinstance(layer, DynamicLayer | SlidingLayer):
-        return isinstance(layer.store, STACKED_STORES)
-    return isinstance(layer, (LinearAttentionLayer, *DUMMY_LAYER))
+    return bool(cache.layers) and all(layer.can_be_stacked for layer in cache.adapted_layers())
 
 
 def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:

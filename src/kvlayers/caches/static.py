@@ -3,21 +3,25 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import WINDOWED, Reservation, fixed_layers, static_layers
+from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.layers import Checkpoints, StaticLayer, StaticSlidingLayer
 from kvlayers.stores import Buckets
-from kvlayers.upstream import compat, model_types
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
 
+@register_cache_class
 class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     """Reserves memory for `max_cache_len` tokens when the first ones come, and keeps it at one address.
 
@@ -64,6 +68,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             compiled around such a cache (those with alibi).
     """
 
+    is_static = True
+
     @checks_options
     def __init__(
         self,
@@ -106,15 +112,36 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     def check_config(self, config: object) -> None:
         """Raise `ConfigError` where this cache is none for such a model."""
 
+    @override
+    def describe(self) -> dict[str, Any]:
+        reserved = self._reservation
+        buckets = None if reserved.buckets is None else dataclasses.asdict(reserved.buckets)
+        return {**super().describe(), **reserved.options(), "buckets": buckets, "compiled": self.compiled}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache._reservation = _reservation_from(options)
+        cache._grows = cache._reservation.grow
+        # Whether masks are of buckets is a matter of the machine that goes on, too.
+        cache.compiled = bool(options["compiled"]) and torch.accelerator.is_available()
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return static_layers(config, _reservation_from(options))
+
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reserved.reading.mode.compiled for layer in self._fixed_layers())
+        return any(layer.reserved.mask_extent.mode.compiled for layer in self._fixed_layers())
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
         for layer in self._fixed_layers():
-            layer.reserved.reading.mode.compiled = compiled
+            layer.reserved.mask_extent.mode.compiled = compiled
 
     def settle(self) -> None:
         """Let compiled steps go on from any number of tokens without being compiled for it.
@@ -123,7 +150,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         no eager code of the cache runs between the two. `generate()` does it by itself.
         """
         for layer in self._fixed_layers():
-            layer.reserved.settle()
+            layer.reserved.sync_slot()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
@@ -143,6 +170,18 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         return fixed_layers(self.layers)
 
 
+def _reservation_from(options: Mapping[str, Any]) -> Reservation:
+    """The reservation that a static cache has described."""
+    buckets = options["buckets"]
+    return Reservation(
+        options["max_cache_len"],
+        options["max_batch_size"],
+        None if buckets is None else Buckets(**buckets),
+        options["grow"],
+    )
+
+
+@register_cache_class
 class HybridCache(StaticCache):
     """A `StaticCache` by the name that models with some sliding and some full layers had for it.
 
@@ -150,6 +189,7 @@ class HybridCache(StaticCache):
     """
 
 
+@register_cache_class
 class HybridChunkedCache(StaticCache):
     """A `StaticCache` by the name that models with some chunked and some full layers had for it.
 
@@ -157,6 +197,7 @@ class HybridChunkedCache(StaticCache):
     """
 
 
+@register_cache_class
 class SlidingWindowCache(StaticCache):
     """A `StaticCache` for models that attend within a window.
 
@@ -168,7 +209,7 @@ class SlidingWindowCache(StaticCache):
 
     @override
     def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in compat.layer_specs(config)}
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint(WINDOWED):
             raise ConfigError(
                 f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "

@@ -174,7 +174,7 @@ def _name(part: Any) -> str:
 
 
 def _tier(part: Any) -> str:
-    if not isinstance(part, OffloadedLayer) or not part.prefetcher.travels(part.device):
+    if not isinstance(part, OffloadedLayer) or not part.prefetcher.offloads(part.device):
         return DEVICE
     return DISK if part.prefetcher.memory.holds_host_states else HOST
 

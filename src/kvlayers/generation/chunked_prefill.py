@@ -1,4 +1,4 @@
-"""Passing tokens to a model behind those that its cache has seen."""
+"""Passing a prompt to a model in chunks, behind the tokens that its cache has seen."""
 
 from typing import Any
 
@@ -8,95 +8,103 @@ from torch import Tensor
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import recurrent_part
 from kvlayers.errors import StateMismatchError
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import generate_calls, model_types
 
-LONG_AS_THE_TOKENS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-"""Arguments of a model that have an entry for each token, in their last dimension."""
+PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+"""Arguments of a model that have one entry per token in their last dimension."""
 
 
-def at_once(cache: Any) -> int | None:
-    """The most tokens that a model can take in at once behind those that a cache holds, `None` for any number."""
+def _is_recurrent(cache: Cache) -> bool:
+    return any(recurrent_part(layer) is not None for layer in cache.layers)
+
+
+def pass_limit(cache: Any) -> int | None:
+    """The most tokens that a model can take in one pass behind those that a cache has seen; `None` for no limit."""
     parts = map(recurrent_part, cache.layers if isinstance(cache, Cache) else ())
     limits = [part.tokens_at_once for part in parts if part is not None and part.tokens_at_once is not None]
     return min(limits, default=None)
 
 
-def cut(model_kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Arguments for all tokens but the last `tokens`."""
-    cuttable = {
+def without_last(model_kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Arguments of a model for all tokens except the last `tokens`."""
+    shortened = {
         name: value[..., : value.shape[-1] - tokens]
         for name, value in model_kwargs.items()
-        if tokens and name in LONG_AS_THE_TOKENS and isinstance(value, Tensor) and value.shape[-1] > tokens
+        if tokens and name in PER_TOKEN_ARGUMENTS and isinstance(value, Tensor) and value.shape[-1] > tokens
     }
-    return {**model_kwargs, **cuttable}
+    return {**model_kwargs, **shortened}
 
 
 @torch.no_grad()
 def pass_tokens(
-    model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Cache, start: int, most: int | None = None
+    model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Cache, start: int, chunk: int | None = None
 ) -> Any:
-    """Pass the tokens from `start` on to a model, and return what its last forward pass returns.
+    """Pass the tokens from `start` on to a model, in as many forward passes as needed.
 
     Args:
         model: the model, with the methods that `generate()` calls.
-        input_ids: `[batch, tokens]`, of which the cache has seen those before `start`.
-        model_kwargs: what `generate()` passes on, for all of `input_ids`, the cache included.
-        cache: that cache.
-        start: the first token to pass.
-        most: tokens to pass at once, as many as the model can take where not given.
+        input_ids: `[batch, tokens]`. The cache has seen the tokens before `start`.
+        model_kwargs: what `generate()` passes to the model for all of `input_ids`, the cache included.
+        cache: the cache.
+        start: index of the first token to pass.
+        chunk: tokens per pass. Default: as many as the model can take.
+
+    Returns:
+        The output of the last forward pass.
     """
     end = input_ids.shape[1]
-    limit = at_once(cache) if most is None else most
+    limit = pass_limit(cache) if chunk is None else chunk
     step = end - start if limit is None else limit
     output = None
     for begin in range(start, end, step):
         stop = min(begin + step, end)
-        inputs = compat.model_inputs(model, input_ids[:, :stop], stop - begin, cut(model_kwargs, end - stop))
+        arguments = without_last(model_kwargs, end - stop)
+        inputs = generate_calls.model_inputs(model, input_ids[:, :stop], stop - begin, arguments)
         output = model(**inputs, return_dict=True)
     if any(layer.is_recording for layer in cache.adapted_layers()):
-        # What comes next may be taken back to here.
+        # The next tokens may be rolled back to this length.
         cache.activate_past_recording()
     return output
 
 
 def check_no_padding(mask: Tensor | None, tokens: int) -> None:
-    """Raise `StateMismatchError` where some of the newest `tokens` are padding, which the model would take for tokens.
+    """Raise `StateMismatchError` if any of the newest `tokens` is padding, which the model would treat as a token.
 
     Args:
-        mask: `[batch, tokens]`, 0 for padding; `None` for none.
-        tokens: how many come behind others.
+        mask: `[batch, tokens]`, 0 for padding, if there is any.
+        tokens: number of tokens behind those that the cache has seen.
     """
     if mask is not None and tokens > 0 and bool((mask[:, -tokens:] == 0).any()):
         raise StateMismatchError(
-            "expected tokens that are no padding behind those that a recurrent model has seen, as it looks at the mask "
-            "of a first pass alone, but the attention_mask has zeros there: pad on the left of the first pass, give an "
-            "attention_mask of ones where the pad token is meant as text, or use one cache for each sequence."
+            "expected no padding behind tokens that a recurrent model has seen, as it reads the mask of the first pass "
+            "only, but the attention_mask has zeros there: pad on the left of the first pass, use an attention_mask of "
+            "ones if the pad token is meant as text, or use one cache for each sequence."
         )
 
 
-def prefill_in_steps(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """What transformers' prefill returns, for a prompt that its one forward pass would get wrong; `None` for others.
+def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The prefill of prompts that the single forward pass of transformers would get wrong; `None` for other prompts.
 
-    There are two: tokens behind those that a cache has seen, to a model whose scan over several tokens begins from
-    zero; and all tokens of a sequence, to a model whose cache is no `past_key_values`, of which transformers does not
-    ask how many it has seen.
+    There are two such cases: tokens behind those that the cache has seen, if the model's scan over several tokens
+    starts from zero; and a whole sequence, if the model does not call its cache `past_key_values`, since transformers
+    does not ask such a cache how many tokens it has seen.
     """
     name = model_types.cache_argument(model)
     cache = model_kwargs.get(name)
     mask = model_kwargs.get("attention_mask")
-    odd = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if not isinstance(cache, Cache) or odd or not any(recurrent_part(layer) is not None for layer in cache.layers):
+    is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
+    if not isinstance(cache, Cache) or is_unusual or not _is_recurrent(cache):
         return None
-    limit, chunk, tokens = at_once(cache), generation_config.prefill_chunk_size, input_ids.shape[1]
+    limit, chunk, tokens = pass_limit(cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.get_seq_length()
     if seen == 0:
         if chunk is not None and isinstance(mask, Tensor):
-            # One by one, these models do not look at the mask: padding must be in the pass that does.
+            # These models ignore the mask for single tokens, so the first pass must contain all padding.
             chunk = max(chunk, int(mask.ne(0).to(torch.int8).argmax(dim=1).max()) + 1)
         if chunk is None or limit is None or chunk >= tokens or name == "cache_params":
             return None
         check_no_padding(mask, tokens - chunk)
-        pass_tokens(model, input_ids[:, :chunk], cut(model_kwargs, tokens - chunk), cache, 0, chunk)
+        pass_tokens(model, input_ids[:, :chunk], without_last(model_kwargs, tokens - chunk), cache, 0, chunk)
         return pass_tokens(model, input_ids, model_kwargs, cache, chunk)
     is_whole = mask is None or mask.shape[1] == tokens
     start = seen if is_whole else 0

@@ -1,8 +1,8 @@
-"""Empty caches of transformers that models are given: they get layers of kvlayers, and stay what they are besides.
+"""Empty caches of transformers that are passed to models: they get layers of kvlayers, and stay the same otherwise.
 
-The cache is the same object of the same class. Its methods are those of transformers, which call its layers, so that
-layers are all that is replaced. A cache that holds states is left alone, and so are caches and layers that may do
-something of their own: subclasses, offloading, quantized caches, and layers that kvlayers has no kind for.
+The cache remains the same object of the same class. Its methods are those of transformers and call its layers, so only
+the layers need to be replaced. A cache that holds states is left alone. So are caches and layers that may behave
+differently: subclasses, offloaded and quantized caches, and layer types that kvlayers does not have.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from typing import Any
 import transformers
 from transformers import cache_utils as upstream
 
-from kvlayers.caches.from_config import share_readings
-from kvlayers.generation import install_options
+from kvlayers.caches.from_config import fixed_layers, share_mask_extents
+from kvlayers.generation.scoped_value import ScopedValue
 from kvlayers.layers import (
     DynamicLayer,
     LayerOperations,
@@ -25,75 +25,74 @@ from kvlayers.layers import (
     StaticSlidingLayer,
     TransformersLayer,
 )
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream.compat import MODELS_PASS_COLUMNS
 
 logger = logging.getLogger(__name__)
 
+REPLACE = ScopedValue("replace_empty_caches", True)
+"""The option `replace_empty_caches` of `install()`."""
+
 _WITH_LAYERS = frozenset({transformers.DynamicCache, transformers.StaticCache})
 
-KINDS = _WITH_LAYERS | {transformers.EncoderDecoderCache}
-"""Classes of caches that are looked at, without their subclasses."""
+CLASSES = _WITH_LAYERS | {transformers.EncoderDecoderCache}
+"""Classes of caches that get layers of kvlayers. Their subclasses do not."""
 
-_left_alone: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Filled caches that were logged."""
+_logged: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Filled caches that the log has mentioned."""
 
 
-def give_layers(cache: Any, model: Any) -> None:
-    """Let a cache of one of `KINDS` have layers of kvlayers, if it is empty.
+def replace_layers(cache: Any, model: Any) -> None:
+    """Give a cache layers of kvlayers if it is empty.
 
     Args:
-        cache: the cache, or a pair of which each part is looked at.
-        model: the model that was given it.
+        cache: a cache of one of `CLASSES`. The two parts of a pair are treated separately.
+        model: the model that the cache was passed to.
     """
-    pair = type(cache) is transformers.EncoderDecoderCache
-    for part in (cache.self_attention_cache, cache.cross_attention_cache) if pair else (cache,):
+    is_pair = type(cache) is transformers.EncoderDecoderCache
+    for part in (cache.self_attention_cache, cache.cross_attention_cache) if is_pair else (cache,):
         if type(part) in _WITH_LAYERS:
-            _give_layers(part, model)
+            _replace_layers(part, model)
 
 
-def holds_layers_of_kvlayers(cache: Any) -> bool:
-    """Whether a cache of one of `KINDS` has layers of kvlayers."""
-    own = cache.self_attention_cache if type(cache) is transformers.EncoderDecoderCache else cache
-    return type(own) in _WITH_LAYERS and any(isinstance(layer, LayerOperations) for layer in own.layers)
-
-
-def _give_layers(cache: Any, model: Any) -> None:
+def _replace_layers(cache: Any, model: Any) -> None:
     layers = cache.layers
     if layers and isinstance(layers[0], LayerOperations):
         if type(cache) is transformers.StaticCache and not _is_linked(layers):
             _link(layers)
         return
-    if cache.offloading or not install_options.current().replace_empty_caches:
+    if cache.offloading or not REPLACE.get():
         return
     if not all(TransformersLayer(layer).is_empty for layer in layers):
-        if cache not in _left_alone:
-            _left_alone.add(cache)
+        if cache not in _logged:
+            _logged.add(cache)
             logger.info(
-                "A %s keeps its layers of transformers, as it holds states: kvlayers gives its own to empty caches.",
+                "A %s keeps its layers of transformers as it holds states: only empty caches get kvlayers' layers.",
                 type(cache).__name__,
             )
     elif layers:
-        if not _has_states_elsewhere(cache, model):
-            layers[:] = _replaced(layers, model)
+        if not _needs_transformers_layers(cache, model):
+            layers[:] = _kvlayers_layers(layers, model)
             _link(layers)
     elif cache.layer_class_to_replicate is upstream.DynamicLayer:
-        # Without a config all layers hold every token, and so they do here.
+        # A cache without a config holds every token in every layer, and still does so now.
         cache.layer_class_to_replicate = DynamicLayer
 
 
-def _has_states_elsewhere(cache: Any, model: Any) -> bool:
-    """Whether a model has states in a cache of its own, or attends to slots of a static cache without tokens."""
+def _needs_transformers_layers(cache: Any, model: Any) -> bool:
+    """Whether a model keeps states in its own cache, or attends to slots of a static cache that hold no token."""
     decoder = model_types.decoder_config(model.config)
     if type(cache) is transformers.StaticCache and model_types.counts_on_the_whole_reservation(decoder):
         return True
-    return decoder.model_type in compat.MAKE_THEIR_OWN_CACHES
+    return decoder.model_type in model_layers.MODELS_WITH_OWN_CACHE
 
 
-def _replaced(layers: list[Any], model: Any) -> list[Any]:
+def _kvlayers_layers(layers: list[Any], model: Any) -> list[Any]:
+    """Layers of kvlayers in the place of `layers`. Layers of other types are returned as they are."""
     reserved = [layer.max_cache_len for layer in layers if type(layer) is upstream.StaticLayer]
 
     def static_window(layer: Any) -> StaticSlidingLayer:
-        # transformers has reduced it to what is reserved, and goes on beyond that where no other layer refuses to.
+        # transformers has capped the window at the reservation. It accepts more tokens unless another layer refuses.
         return StaticSlidingLayer(
             max_cache_len=max(reserved, default=layer.max_cache_len),
             sliding_window=layer.max_cache_len,
@@ -106,26 +105,25 @@ def _replaced(layers: list[Any], model: Any) -> list[Any]:
         upstream.StaticLayer: lambda layer: StaticLayer(layer.max_cache_len),
         upstream.StaticSlidingWindowLayer: static_window,
     }
-    # Where a scan begins from zero, kvlayers' layers refuse tokens that transformers' methods would pass them at once.
-    if compat.MODELS_PASS_COLUMNS and model_types.tokens_at_once(model.config) is None:
+    # If a scan starts from zero, kvlayers' layers refuse several tokens at once, which transformers' methods pass.
+    if MODELS_PASS_COLUMNS and model_types.tokens_at_once(model.config) is None:
         makers[upstream.LinearAttentionLayer] = lambda layer: LinearAttentionLayer(layer.number_of_states)
     return [makers[type(layer)](layer) if type(layer) in makers else layer for layer in layers]
 
 
 def _link(layers: list[Any]) -> None:
-    """Let the static layers of a cache agree on what attention reads, as those of a `kvlayers.StaticCache` do.
+    """Let the static layers of a cache agree on what attention reads, as in a `kvlayers.StaticCache`.
 
-    Masks are made by asking the first layer of a kind, which must ask the others to make room.
+    A mask is made by asking the first layer of a kind, which must then ask the others to make room.
     """
-    share_readings(layers)
-    for kind in (StaticLayer, StaticSlidingLayer):
-        of_kind = [layer for layer in layers if isinstance(layer, kind)]
-        if of_kind:
-            of_kind[0].followers = tuple(of_kind[1:])
+    share_mask_extents(layers)
+    for is_sliding in (False, True):
+        same_kind = [layer for layer in fixed_layers(layers) if layer.is_sliding == is_sliding]
+        if same_kind:
+            same_kind[0].followers = tuple(same_kind[1:])
 
 
 def _is_linked(layers: list[Any]) -> bool:
-    """Whether static layers know one another. Those of a copy of the cache, which nobody here makes, do not."""
-    fixed = (layer for layer in layers if isinstance(layer, StaticLayer | StaticSlidingLayer))
-    modes = [layer.reserved.reading.mode for layer in itertools.islice(fixed, 2)]
+    """Whether static layers know one another. In a copy of the cache, which transformers makes, they do not."""
+    modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(fixed_layers(layers), 2)]
     return all(mode is modes[0] for mode in modes)

@@ -1,11 +1,11 @@
-"""`generate()` with the caches of kvlayers, and by a store of prefixes, for one call."""
+"""One call of `generate()` with kvlayers' caches and a prefix store, without installing kvlayers."""
 
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.errors import OptionError
-from kvlayers.generation.install import own_call
+from kvlayers.generation.install import call_with_kvlayers
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
 
@@ -13,23 +13,26 @@ from kvlayers.prefix import PrefixStore
 def generate(
     model: Any, *args: Any, prefix_store: PrefixStore | None = None, namespace: str = "", **kwargs: Any
 ) -> Any:
-    """`model.generate(*args, **kwargs)` with the caches of kvlayers, whether or not it is installed.
+    """Call `model.generate(*args, **kwargs)` with kvlayers' caches, whether or not kvlayers is installed.
 
-    With a store, no token of a prompt is computed that it has states of, and what is computed is held there: a prompt
-    with its answer, where there is one of them; what several begin with, or each of them, where there are more.
+    With a store, the states of a prompt that the store has are not computed again, and newly computed states are
+    inserted: with one prompt, those of the prompt and its answer; with several prompts, those of their common prefix,
+    or of each prompt.
 
     Args:
         model: a model of transformers.
         args: as for `model.generate`.
-        prefix_store: a store to go by; where not given, the one that `install` was given, if any.
-        namespace: whose prefixes they are: another namespace finds nothing of them.
+        prefix_store: the store to use. Default: the store that was passed to `install`, if any.
+        namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
+            entries. Needs a `prefix_store`.
         kwargs: as for `model.generate`.
 
     Returns:
         What `model.generate` returns.
 
     Raises:
-        OptionError: the call cannot go by a store; the message says why. Or there is a `namespace` without one.
+        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, for the reason in the message;
+            or `namespace` is given without a store.
 
     Example:
         >>> import torch, transformers, kvlayers
@@ -43,14 +46,14 @@ def generate(
         >>> store.statistics.tokens_covered, store.statistics.tokens_asked
         (6, 10)
     """
-    prefixes = active_store.required(prefix_store, namespace)
-    if prefixes is None:
-        with own_call():
+    active = active_store.required_store(prefix_store, namespace)
+    if active is None:
+        with call_with_kvlayers():
             return model.generate(*args, **kwargs)
     if isinstance(model, GenerationMixin) and type(model).generate is not GenerationMixin.generate:
         raise OptionError(
-            f"expected a model whose generate() is that of transformers, but {type(model).__name__} has one of its "
-            "own, which may never ask for what a prefix_store has: leave prefix_store out for it."
+            f"prefix_store needs the generate() of transformers, but {type(model).__name__} has its own, which may "
+            "never use the store: leave prefix_store out."
         )
-    with active_store.using(prefixes), own_call():
+    with active_store.CURRENT.override(active), call_with_kvlayers():
         return model.generate(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""Which tokens a cache has seen: remembered where that is free, and compared with the prompts of `generate()`.
+"""Which tokens a cache has seen: recorded where that is free, and compared with the prompts of `generate()`.
 
-transformers goes on from a cache by counting its tokens, whatever they were. If a prompt begins with other tokens, as
-another text does, or a chat that was tokenized again, the answer is to a text that nobody wrote.
+transformers continues from a cache by counting its tokens, whatever they were. If a prompt starts with other tokens
+(another text, or a chat that was tokenized again), the model answers a text that nobody wrote.
 
-A cache remembers a tensor of ids (`known_ids`), which follows its operations. It has the tokens of prompts and, once a
-call of `generate()` ends, those of its sequences. Tokens that come one by one in other loops are not remembered, since
-that would cost something at each. Tokens that are not known are not compared.
+A cache keeps a tensor of ids (`known_ids`) that follows its operations. It holds the tokens of prompts and, once a call
+of `generate()` has ended, those of the returned sequences. Tokens that other loops decode one by one are not recorded,
+since that would cost something at each token. Unknown tokens are not compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,136 +18,144 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import PromptMismatchError
-from kvlayers.generation import install_options
-from kvlayers.generation.calls import sequences_of_each_prompt
+from kvlayers.generation.call_arguments import sequences_per_prompt
+from kvlayers.generation.scoped_value import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
+
+STRICT_PROMPTS = ScopedValue("strict_prompts", False)
+"""The option `strict_prompts` of `install()`."""
 
 
 class PromptMismatchWarning(UserWarning):
-    """A prompt begins with other tokens than those that the cache has seen, whose states answer for them."""
+    """A prompt starts with other tokens than the cache has seen; the model attends to the states of the latter."""
 
 
-class KnownIds:
-    """A call of `generate()`, and what it knows of the tokens that its cache sees.
+class TokenRecord:
+    """What one call of `generate()` knows of the tokens that its cache sees.
 
     Args:
-        given: the ids that it was given, `[prompts, tokens]`; `None` if they are not those that its cache sees.
-        mask: the mask that it was given, `[prompts, tokens]`, if any.
+        input_ids: the ids that the call was given, `[prompts, tokens]`; `None` if the cache sees other ones.
+        mask: the attention mask that it was given, `[prompts, tokens]`, if any.
     """
 
-    def __init__(self, given: object, mask: object) -> None:
-        is_ids = isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point()
-        self._ids: Tensor | None = given if is_ids else None  # type: ignore[assignment]
+    def __init__(self, input_ids: object, mask: object) -> None:
+        is_ids = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
+        self._ids: Tensor | None = input_ids if is_ids else None  # type: ignore[assignment]
+        # The ids are either the whole sequence, or only the tokens that the cache has not seen.
         self._is_whole = not isinstance(mask, Tensor) or self._ids is None or mask.shape[-1] == self._ids.shape[1]
         self._cache: Cache | None = None
-        self._before: Tensor | None = None
-        self._held = 0
-        self._beams = False
+        self._known_before: Tensor | None = None
+        self._length_before = 0
+        self._has_beams = False
 
     def begin(self, cache: object, generation_config: Any, mask: Tensor | None) -> None:
-        """Compare the prompt with what a cache has seen that the call was given, if it was given one.
+        """Compare the prompt with what the passed cache has seen.
 
         Args:
-            cache: the cache.
-            generation_config: of the call.
-            mask: `[sequences, tokens]`, 0 for padding, where there is any.
+            cache: the cache that the call was given, if any.
+            generation_config: config of the call.
+            mask: `[sequences, tokens]`, 0 for padding, if there is any.
 
         Raises:
-            PromptMismatchError: the prompt begins with other tokens, and that is to be an error.
+            PromptMismatchError: the prompt starts with other tokens, under `install(strict_prompts=True)`.
         """
-        self._beams = (generation_config.num_beams or 1) > 1
-        if not _can_be_known(cache) or generation_config.is_assistant:
+        self._has_beams = (generation_config.num_beams or 1) > 1
+        if not _records_ids(cache) or generation_config.is_assistant:
             return
-        known, held, ids = cache.known_ids, _length(cache), self._ids
-        if known is not None and held and ids is not None and self._is_whole:
-            sequences = ids.cpu().repeat_interleave(sequences_of_each_prompt(generation_config), dim=0)
-            _compare(cache, known[:, :held].cpu(), sequences, mask)
-        self._cache, self._before, self._held = cache, known if held else None, held
-        # Until the call ends, and for good where it fails.
+        known, length, ids = cache.known_ids, _length(cache), self._ids
+        if known is not None and length and ids is not None and self._is_whole:
+            sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
+            _compare(cache, known[:, :length].cpu(), sequences, mask)
+        self._cache, self._known_before, self._length_before = cache, known if length else None, length
+        # Unknown until the call ends, and for good if it fails.
         cache.known_ids = None
 
-    def forget(self) -> None:
-        """Let go of the cache, whose ids nobody knows any more."""
-        self._cache = self._before = None
+    def release_cache(self) -> None:
+        """Drop the reference to the cache, whose ids stay unknown."""
+        self._cache = self._known_before = None
 
     def end(self, output: object, cache: object) -> None:
-        """Remember what the cache that the call leaves has seen.
+        """Record in the cache of the finished call which tokens it has seen.
 
         Args:
             output: what `generate()` returns.
             cache: the cache that it was given, or that it returns.
         """
         sequences = output.get("sequences") if isinstance(output, ModelOutput) else output
-        if not _can_be_known(cache) or self._ids is None or not isinstance(sequences, Tensor):
+        if not _records_ids(cache) or self._ids is None or not isinstance(sequences, Tensor):
             return
         if self._cache is not cache and self._cache is not None:
             return
         rows, seen, ids = cache.batch_size, _length(cache), self._ids.cpu()
-        # After beams a cache holds the last ones, of which the prompts are known.
-        told = ids if self._beams else sequences.detach().cpu()
-        if rows < 1 or rows % told.shape[0] or told.shape[0] % ids.shape[0]:
+        # After beam search the cache matches the final beams, of which only the prompts are known.
+        fed = ids if self._has_beams else sequences.detach().cpu()
+        if rows < 1 or rows % fed.shape[0] or fed.shape[0] % ids.shape[0]:
             return
-        if not torch.equal(told[:, : ids.shape[1]], ids.repeat_interleave(told.shape[0] // ids.shape[0], dim=0)):
+        if not torch.equal(fed[:, : ids.shape[1]], ids.repeat_interleave(fed.shape[0] // ids.shape[0], dim=0)):
             return
-        told = told.repeat_interleave(rows // told.shape[0], dim=0)
-        before = _rows_of(self._before, rows)
-        if self._held == 0:
-            known = told
+        fed = fed.repeat_interleave(rows // fed.shape[0], dim=0)
+        before = self._known_before
+        if before is not None and before.shape[0] != rows:
+            before = None
+        if self._length_before == 0:
+            known = fed
         elif before is None:
             return
-        elif before.shape[1] < self._held:
+        elif before.shape[1] < self._length_before:
             known = before
         else:
-            new = told[:, self._held :] if self._is_whole else told
-            known = torch.cat([before[:, : self._held].cpu(), new], dim=1)
-        # More tokens than there are ids have none of their own, as those of an image.
-        if self._beams or seen <= known.shape[1] or known is before:
+            new = fed[:, self._length_before :] if self._is_whole else fed
+            known = torch.cat([before[:, : self._length_before].cpu(), new], dim=1)
+        # If the cache has seen more tokens than there are ids, some have no id, such as those of an image.
+        if self._has_beams or seen <= known.shape[1] or known is before:
             cache.known_ids = known[:, :seen].clone()
 
 
-_call: ContextVar[KnownIds | None] = ContextVar("the call of generate() that is made", default=None)
+_current: ContextVar[TokenRecord | None] = ContextVar("record of the current call of generate()", default=None)
 
 
 @contextmanager
-def calling(call: KnownIds) -> Iterator[None]:
-    """Let `call` be the current one of this context, which is one thread's."""
-    token = _call.set(call)
+def recording(record: TokenRecord) -> Iterator[None]:
+    """Make `record` the current one of this context, which belongs to one thread."""
+    token = _current.set(record)
     try:
         yield
     except BaseException:
-        # Whoever tries again with less memory must not find it held here.
-        call.forget()
+        # A retry with less memory must not find the cache kept alive here.
+        record.release_cache()
         raise
     finally:
-        _call.reset(token)
+        _current.reset(token)
 
 
-def current() -> KnownIds | None:
-    """The call of `generate()` that is made now in this context."""
-    return _call.get()
+def current_record() -> TokenRecord | None:
+    """The record of the call of `generate()` that runs in this context."""
+    return _current.get()
 
 
-def remember(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any:
-    """What a forward pass over a prompt returns, whose ids the cache remembers if it has then seen them.
+def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any:
+    """Run a forward pass over a prompt, and record its ids if the cache has then seen them.
 
     Args:
-        cache: of the forward pass.
+        cache: the cache of the forward pass.
         ids: `[batch, new]`.
-        forward: the forward pass.
+        forward: runs the pass.
+
+    Returns:
+        What the forward pass returns.
     """
-    if _call.get() is not None or not _can_be_known(cache):
+    if _current.get() is not None or not _records_ids(cache):
         return forward()
-    held = _length(cache)
+    length = _length(cache)
     output = forward()
-    # A model that calls another one with the same ids says so twice.
-    known = None if cache.known_ids is None else cache.known_ids[:, :held]
-    if _length(cache) != held + ids.shape[1] or cache.batch_size != ids.shape[0]:
+    # If a model calls another one with the same ids, both passes come here.
+    known = None if cache.known_ids is None else cache.known_ids[:, :length]
+    if _length(cache) != length + ids.shape[1] or cache.batch_size != ids.shape[0]:
         return output
-    if held == 0:
+    if length == 0:
         cache.known_ids = ids.detach().clone()
-    elif known is not None and known.shape == (ids.shape[0], held):
+    elif known is not None and known.shape == (ids.shape[0], length):
         cache.known_ids = torch.cat([known.to(ids.device), ids.detach()], dim=1)
     return output
 
@@ -156,23 +164,19 @@ def _length(cache: Cache) -> int:
     return max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
 
 
-def _can_be_known(cache: object) -> TypeGuard[Cache]:
-    """Whether the ids of a call are those of the tokens that a cache sees: its decoder may have others."""
-    return isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache)
-
-
-def _rows_of(known: Tensor | None, rows: int) -> Tensor | None:
-    return known if known is not None and known.shape[0] == rows else None
+def _records_ids(cache: object) -> TypeGuard[Cache]:
+    """Whether the ids of a call are those of the tokens that a cache sees. The decoder of a pair sees other ones."""
+    return isinstance(cache, Cache) and not cache.is_pair
 
 
 def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -> None:
-    """Warn, or raise, where a prompt differs from what is known of a cache.
+    """Warn or raise if a prompt differs from the known ids of a cache.
 
     Args:
         cache: the cache.
         known: ids that it has seen, `[sequences, tokens]`.
         prompt: ids of the prompt, `[sequences, tokens]`.
-        mask: `[sequences, tokens]`, 0 for padding, of which nobody knows what it once was.
+        mask: `[sequences, tokens]`, 0 for padding, which may have had other ids before.
     """
     tokens = min(known.shape[1], prompt.shape[1])
     if known.shape[0] != prompt.shape[0]:
@@ -185,12 +189,12 @@ def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -
     first = int(differs.any(dim=0).to(torch.int8).argmax())
     row = int(differs[:, first].to(torch.int8).argmax())
     message = (
-        f"expected a prompt that begins with the tokens that the cache has seen, but token {first} of sequence {row} "
-        f"is {int(prompt[row, first])}, and the cache has seen {int(known[row, first])}: "
-        + (f"crop({first}) the cache to what both begin with, " if first else "")
-        + "reset() it for another text, or use a PrefixStore, which finds what it holds of any prompt."
+        f"the prompt must start with the tokens that the cache has seen, but token {first} of sequence {row} is "
+        f"{int(prompt[row, first])} in the prompt, and {int(known[row, first])} in the cache: "
+        + (f"crop({first}) the cache to the common prefix, " if first else "")
+        + "reset() it for another text, or use a PrefixStore, which finds the longest stored prefix of any prompt."
     )
-    if install_options.current().strict_prompts:
+    if STRICT_PROMPTS.get():
         raise PromptMismatchError(message)
     if not cache.warned_of_prompt:
         cache.warned_of_prompt = True

@@ -1,4 +1,4 @@
-"""Nested tuples in the place of a cache, into and out of the forward pass of a model, as transformers 4 had them."""
+"""Nested tuples instead of a cache, as models of transformers 4 took and returned them."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -15,24 +15,27 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.legacy_api import LegacyStates
 from kvlayers.errors import LegacyFormatError, StateMismatchError
-from kvlayers.layers import DynamicLayer, SlidingLayer
+from kvlayers.layers import CacheLayer
 from kvlayers.upstream import model_types
 from kvlayers.upstream.deprecation import warn_of_old_use
 
 ARGUMENT = "past_key_values"
 
 TuplesCache = DynamicCache | EncoderDecoderCache
-"""What is made of tuples."""
+"""The caches that are made from tuples."""
 
 
-def call(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a forward pass returns that is given tuples, or something else that is a tuple.
+def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a forward pass one of whose arguments is a tuple or a list. It may be the past, or something else.
 
     Args:
         original: `PreTrainedModel.__call__`.
         model: the model.
-        args: its arguments.
+        args: positional arguments of the pass.
         kwargs: its arguments by name.
+
+    Returns:
+        What the pass returns. If it was given tuples of states, its caches are tuples as well.
 
     Raises:
         LegacyFormatError: as `cache_for_forward`.
@@ -53,13 +56,13 @@ def call(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs
         output = original(model, *args, **kwargs)
     except StateMismatchError as mismatch:
         raise LegacyFormatError(
-            f"expected tuples of states as {type(model).__name__} computes them for these inputs; {mismatch}"
+            f"expected tuples of states as {type(model).__name__} computes them for these inputs: {mismatch}"
         ) from mismatch
     return _with_tuples(output, model.config)
 
 
 def warn_of_tuples(argument: str) -> None:
-    """Say at the line that passes tuples what to pass instead."""
+    """Warn, at the line that passes tuples, and say what to pass instead."""
     warn_of_old_use(
         f"{argument} as tuples",
         "pass kvlayers.DynamicCache(config=model.config), or what from_legacy_cache() makes of the tuples",
@@ -67,15 +70,15 @@ def warn_of_tuples(argument: str) -> None:
 
 
 def _position(model: Any) -> int | None:
-    """Where the cache is among the positional arguments of a model's forward pass."""
+    """Index of the cache among the positional arguments of a model's forward pass, if it is one."""
     names = list(inspect.signature(model.forward).parameters)
     return names.index(ARGUMENT) if ARGUMENT in names else None
 
 
 def _reads_tuples_itself(model: Any) -> bool:
-    """Whether a model is a repository's own code from before there were caches, which reads tuples of its own form."""
+    """Whether a model is code from a model repository that is older than caches and reads its own form of tuples."""
     of_repository = inspect.unwrap(type(model).forward).__module__.startswith("transformers_modules.")
-    # The name under which code of that time says that it takes caches.
+    # Code of that time uses this attribute to say that it takes caches.
     return of_repository and not getattr(model, "_supports_cache_class", False)
 
 
@@ -91,10 +94,10 @@ def _with_tuples(output: Any, config: object) -> Any:
 
 
 class PastTuples(tuple[tuple[Tensor, ...], ...]):
-    """The tuples that a forward pass returns: plain ones to everybody, but they know the cache that they are views of.
+    """The tuples that a forward pass returns: plain tuples, except that they know the cache that they are views of.
 
-    The next forward pass goes on in that cache, and so copies nothing. From then on it holds more than the tuples say,
-    which stay as they are: who passes them once more gets a copy.
+    The next forward pass continues in this cache and thus copies nothing. From then on the cache holds more tokens than
+    the tuples, which do not change: passing the same tuples a second time makes a copy.
     """
 
     @classmethod
@@ -102,16 +105,16 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
         """The states of `cache`, which nobody else may change from now on.
 
         Args:
-            cache: what a model returned.
-            config: config of the model, whose forward passes may go on in the cache.
+            cache: a cache that a model returned.
+            config: config of the model, whose forward passes may continue in the cache.
         """
-        states = cls(view_of(cache).as_tuples(legacy_api.handed_out_states))
+        states = cls(kvlayers_view(cache).as_tuples(legacy_api.handed_out_states))
         if isinstance(cache, DynamicCache | EncoderDecoderCache):
             vars(states)["source"] = cache, config
         return states
 
     def source_for(self, config: object) -> TuplesCache | None:
-        """The cache that these are views of, where `config` is that of its model: to one caller, once."""
+        """The cache that these are views of, if `config` is that of its model. It is returned once; then `None`."""
         cache, made_for = vars(self).pop("source", (None, None))
         return cache if made_for is config else None
 
@@ -120,12 +123,13 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
 
 
 def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
-    """A cache that a forward pass can go on in, and leave `states` as they are.
+    """A cache in which a forward pass can continue without changing `states`.
 
-    It keeps all tokens, also where a model attends within a window: tuples say by their shape how many there were.
+    It keeps all tokens, even if the model attends within a window, since the shape of the tuples is the only count of
+    tokens.
 
     Raises:
-        LegacyFormatError: the tuples are nested in another way, or do not fit each other or the model's layers.
+        LegacyFormatError: the tuples are nested differently, or do not match each other or the model's layers.
     """
     if isinstance(states, PastTuples):
         source = states.source_for(config)
@@ -135,7 +139,7 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
     if _has_cross_attention(config, checked):
         return EncoderDecoderCache.from_legacy_cache(checked)
     layers = DynamicCache(config=config).layers
-    if all(isinstance(layer, DynamicLayer | SlidingLayer) for layer in layers):
+    if all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
         if checked:
             _check_count(checked, len(layers))
         return DynamicCache.from_legacy_cache(checked)
@@ -143,7 +147,7 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
 
 
 def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
-    """A cache of copies of `states`, which keeps what the model attends to.
+    """A cache with copies of `states` that keeps the tokens which the model attends to.
 
     Raises:
         LegacyFormatError: as `cache_for_forward`.
@@ -168,27 +172,27 @@ def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
 def _check_count(states: LegacyStates, layers: int) -> None:
     if len(states) != layers:
         raise LegacyFormatError(
-            f"expected states for the {layers} layers of the model that attend, but saw {len(states)}: pass those of "
-            "every layer."
+            f"expected states for each of the {layers} layers of the model that attend, but saw {len(states)}: pass "
+            "the states of every layer."
         )
 
 
 def _has_cross_attention(config: Any, states: LegacyStates) -> bool:
-    # Not every config has a field for it.
+    # Not every config has this field.
     return bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
 
 
-def tuples_of(cache: Any) -> LegacyStates:
-    """Copies of the states of a cache, of kvlayers or of transformers, as nested tuples.
+def to_tuples(cache: Any) -> LegacyStates:
+    """Copies of the states of a cache, which may be one of transformers, as nested tuples.
 
     Raises:
-        LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
+        LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot represent.
     """
-    return view_of(cache).to_legacy_cache()
+    return kvlayers_view(cache).to_legacy_cache()
 
 
-def view_of(cache: Any) -> Cache:
-    """A cache of kvlayers over the very layers of `cache`, which may be one of transformers."""
+def kvlayers_view(cache: Any) -> Cache:
+    """A cache of kvlayers that has the same layers as `cache`, which may be one of transformers."""
     if isinstance(cache, Cache):
         return cache
     if isinstance(cache, transformers.EncoderDecoderCache):

@@ -1,4 +1,4 @@
-"""The prompts of one call of `generate()`, without the padding that makes them equally long."""
+"""The prompts of one call of `generate()`, without the padding that gives them the same length."""
 
 from dataclasses import dataclass
 
@@ -7,33 +7,33 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PromptRows:
+class PromptBatch:
     """Prompts side by side, padded on the left.
 
     Attributes:
         input_ids: int64 `[rows, tokens]`.
-        padding: tokens of padding before each.
+        padding: tokens of padding before each prompt.
     """
 
     input_ids: Tensor
     padding: tuple[int, ...]
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor | None) -> "PromptRows | None":
-        """The prompts, `None` where the mask leaves out others than the first tokens of a row.
+    def from_mask(cls, input_ids: Tensor, attention_mask: Tensor | None) -> "PromptBatch | None":
+        """The prompts of a padded batch; `None` if the mask excludes anything but the first tokens of a row.
 
         Args:
             input_ids: int64 `[rows, tokens]`.
-            attention_mask: `[rows, tokens]`, 0 for padding; `None` for none.
+            attention_mask: `[rows, tokens]`, 0 for padding; `None` if there is no padding.
         """
         rows, tokens = input_ids.shape
         if attention_mask is None:
             return cls(input_ids, (0,) * rows)
         if attention_mask.shape != input_ids.shape:
             return None
-        kept = attention_mask.ne(0).cpu()
-        padding = tokens - kept.sum(dim=1)
-        is_left = torch.equal(kept, torch.arange(tokens) >= padding[:, None])
+        is_token = attention_mask.ne(0).cpu()
+        padding = tokens - is_token.sum(dim=1)
+        is_left = torch.equal(is_token, torch.arange(tokens) >= padding[:, None])
         return cls(input_ids, tuple(padding.tolist())) if is_left and int(padding.max()) < tokens else None
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class PromptRows:
 
     @property
     def is_padded(self) -> bool:
-        """Whether any of them has padding before it."""
+        """Whether any prompt has padding before it."""
         return any(self.padding)
 
     def row(self, index: int) -> Tensor:
@@ -52,19 +52,19 @@ class PromptRows:
         """The tokens of each prompt, `[1, tokens]`."""
         return [self.row(index) for index in range(len(self))]
 
-    def common_tokens(self) -> int:
-        """How many tokens all of them begin with, at most as many as the shortest has but for its last."""
+    def common_prefix_length(self) -> int:
+        """How many tokens all prompts start with; always less than the length of the shortest prompt."""
         first, *others = self.rows()
-        least = self.input_ids.shape[1] - max(self.padding) - 1
+        common = self.input_ids.shape[1] - max(self.padding) - 1
         for other in others:
-            differing = (first[0, :least] != other[0, :least]).nonzero()
-            least = int(differing[0]) if len(differing) else least
-        return least
+            differing = (first[0, :common] != other[0, :common]).nonzero()
+            common = int(differing[0]) if len(differing) else common
+        return common
 
-    def with_padding_behind(self, common: int) -> tuple[Tensor, Tensor]:
-        """The prompts with their padding behind the first `common` tokens, and a mask that leaves it out.
+    def with_padding_after(self, common: int) -> tuple[Tensor, Tensor]:
+        """The prompts with their padding moved behind the first `common` tokens, and the mask that excludes it.
 
-        Where all begin alike, those tokens are then in the same places, and can be held once.
+        If all prompts start with these tokens, the tokens then have the same slots in every row and can be held once.
 
         Returns:
             Ids and mask, int64 `[rows, tokens]`.
@@ -78,7 +78,7 @@ class PromptRows:
 
 
 def is_token_ids(input_ids: object) -> bool:
-    """Whether these are the ids of tokens, int64 `[rows, tokens]`, at least one of each."""
+    """Whether `input_ids` is an int64 tensor `[rows, tokens]` with at least one row and one token."""
     return (
         isinstance(input_ids, Tensor)
         and input_ids.dtype == torch.int64

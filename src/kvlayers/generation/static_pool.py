@@ -1,4 +1,4 @@
-"""The memory of static caches, used again by the next call of `generate()` on the same model."""
+"""The memory of static caches, reused by the next call of `generate()` on the same model."""
 
 import gc
 import sys
@@ -12,117 +12,122 @@ from typing import Any
 import torch
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.from_config import fixed_layers
 from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
 from kvlayers.generation.registry import CacheRequest
-from kvlayers.layers import StaticLayer, StaticSlidingLayer
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
-"""Caches of which all is known that a reset must forget."""
+"""Classes whose `reset` is known to leave nothing behind. Subclasses from elsewhere may hold more."""
 
-OWN_REFERENCES = 2
-"""References to a cache that only one variable holds, as `sys.getrefcount` counts: that variable, and its argument."""
+SOLE_REFERENCES = 2
+"""What `sys.getrefcount` counts for a cache that only one variable refers to: the variable, and the argument."""
 
 _lock = threading.Lock()
 _idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
 _lengths: "weakref.WeakKeyDictionary[Any, dict[int | None, int]]" = weakref.WeakKeyDictionary()
-Loan = tuple[Cache, CacheRequest]
-_lent: ContextVar[list[Loan] | None] = ContextVar("caches made for the current call of generate()", default=None)
+Acquired = tuple[Cache, CacheRequest]
+_acquired: ContextVar[list[Acquired] | None] = ContextVar("caches of the current call of generate()", default=None)
 
 
 def free_reservations() -> None:
-    """Let go of the memory that is kept for the next call of `generate()` with a static cache, of every model."""
+    """Free the memory that is kept, for every model, for the next call of `generate()` with a static cache."""
     with _lock:
         _idle.clear()
         _lengths.clear()
 
 
 @contextmanager
-def lending() -> Iterator[list[Loan]]:
-    """Collect the caches that are made within one call of `generate()`."""
-    caches: list[Loan] = []
-    token = _lent.set(caches)
+def tracking() -> Iterator[list[Acquired]]:
+    """Yield a list that collects the caches which are acquired within one call of `generate()`."""
+    caches: list[Acquired] = []
+    token = _acquired.set(caches)
     try:
         yield caches
     finally:
-        _lent.reset(token)
+        _acquired.reset(token)
 
 
-def lend(model: Any, made: Cache, request: CacheRequest) -> Cache:
-    """The cache that `model` has left from an earlier call, empty, where it can stand in for `made`; else `made`."""
+def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
+    """The empty cache that an earlier call on `model` has released, if it can replace `new`; otherwise `new`."""
     with _lock:
         idle = _idle.pop(model, None)
-    cache = made
-    # Under autocast, states are of another dtype than the model.
+    cache = new
+    # Under autocast, the dtype of states differs from that of the model.
     autocast = request.device is not None and torch.is_autocast_enabled(request.device.type)
-    if idle is not None and not autocast and _stands_in(idle, made, request):
+    if idle is not None and not autocast and _can_replace(idle, new, request):
         cache = idle
-    lent = _lent.get()
-    if lent is not None:
-        lent.append((cache, request))
+    acquired = _acquired.get()
+    if acquired is not None:
+        acquired.append((cache, request))
     return cache
 
 
-def remember_lengths(model: Any, loans: list[Loan]) -> None:
-    """Let later calls that are compiled reserve as much as these, so that nothing is compiled for another size."""
+def remember_lengths(model: Any, acquired: list[Acquired]) -> None:
+    """Let later compiled calls reserve as many tokens as these, so that nothing is compiled for another size."""
     with _lock:
         lengths = _lengths.setdefault(model, {})
-        for _, request in loans:
+        for _, request in acquired:
             if request.length_hint is not None:
                 lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
 
 
-def give_back(model: Any, loans: list[Loan]) -> None:
-    """Keep what was lent, where nobody uses it any more, for the next call."""
-    while loans:
-        cache, request = loans.pop()
-        if _parts(cache) is None:
+def release(model: Any, acquired: list[Acquired]) -> None:
+    """Keep acquired caches that nobody else refers to for the next call."""
+    while acquired:
+        cache, request = acquired.pop()
+        if _static_parts(cache) is None:
             continue
-        if sys.getrefcount(cache) > OWN_REFERENCES and _was_compiled_around(cache):
-            # Compiling leaves cycles behind that know the cache.
+        if sys.getrefcount(cache) > SOLE_REFERENCES and _was_compiled_around(cache):
+            # Compiling leaves reference cycles that contain the cache.
             gc.collect()
-        held_here_alone = sys.getrefcount(cache) <= OWN_REFERENCES
-        # Some models decode more sequences than were asked for, such as those with guidance: that cannot be foreseen.
-        if held_here_alone and cache.batch_size == request.batch_size:
+        is_unshared = sys.getrefcount(cache) <= SOLE_REFERENCES
+        # Some models decode more sequences than requested, for example with guidance, which cannot be foreseen.
+        if is_unshared and cache.batch_size == request.batch_size:
             cache.deactivate_past_recording()
             cache.reset()
             with _lock:
                 _idle[model] = cache
 
 
-def longest(model: Any, request: CacheRequest) -> int | None:
-    """Tokens to reserve so that what was compiled for as many sequences still fits: no fewer than there were."""
+def longest_length(model: Any, request: CacheRequest) -> int | None:
+    """Tokens to reserve so that code compiled for the same batch size still fits: never fewer than before."""
     with _lock:
         before = _lengths.get(model, {}).get(request.batch_size, 0)
     return request.length_hint and max(request.length_hint, before)
 
 
-def _parts(cache: Cache) -> list[Cache] | None:
-    """The caches whose layers all reserve memory, `None` where some do not."""
-    parts = (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
-    fixed = all(isinstance(layer, StaticLayer | StaticSlidingLayer) for part in parts for layer in part.layers)
-    return parts if fixed and type(parts[0]) in REUSABLE else None
+def _static_parts(cache: object) -> list[Any] | None:
+    """The cache, or both parts of a pair, if each is of a reusable class and all of its layers reserve memory."""
+    if not isinstance(cache, Cache):
+        return None
+    pair: Any = cache
+    parts = [pair.self_attention_cache, pair.cross_attention_cache] if cache.is_pair else [cache]
+    all_static = all(fixed_layers(part.layers) == list(part.layers) for part in parts)
+    return parts if all_static and type(parts[0]) in REUSABLE else None
 
 
 def _was_compiled_around(cache: Cache) -> bool:
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return isinstance(own, StaticCache) and own.compiled
+    return any(layer.reserved.mask_extent.mode.compiled for layer in fixed_layers(cache.self_attention.layers))
 
 
-def _stands_in(idle: Cache, made: Cache, request: CacheRequest) -> bool:
-    have, want = _parts(idle), _parts(made)
-    if have is None or want is None or len(have) != len(want) or type(have[0]) is not type(want[0]):
+def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:
+    idle_parts, new_parts = _static_parts(idle), _static_parts(new)
+    if idle_parts is None or new_parts is None or len(idle_parts) != len(new_parts):
         return False
-    if any(len(old.layers) != len(new.layers) for old, new in zip(have, want, strict=True)):
+    if type(idle_parts[0]) is not type(new_parts[0]):
         return False
-    # Who says how much is reserved is refused one token more.
-    exact = "max_cache_len" in request.options
-    pairs = [pair for old, new in zip(have, want, strict=True) for pair in zip(old.layers, new.layers, strict=True)]
+    if any(len(old.layers) != len(other.layers) for old, other in zip(idle_parts, new_parts, strict=True)):
+        return False
+    # A caller who asks for an exact reservation expects an error for one token more.
+    is_exact = "max_cache_len" in request.options
+    layers = [
+        pair
+        for old, other in zip(idle_parts, new_parts, strict=True)
+        for pair in zip(old.layers, other.layers, strict=True)
+    ]
     return all(
-        old.covers(new, request.batch_size)
-        and (not exact or old.max_cache_len == new.max_cache_len)
+        old.covers(other, request.batch_size)
+        and (not is_exact or old.max_cache_len == other.max_cache_len)
         and (old.dtype, old.values_dtype, old.device) == (request.dtype, request.dtype, request.device)
-        for old, new in pairs
+        for old, other in layers
     )

@@ -1,6 +1,6 @@
-"""What transformers 4 had and later versions lack, put where old code looks for it: classes by name, and methods.
+"""Classes and methods of transformers 4 that later versions lack, restored where old code looks for them.
 
-Only what is missing is put there, and what has a name and no use; all of it is taken back.
+Only missing ones are added, and ones that exist in name only. All of them can be removed again.
 """
 
 import importlib
@@ -18,9 +18,8 @@ from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
 from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
 from kvlayers.caches.sink import SinkCache
 from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache
-from kvlayers.errors import OptionError
-from kvlayers.generation.legacy_tuples import tuples_of, view_of
-from kvlayers.generation.presence import Presence
+from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
+from kvlayers.generation.patching import Activation
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
 from kvlayers.upstream.first_import import AS_FIRST_IMPORTED
@@ -41,7 +40,7 @@ CLASSES: dict[str, type] = {
         SlidingWindowCache,
     )
 }
-"""Old classes that kvlayers has."""
+"""Classes of transformers 4 that kvlayers has, by name."""
 
 HOMES: dict[str, tuple[str, ...]] = {
     "transformers": tuple(CLASSES),
@@ -63,61 +62,55 @@ HOMES: dict[str, tuple[str, ...]] = {
         ("HybridMambaAttentionDynamicCache",),
     ),
 }
-"""Modules from which old code imports them, and which of them."""
+"""Names of these classes, by the module from which old code imports them."""
 
-_homes: list["_Home"] = []
-_methods: list["_Attribute"] = []
-
-
-def check_wanted(legacy_names: object) -> None:
-    """Raise `OptionError` where `legacy_names` is neither true nor false."""
-    if not isinstance(legacy_names, bool):
-        raise OptionError(f"expected legacy_names to be True or False, but saw {legacy_names!r}.")
+_modules: list["_PatchedModule"] = []
+_attributes: list["_PatchedAttribute"] = []
 
 
-def _put() -> None:
-    if _homes:
+def _apply() -> None:
+    if _modules:
         return
-    # Before anything is changed: it takes long, and may be interrupted.
+    # Before anything is changed: imports take long, and may be interrupted.
     modules = {module: importlib.import_module(module) for module in HOMES}
     for module, names in HOMES.items():
-        _homes.append(_Home(modules[module], names))
+        _modules.append(_PatchedModule(modules[module], names))
     if AS_FIRST_IMPORTED is not modules["transformers"]:
-        _homes.append(_Home(AS_FIRST_IMPORTED, HOMES["transformers"]))
+        _modules.append(_PatchedModule(AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
-            _methods.append(_Attribute(owner, name, value))
+            _attributes.append(_PatchedAttribute(owner, name, value))
 
 
-def _take_back() -> None:
-    for home in _homes:
-        home.take_back()
-    for method in _methods:
-        method.take_back()
-    _homes.clear()
-    _methods.clear()
+def _remove() -> None:
+    for module in _modules:
+        module.restore()
+    for attribute in _attributes:
+        attribute.restore()
+    _modules.clear()
+    _attributes.clear()
 
 
-PRESENCE = Presence(_put, _take_back)
-"""Whether the old names are in place."""
+ACTIVATION = Activation(_apply, _remove)
+"""When the old names are in place."""
 
 
-class _Home:
-    """A module that is asked for old names. It answers by `__getattr__`, so that an import can say what to write.
+class _PatchedModule:
+    """Lets a module provide old names. It uses a module `__getattr__`, so that each import can be warned about.
 
     Args:
-        module: the module, which may import what it has when it is first asked, as transformers does.
+        module: the module, which may import its names lazily, as transformers does.
         names: names of old classes.
     """
 
     def __init__(self, module: ModuleType, names: tuple[str, ...]) -> None:
         self._module = module
-        there = set(dir(module)).difference(compat.HOLLOW_CACHE_NAMES)
-        self._names = {name for name in names if name not in there}
-        held = vars(module)
-        self._hidden = {name: held.pop(name) for name in self._names if name in held}
-        self._before: Callable[[str], Any] | None = held.get("__getattr__")
-        held["__getattr__"] = self
+        existing = set(dir(module)).difference(compat.HOLLOW_CACHE_NAMES)
+        self._names = {name for name in names if name not in existing}
+        attributes = vars(module)
+        self._hidden = {name: attributes.pop(name) for name in self._names if name in attributes}
+        self._before: Callable[[str], Any] | None = attributes.get("__getattr__")
+        attributes["__getattr__"] = self
 
     def __call__(self, name: str) -> Any:
         if name in self._names:
@@ -127,42 +120,42 @@ class _Home:
             return self._before(name)
         raise AttributeError(f"module '{self._module.__name__}' has no attribute '{name}'", name=name, obj=self._module)
 
-    def take_back(self) -> None:
-        held = vars(self._module)
+    def restore(self) -> None:
+        attributes = vars(self._module)
         self._names = set()
-        held.update({name: value for name, value in self._hidden.items() if name not in held})
-        # Where another library has put one of its own over ours, ours stays underneath, and knows nothing.
-        if held.get("__getattr__") is self:
+        attributes.update({name: value for name, value in self._hidden.items() if name not in attributes})
+        # If another library has wrapped this `__getattr__`, it stays underneath, and provides no names.
+        if attributes.get("__getattr__") is self:
             if self._before is None:
-                del held["__getattr__"]
+                del attributes["__getattr__"]
             else:
-                held["__getattr__"] = self._before
+                attributes["__getattr__"] = self._before
 
 
-class _Attribute:
-    """An attribute that a class of transformers has for a while."""
+class _PatchedAttribute:
+    """An attribute that a class of transformers has while the old names are in place."""
 
     def __init__(self, owner: type, name: str, value: Any) -> None:
         self._owner, self._name, self._value = owner, name, value
-        self._own = name in vars(owner)
+        self._existed = name in vars(owner)
         self._before = vars(owner).get(name)
         setattr(owner, name, value)
 
-    def take_back(self) -> None:
-        # Where another library has put one of its own over ours, that one stays.
+    def restore(self) -> None:
+        # If another library has replaced the attribute, its replacement stays.
         if vars(self._owner).get(self._name) is not self._value:
             return
-        if self._own:
+        if self._existed:
             setattr(self._owner, self._name, self._before)
         else:
             delattr(self._owner, self._name)
 
 
 class _OldValue:
-    """A value to read. What somebody assigns instead is what is read: caches of model repositories have their own.
+    """An old attribute of caches. An assigned value takes precedence: caches of model repositories assign their own.
 
     Args:
-        name: of the value.
+        name: name of the attribute.
     """
 
     def __init__(self, name: str) -> None:
@@ -171,8 +164,8 @@ class _OldValue:
     def __get__(self, cache: Any, owner: type | None = None) -> Any:
         if cache is None:
             return self
-        own = vars(cache)
-        return own[self._name] if self._name in own else getattr(view_of(cache), self._name)
+        assigned = vars(cache)
+        return assigned[self._name] if self._name in assigned else getattr(kvlayers_view(cache), self._name)
 
     def __set__(self, cache: Any, value: Any) -> None:
         vars(cache)[self._name] = value
@@ -184,35 +177,35 @@ class _OldValue:
 
 
 class _OldStates(_OldValue):
-    """The states of all layers as a list. One that is assigned goes into the layers, where there are any."""
+    """The states of all layers as a list. An assigned list is written to the layers, if there are any."""
 
     def __set__(self, cache: Any, value: Any) -> None:
         if vars(cache).get("layers"):
-            setattr(view_of(cache), self._name, value)
+            setattr(kvlayers_view(cache), self._name, value)
         else:
             super().__set__(cache, value)
 
 
 def _old_attributes() -> dict[type, dict[str, Any]]:
-    """What the caches of the installed version of transformers lack."""
+    """The attributes that the caches of the installed version of transformers lack, by class and name."""
     cache: dict[str, Any] = {
-        "__getitem__": lambda self, layer_idx: view_of(self)[layer_idx],
+        "__getitem__": lambda self, layer_idx: kvlayers_view(self)[layer_idx],
         "key_cache": _OldStates("key_cache"),
         "value_cache": _OldStates("value_cache"),
         **{name: _OldValue(name) for name in ("seen_tokens", "max_batch_size", "max_cache_len")},
-        "get_max_cache_shape": lambda self, layer_idx=None: view_of(self).get_max_cache_shape(layer_idx),
-        "get_usable_length": lambda self, new_seq_length, layer_idx=0: view_of(self).get_usable_length(
+        "get_max_cache_shape": lambda self, layer_idx=None: kvlayers_view(self).get_max_cache_shape(layer_idx),
+        "get_usable_length": lambda self, new_seq_length, layer_idx=0: kvlayers_view(self).get_usable_length(
             new_seq_length, layer_idx
         ),
     }
     attributes = {
         transformers.Cache: cache,
         transformers.DynamicCache: {
-            "to_legacy_cache": tuples_of,
+            "to_legacy_cache": to_tuples,
             "from_legacy_cache": classmethod(_dynamic_from_tuples),
         },
         transformers.EncoderDecoderCache: {
-            "to_legacy_cache": tuples_of,
+            "to_legacy_cache": to_tuples,
             "from_legacy_cache": classmethod(_encoder_decoder_from_tuples),
         },
     }
@@ -222,15 +215,15 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
     }
     if compat.CROPS_BY_COUNT_ALONE:
         missing[transformers.Cache]["crop"] = _cropping_to_a_length(transformers.Cache.crop)
-    # Old code takes the -1 of today for a maximum.
+    # Old code would take the -1 of later versions, which means "no maximum", for a length.
     missing[transformers.Cache]["get_max_length"] = _max_length_or_none
     missing[LegacySurface] = {"get_max_length": _max_length_or_none}
     if compat.RENAMED_MAXIMA:
-        # It asks for the other one.
+        # It calls `get_max_length`, which is replaced here.
         missing[transformers.Cache]["get_max_cache_shape"] = cache["get_max_cache_shape"]
     if not compat.ITERATES_AS_PAIRS:
         for owner in (transformers.DynamicCache, transformers.EncoderDecoderCache):
-            missing[owner]["__iter__"] = lambda self: iter(view_of(self))
+            missing[owner]["__iter__"] = lambda self: iter(kvlayers_view(self))
     return missing
 
 
@@ -250,7 +243,7 @@ def _cropping_to_a_length(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _max_length_or_none(self: Any, layer_idx: int | None = None) -> int | None:
-    most = view_of(self).most_tokens(layer_idx)
+    most = kvlayers_view(self).most_tokens(layer_idx)
     return None if most < 0 else most
 
 
@@ -265,7 +258,7 @@ def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: objec
     own, cross = transformers.DynamicCache(), transformers.DynamicCache()
     _fill(own, [layer[:2] for layer in states])
     _fill(cross, [layer[2:] for layer in states if layer[2:]])
-    # It looks at what cross-attention holds to say which layers are updated.
+    # The pair reads from the cross-attention cache which layers are updated.
     return cls(own, cross)
 
 

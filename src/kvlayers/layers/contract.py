@@ -48,6 +48,26 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def length(self) -> int:
         """Tokens seen and not rolled back."""
 
+    @property
+    @abstractmethod
+    def keys(self) -> Any:
+        """Keys held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Any:
+        """Values held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Any:
+        """dtype of the keys, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def device(self) -> Any:
+        """Device of the keys, `None` before the first states."""
+
     def count(self, tokens: int) -> None:
         """Count tokens that an operator takes in, while compiled code that calls it is traced.
 

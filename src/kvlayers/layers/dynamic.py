@@ -7,11 +7,13 @@ from typing_extensions import override
 
 from kvlayers.errors import RollbackError
 from kvlayers.layers.contract import whole_number
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, SharedStore, TokenStore
 from kvlayers.utils.options import checks_options
 
 
+@register_layer
 class DynamicLayer(TokenLayer):
     """Full attention: keeps every token, for as long as memory lasts.
 
@@ -19,6 +21,9 @@ class DynamicLayer(TokenLayer):
         length_hint: the most tokens that are expected, where known; see `DenseStore`.
         store: how the tokens are held, a `DenseStore` where not given.
     """
+
+    hints = ("length_hint",)
+    keeps_every_token = True
 
     @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
@@ -33,6 +38,11 @@ class DynamicLayer(TokenLayer):
         store = self._store
         store.validate(key_states, value_states)
         return store.extend(key_states, value_states)
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self._store.holds_tokens_apart
 
     @override
     def expand(self, repeats: int) -> None:

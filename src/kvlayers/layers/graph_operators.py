@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.attention.packed_tensor import ASKS_NO_STATE, as_dense
+from kvlayers.attention.gqa import kv_head_copies
+from kvlayers.attention.packed_tensor import METADATA_FUNCTIONS, as_dense
 from kvlayers.errors import StaleStatesError
-from kvlayers.stores.contract import StatePair
+from kvlayers.stores.contract import KVPair
 from kvlayers.upstream import compat
 
 _numbers = itertools.count()
@@ -45,7 +46,7 @@ class GraphHandle:
         with torch.inference_mode(False):
             self.number = torch.tensor(number, device="cpu")
         self._cache = weakref.ref(cache)
-        self.returned: dict[int, StatePair] = {}
+        self.returned: dict[int, KVPair] = {}
         _handles[number] = self
 
     def take_in(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
@@ -62,7 +63,7 @@ class GraphHandle:
             self.returned = {at: kept for at, kept in others if cache.layers[at].is_sliding != layer.is_sliding}
         self.returned[layer_idx] = layer.update(keys, values)
 
-    def states(self, layer_idx: int, tokens: int) -> StatePair:
+    def states(self, layer_idx: int, tokens: int) -> KVPair:
         """What the last update of a layer returned, which was so many tokens."""
         if layer_idx not in self.returned:
             raise StaleStatesError(
@@ -165,7 +166,7 @@ def calls_operators(layer: Any, keys: Tensor, values: Tensor) -> bool:
     return layer.is_opaque and not follows
 
 
-def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, values: Tensor) -> StatePair:
+def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, values: Tensor) -> KVPair:
     """As `layer.update`, for TorchDynamo to trace."""
     batch, new = keys.shape[0], keys.shape[2]
     tokens = layer.mask_sizes(new)[0]
@@ -208,7 +209,7 @@ class CalledStates(Tensor):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         with torch._C.DisableTorchFunctionSubclass():
-            if func in ASKS_NO_STATE:
+            if func in METADATA_FUNCTIONS:
                 return func(*args, **kwargs)
             states = args[0]
             if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:
@@ -233,15 +234,8 @@ def _called(states: Tensor, number: Tensor, layer_idx: int, tokens: int, is_valu
 
 
 def _repeated(states: CalledStates, result: Tensor) -> Tensor | None:
-    """The result of a step in which models repeat kv heads, `None` where it is none of these."""
-    before, after = states.size(), result.size()
-    copies = 0
-    if len(before) == 4 and after == (*before[:2], 1, *before[2:]):
-        copies = 1
-    elif len(before) == 5 and len(after) == 5 and (*after[:2], *after[3:]) == (*before[:2], *before[3:]):
-        copies = after[2]
-    elif len(before) == 5 and after == (before[0], before[1] * before[2], *before[3:]):
-        copies = before[2]
+    """The result of a step in which models repeat kv heads, `None` if the step is another one."""
+    copies = kv_head_copies(states.size(), result.size())
     if not copies:
         return None
     return _called(result, states.number, states.layer_idx, states.tokens, states.is_values, copies)

@@ -10,15 +10,19 @@ from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.linear.states import LinearStates
+from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fact, Fidelity, least_faithful
+from kvlayers.stores.contract import Fidelity, least_faithful
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
 
 LINEAR = "linear."
 """What the names of the recurrent part begin with in a saved state."""
 
 
+@register_layer
 class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
@@ -335,24 +339,48 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         yield from self.attention.held_tensors()
         yield from self.linear.held_tensors()
 
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """Those of the attention layer."""
+        return self.attention.rotaries
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.attention.can_be_stacked and self.linear.can_be_stacked
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        attention, linear = self.attention.describe(), self.linear.describe()
+        return {**attention, "attention": self.attention.kind, **_prefixed(linear)}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        attention = context.layer(facts["attention"], _of_attention(facts))
+        return cls(attention, LinearAttentionLayer.from_description(_unprefixed(facts), context))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        return layer_class(facts["attention"]).reserved_by(_of_attention(facts))
+
     @override
     def state(self) -> LayerState:
         attention, linear = self.attention.state(), self.linear.state()
         facts: dict[str, Fact] = {**attention.facts, "attention": attention.kind, **_prefixed(linear.facts)}
-        return LayerState(type(self).__name__, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
+        return LayerState(self.kind, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
 
     def _parts(self, state: LayerState) -> tuple[LayerState, LayerState]:
         kind = state.facts.get("attention")
-        if state.kind != type(self).__name__ or not isinstance(kind, str):
+        if state.kind != self.kind or not isinstance(kind, str):
             raise StateMismatchError(
-                f"expected the state of a {type(self).__name__}, but saw that of a {state.kind}: load it into a cache "
+                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
                 "that was made for the same model config."
             )
-        own = {name: value for name, value in state.facts.items() if not name.startswith(LINEAR)}
-        del own["attention"]
         tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}
-        linear = LayerState("LinearAttentionLayer", _unprefixed(state.tensors), _unprefixed(state.facts))
-        return LayerState(kind, tensors, own), linear
+        linear = LayerState(self.linear.kind, _unprefixed(state.tensors), _unprefixed(state.facts))
+        return LayerState(kind, tensors, _of_attention(state.facts)), linear
 
     @override
     def check_state(self, state: LayerState) -> None:
@@ -369,6 +397,11 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.attention!r}, {self.linear!r})"
+
+
+def _of_attention(facts: Facts) -> dict[str, Fact]:
+    """The facts of the attention layer, without those that say of what kind it is."""
+    return {name: fact for name, fact in facts.items() if name != "attention" and not name.startswith(LINEAR)}
 
 
 def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:

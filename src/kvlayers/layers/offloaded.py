@@ -11,15 +11,18 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
 from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
+from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fidelity, Mover
-from kvlayers.stores.unmatched import UnmatchedHalves
+from kvlayers.stores.contract import BufferSwap, Fidelity
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
 
+@register_layer
 class OffloadedLayer(CacheLayer):
     """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
 
@@ -59,7 +62,7 @@ class OffloadedLayer(CacheLayer):
         self.layer = layer
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
-        self.edition = 0
+        self.version = 0
         self._seen = self._past = 0
         self._read_counts()
 
@@ -74,7 +77,7 @@ class OffloadedLayer(CacheLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        travels = self.prefetcher.travels(key_states.device)
+        travels = self.prefetcher.offloads(key_states.device)
         attended = (self._update_away if travels else self.layer.update)(key_states, value_states)
         self._read_counts()
         return attended
@@ -82,14 +85,14 @@ class OffloadedLayer(CacheLayer):
     def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.layer.snapshot()
         try:
-            self.prefetcher.bring(self, key_states.device)
+            self.prefetcher.fetch(self, key_states.device)
             attended = self.layer.update(key_states, value_states)
-            self.prefetcher.leave(self)
+            self.prefetcher.write_back(self)
         except BaseException:
             # What was at home is there still, and was not written to.
             self.layer = before
-            self.edition += 1
-            self.prefetcher.forget(self)
+            self.version += 1
+            self.prefetcher.discard(self)
             raise
         return attended
 
@@ -98,7 +101,7 @@ class OffloadedLayer(CacheLayer):
     def _read_counts(self) -> None:
         """Take the counts of the layer within. It has no counts between the assignments of keys and of values."""
         layer = self.layer
-        if not isinstance(layer.store, UnmatchedHalves):
+        if not layer.store.is_pending:
             self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
 
     @override
@@ -136,7 +139,7 @@ class OffloadedLayer(CacheLayer):
     def _handed_out(self, side: Side) -> Tensor | None:
         with self._away():
             states = self.layer.keys if side == "keys" else self.layer.values
-        if states is None or isinstance(states, PackedStates) or self.prefetcher.lane(self.device) is None:
+        if states is None or isinstance(states, PackedStates) or self.prefetcher.queue(self.device) is None:
             return states
         return states.clone()
 
@@ -149,11 +152,11 @@ class OffloadedLayer(CacheLayer):
     def _away(self, changes: bool = False) -> Iterator[None]:
         """Have the states on their device."""
         device = self.device
-        if device is None or not self.prefetcher.travels(device):
+        if device is None or not self.prefetcher.offloads(device):
             yield
             return
-        self.prefetcher.bring(self, device)
-        self.edition += changes
+        self.prefetcher.fetch(self, device)
+        self.version += changes
         try:
             yield
         finally:
@@ -162,9 +165,9 @@ class OffloadedLayer(CacheLayer):
     @contextlib.contextmanager
     def _at_home(self) -> Iterator[TokenLayer]:
         """Have the states at home, for what the host does to them; whatever is not there then comes there."""
-        self.prefetcher.settle(self)
-        self.prefetcher.forget(self)
-        self.edition += 1
+        self.prefetcher.synchronize(self)
+        self.prefetcher.discard(self)
+        self.version += 1
         try:
             yield self.layer
         finally:
@@ -174,11 +177,11 @@ class OffloadedLayer(CacheLayer):
     def _leave_if_there_is_room(self) -> None:
         # What was asked for is done. States that there is no home for stay on their device until there is one.
         with contextlib.suppress(CapacityError):
-            self.prefetcher.leave(self)
+            self.prefetcher.write_back(self)
 
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        self.layer.swap_buffers(move)
+        self.layer.swap_buffers(swap)
 
     # Operations
 
@@ -211,26 +214,36 @@ class OffloadedLayer(CacheLayer):
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         with self._at_home() as layer:
             layer.reserve_form(key_form, value_form)
-        self.prefetcher.leave(self)
+        self.prefetcher.write_back(self)
 
     @override
     def fork(self) -> Self:
-        self.prefetcher.settle(self)
+        self.prefetcher.synchronize(self)
         twin = self.__class__(self.layer.fork(), self.prefetcher)
         twin.index = self.index
         twin._leave_if_there_is_room()
         return twin
 
-    def travel_by(self, prefetcher: Prefetcher) -> None:
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
         """Be brought and sent back by another prefetcher from now on, as the layer of another cache."""
-        self.prefetcher.settle(self)
-        self.prefetcher.forget(self)
+        self.prefetcher.synchronize(self)
+        self.prefetcher.discard(self)
         self.prefetcher = prefetcher
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {**self.layer.describe(), "offloaded": self.layer.kind}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        within = {name: fact for name, fact in facts.items() if name != "offloaded"}
+        return cls(context.layer(facts["offloaded"], within))
 
     @override
     def state(self) -> LayerState:
         """As that of the layer within, with tensors on the host."""
-        self.prefetcher.settle(self)
+        self.prefetcher.synchronize(self)
         state = self.layer.state()
         device = None if self.device is None else str(self.device)
         return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
@@ -318,6 +331,21 @@ class OffloadedLayer(CacheLayer):
         return self.layer.is_sliding
 
     @property
+    def keeps_every_token(self) -> bool:  # type: ignore[override]
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return self.layer.keeps_every_token
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """Those of the layer within."""
+        return self.layer.rotaries
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.layer.can_be_stacked
+
+    @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put it back as it was."""
         return self.layer.is_croppable
@@ -357,7 +385,7 @@ class OffloadedLayer(CacheLayer):
         yield from self.layer.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.prefetcher.settle(self)
+        self.prefetcher.synchronize(self)
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

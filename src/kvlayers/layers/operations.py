@@ -11,7 +11,10 @@ from typing_extensions import Self
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, repeated_rows
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.stores.contract import Fact, Fidelity, lacks_member
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.contract import Fidelity, lacks_member
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.tensor_memory import storages_of
 
 
@@ -23,13 +26,25 @@ class LayerState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
 
+    @property
+    def length(self) -> int:
+        """Tokens that the layer had seen.
+
+        Raises:
+            StateMismatchError: the state does not say it.
+        """
+        length = self.facts.get("length")
+        if not isinstance(length, int):
+            raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
+        return length
+
 
 def unbounded_as_minus_one(capacity: int | None) -> int:
     """A capacity as transformers writes it, where -1 means that there is no maximum."""
     return -1 if capacity is None else capacity
 
 
-class LayerOperations(ABC):
+class LayerOperations(DescribesItself, ABC):
     """The operations of a layer: roll back, select sequences, copy, measure, save.
 
     A kind of layer implements the abstract members; what transformers and older code call besides is derived from them
@@ -45,6 +60,8 @@ class LayerOperations(ABC):
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass every token's states to it, rather than write to the states themselves.
         is_opaque: whether compiled code calls its `update` as an operator, rather than be traced through it.
+        keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
+        rotaries: rotations that its description names by their fingerprints.
     """
 
     is_compileable = False
@@ -56,6 +73,44 @@ class LayerOperations(ABC):
     has_other_states = False
     record_past: bool = False
     is_opaque = False
+    keeps_every_token = False
+    rotaries: tuple[Rotary, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of layer, by which its saved states are known: that which its class is registered by."""
+        return LAYER_CLASSES.name_of(type(self))
+
+    @abstractmethod
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty layer like this one is made. They are among the facts of its `state()`."""
+
+    @classmethod
+    @abstractmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty layer, from what `describe` returned.
+
+        Args:
+            facts: what `describe` returned, among other facts. They may come from a file that anybody has written.
+            context: what is needed besides, such as the reader of the layer's store.
+
+        Raises:
+            KeyError: a fact is missing.
+            KVLayersError: a fact has a value that the layer does not take.
+        """
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """How many tokens, and how many sequences, a layer of these facts reserves memory for with its first states.
+
+        0 if it takes memory as it needs it. What a file asks for is compared with what it holds by this.
+        """
+        return 0, 0
+
+    @property
+    def can_be_stacked(self) -> bool:
+        """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
+        return False
 
     @property
     @abstractmethod
@@ -287,6 +342,10 @@ class LayerOperations(ABC):
         except StateMismatchError as error:
             # Keys and values that were assigned do not match: a debugger shows the layer all the same.
             return f"{type(self).__name__}({error})"
+
+
+LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations)  # type: ignore[type-abstract]
+"""The layers that a file may name."""
 
 
 def whole_number(number: object, what: str) -> int:

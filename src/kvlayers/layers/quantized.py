@@ -1,16 +1,22 @@
 """A layer that keeps every token, most of them in packed codes."""
 
+from typing import cast
+
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.layers.contract import whole_number
 from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.layers.registry import register_layer
+from kvlayers.stores.description import DescriptionContext, Facts
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.utils.options import checks_options
 
 
+@register_layer
 class QuantizedLayer(DynamicLayer):
     """Full attention over a `QuantizedStore`.
 
@@ -44,10 +50,12 @@ class QuantizedLayer(DynamicLayer):
         """Bits, groups, and the tokens that stay in full precision."""
         return self._store.quantization
 
-    @property
+    @classmethod
     @override
-    def kind(self) -> str:
-        return "QuantizedLayer"
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        quantization = Quantization.from_facts(facts)
+        layer_class = _BY_BACKEND.get(quantization.backend, cls) if cls is QuantizedLayer else cls
+        return cast("Self", layer_class(quantization))
 
     # What follows is how transformers' layers say the above.
 
@@ -110,6 +118,9 @@ _BY_BACKEND: dict[str, type[QuantizedLayer]] = {
     "hqq": HQQQuantizedLayer,
     "fp8": Fp8QuantizedLayer,
 }
+
+for _twin in _BY_BACKEND.values():
+    LAYER_CLASSES.register_twin(_twin, QuantizedLayer.__name__)
 
 
 def quantized_layer(quantization: Quantization | None = None, length_hint: int | None = None) -> QuantizedLayer:

@@ -4,23 +4,26 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError
 from kvlayers.layers.contract import LayerState, whole_number
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks
 from kvlayers.layers.sliding import take_back, window_room
-from kvlayers.layers.token_layer import TokenLayer, seen_tokens
+from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.contract import Fact, Fidelity, StatePair
+from kvlayers.stores.contract import Fidelity, KVPair
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import checks_options
 
 
+@register_layer
 class SinkLayer(TokenLayer):
     """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest, `window_length` in all.
 
@@ -55,6 +58,8 @@ class SinkLayer(TokenLayer):
         (torch.Size([1, 2, 16, 8]), 100)
     """
 
+    described = ("window_length", "num_sink_tokens")
+
     @checks_options
     def __init__(
         self,
@@ -66,7 +71,7 @@ class SinkLayer(TokenLayer):
     ) -> None:
         check_sinks(window_length, num_sink_tokens)
         self.room = window_room(window_length)
-        super().__init__(DenseStore(self.room, front_room=num_sink_tokens) if store is None else store)
+        super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self.record_past = False
@@ -74,7 +79,7 @@ class SinkLayer(TokenLayer):
         self._seen = 0
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> StatePair:
+    def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
@@ -105,7 +110,7 @@ class SinkLayer(TokenLayer):
             self._evict()
         return attended
 
-    def _with_some(self, stands: Tensor, front: StatePair, attended: StatePair) -> StatePair:
+    def _with_some(self, stands: Tensor, front: KVPair, attended: KVPair) -> KVPair:
         """What is attended to, with the sinks of those sequences whose sinks are not among it anyway."""
         width = self.num_sink_tokens
         keys, values = (
@@ -281,15 +286,21 @@ class SinkLayer(TokenLayer):
         yield from super().held_tensors()
         yield from self._sinks.held_tensors()
 
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """The rotation of the keys, if they are rotated."""
+        return () if self.rotary is None else (self.rotary,)
+
     @override
-    def settings(self) -> dict[str, Fact]:
-        rotary = self._sinks.rotary
-        return {
-            **super().settings(),
-            "window_length": self.window_length,
-            "num_sink_tokens": self.num_sink_tokens,
-            "rotary": None if rotary is None else rotary.fingerprint,
-        }
+    def describe(self) -> dict[str, Fact]:
+        return {**super().describe(), "rotary": None if self.rotary is None else self.rotary.fingerprint}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        arguments = cls.arguments_from(facts)
+        store = context.store(facts, window_room(arguments["window_length"]))
+        return cls(**arguments, rotary=context.rotary(facts["rotary"]), store=store)
 
     @override
     def state(self) -> LayerState:
@@ -301,7 +312,7 @@ class SinkLayer(TokenLayer):
         own, window = _split(state)
         super().check_state(window)
         sinks = self._sinks.of_state(own)
-        seen = seen_tokens(state)
+        seen = state.length
         if seen and sinks.keys is None:
             raise StateMismatchError(f"expected a state with the first tokens of {seen}, but saw none: take it again.")
 
@@ -320,7 +331,7 @@ class SinkLayer(TokenLayer):
         own, window = _split(state)
         sinks = self._sinks.of_state(own)
         self._store.load_state(window.tensors)
-        self._sinks, self._seen = sinks, seen_tokens(state)
+        self._sinks, self._seen = sinks, state.length
 
 
 def _copied(states: Tensor | None) -> Tensor | None:

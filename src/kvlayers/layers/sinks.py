@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlayers.errors import StateMismatchError
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm, nbytes_of
-from kvlayers.stores.contract import StatePair
+from kvlayers.stores.contract import KVPair
 
 NAMES = ("first_keys", "first_values")
 """What the sinks are called in a state."""
@@ -79,7 +79,7 @@ class Sinks:
         partner = None if self.rotary is None else self.rotary.partner(taken_keys)
         return replace(self, keys=taken_keys, values=taken_values, partner=partner)
 
-    def standing_before(self, position: int) -> StatePair:
+    def standing_before(self, position: int) -> KVPair:
         """Keys and values as they are attended to in front of the token at `position + num_tokens`.
 
         A sequence whose padding reaches beyond `position` has its keys as they came.

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
 from kvlayers.layers.contract import LayerState, not_of_so_many, whole_number
 from kvlayers.layers.dynamic import check_rollback
-from kvlayers.layers.token_layer import TokenLayer, seen_tokens
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import DescriptionContext, Facts
 from kvlayers.utils.options import checks_options
 
 SLACK_DIVISOR = 4
@@ -25,6 +26,7 @@ def window_room(sliding_window: int) -> int:
     return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
 
 
+@register_layer
 class SlidingLayer(TokenLayer):
     """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
 
@@ -39,6 +41,7 @@ class SlidingLayer(TokenLayer):
         store: how the tokens are held, a `DenseStore` where not given.
     """
 
+    described = ("sliding_window",)
     is_sliding = True
 
     @checks_options
@@ -180,14 +183,21 @@ class SlidingLayer(TokenLayer):
         super().reset()
         self._seen = 0
 
+    @classmethod
     @override
-    def settings(self) -> dict[str, Fact]:
-        return {**super().settings(), "sliding_window": self.sliding_window}
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        arguments = cls.arguments_from(facts)
+        return cls(**arguments, store=context.store(facts, window_room(arguments["sliding_window"])))
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self._store.holds_tokens_apart
 
     @override
     def load_state(self, state: LayerState) -> None:
         super().load_state(state)
-        self._seen = seen_tokens(state)
+        self._seen = state.length
 
     @override
     def check_held(self, held: int, seen: int) -> None:

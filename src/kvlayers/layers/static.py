@@ -1,14 +1,20 @@
 """A layer that keeps every token, up to a fixed number."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.registry import register_layer
 from kvlayers.stores import Buckets, StaticStore
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import checks_options
+
+RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
+"""Facts that say what a static layer reserves. Its states do not depend on that."""
 
 
 def check_reserved(number: object, name: str, what: str) -> None:
@@ -33,6 +39,13 @@ def check_reservation(
         check_reserved(max_batch_size, "max_batch_size", "sequences")
 
 
+def reservation_from(facts: Facts) -> dict[str, Any]:
+    """The options of a reservation that a static layer has described."""
+    options = {name: facts[name] for name in ("max_cache_len", "max_batch_size", "grow")}
+    return {**options, "buckets": Buckets.from_facts(facts)}
+
+
+@register_layer
 class StaticLayer(DynamicLayer):
     """Full attention over memory that is reserved once, at an address that does not change.
 
@@ -48,6 +61,7 @@ class StaticLayer(DynamicLayer):
     """
 
     _store: StaticStore
+    reservation_facts = RESERVATION_FACTS
     followers: "tuple[StaticLayer, ...]" = ()
     """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
@@ -94,7 +108,7 @@ class StaticLayer(DynamicLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether generate() may compile the forward pass around it."""
-        return self._store.reading.mode.compileable
+        return self._store.mask_extent.mode.compileable
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
@@ -116,7 +130,7 @@ class StaticLayer(DynamicLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self._store.reading.mode.buckets_now:
+        if self._store.mask_extent.mode.uses_buckets:
             # Compiled code leaves it to eager code to grow.
             self._store.make_room(tokens)
         else:
@@ -133,7 +147,7 @@ class StaticLayer(DynamicLayer):
         self.make_room(query_length)
         for layer in self.followers:
             layer.make_room(query_length)
-        bucket = self._store.announce(query_length)
+        bucket = self._store.choose_extent(query_length)
         return (self._store.length + query_length if bucket is None else bucket), 0
 
     @override
@@ -150,8 +164,19 @@ class StaticLayer(DynamicLayer):
         )
 
     @override
-    def reservation(self) -> dict[str, Fact]:
-        return {"max_cache_len": None if self._store.grow else self.max_cache_len}
+    def describe(self) -> dict[str, Fact]:
+        return {"max_cache_len": self._store.initial_capacity, **self._store.describe_reservation()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(**reservation_from(facts))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        reserved = reservation_from(facts)
+        return reserved["max_cache_len"], reserved["max_batch_size"] or 0
 
     @override
     def check_held(self, held: int, seen: int) -> None:

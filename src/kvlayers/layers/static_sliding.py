@@ -1,17 +1,19 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, StateMismatchError
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
-from kvlayers.layers.static import check_reservation
+from kvlayers.layers.static import RESERVATION_FACTS, check_reservation, reservation_from
 from kvlayers.stores import Buckets, StaticStore
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.validation import no_room_for_tokens
 from kvlayers.utils.options import checks_options
 
@@ -21,6 +23,7 @@ def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
     return window_room(sliding_window) if grow or max_cache_len >= sliding_window else max_cache_len
 
 
+@register_layer
 class StaticSlidingLayer(SlidingLayer):
     """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
 
@@ -41,6 +44,7 @@ class StaticSlidingLayer(SlidingLayer):
     """
 
     _store: StaticStore
+    reservation_facts = RESERVATION_FACTS | {"token_limit"}
     followers: "tuple[StaticSlidingLayer, ...]" = ()
     """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
 
@@ -78,7 +82,7 @@ class StaticSlidingLayer(SlidingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self._store.reading.mode.buckets_now:
+        if self._store.mask_extent.mode.uses_buckets:
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
@@ -105,11 +109,11 @@ class StaticSlidingLayer(SlidingLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether generate() may compile the forward pass around it."""
-        return self._store.reading.mode.compileable
+        return self._store.mask_extent.mode.compileable
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self._store.reading.mode.buckets_now:
+        if self._store.mask_extent.mode.uses_buckets:
             self._store.prepare()
             if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
                 self._store.move_to_front(self._past)
@@ -127,8 +131,8 @@ class StaticSlidingLayer(SlidingLayer):
         self.make_room(query_length)
         for layer in self.followers:
             layer.make_room(query_length)
-        bucket = self._store.announce(query_length)
-        return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.passed)
+        bucket = self._store.choose_extent(query_length)
+        return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.offset)
 
     @override
     def get_seq_length(self) -> int:
@@ -189,12 +193,12 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
-        self._store.reading.mode.recording = True
+        self._store.mask_extent.mode.recording = True
 
     @override
     def deactivate_past_recording(self) -> None:
         super().deactivate_past_recording()
-        self._store.reading.mode.recording = False
+        self._store.mask_extent.mode.recording = False
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
@@ -217,11 +221,26 @@ class StaticSlidingLayer(SlidingLayer):
         )
 
     @override
-    def reservation(self) -> dict[str, Fact]:
+    def describe(self) -> dict[str, Fact]:
         return {
-            "max_cache_len": None if self._store.grow else self._expected,
+            "max_cache_len": self._expected,
+            **self._store.describe_reservation(),
+            "sliding_window": self.sliding_window,
             "token_limit": self.token_limit,
         }
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        return cls(sliding_window=given["sliding_window"], token_limit=given["token_limit"], **reservation_from(facts))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        given, reserved = reservation_from(facts), facts["sliding_window"]
+        room = reserved_room(given["max_cache_len"], reserved, given["grow"])  # type: ignore[arg-type]
+        return room, given["max_batch_size"] or 0
 
     @override
     def check_held(self, held: int, seen: int) -> None:

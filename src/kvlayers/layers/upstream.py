@@ -12,8 +12,10 @@ from kvlayers.layers import upstream_calls
 from kvlayers.layers.batch_indices import repeated_rows
 from kvlayers.layers.contract import LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import nbytes_of
-from kvlayers.stores.contract import Fact, Fidelity
+from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.description import Fact
 from kvlayers.upstream import compat
 from kvlayers.utils.tensor_memory import storages_of
 
@@ -47,10 +49,27 @@ class TransformersLayer:
         layer: the layer, which is changed in place.
     """
 
+    rotaries: tuple[Rotary, ...] = ()
+
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
+
+    @property
+    def kind(self) -> str:
+        """Module and name of the layer's class: no kind of kvlayers' own has such a name."""
+        return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether it can be put back to any number of tokens: if it holds nothing at all."""
+        return isinstance(self.layer, compat.DUMMY_LAYER)
+
+    @property
+    def can_be_stacked(self) -> bool:
+        """Whether states of several such layers can be put side by side: if it holds nothing at all."""
+        return isinstance(self.layer, compat.DUMMY_LAYER)
 
     @property
     def has_other_states(self) -> bool:
@@ -277,13 +296,16 @@ class TransformersLayer:
 
     def state(self) -> LayerState:
         """Copies of every tensor that the layer holds, and its plain facts."""
-        facts = {name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)}
+        facts: dict[str, Fact] = {
+            name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)
+        }
         tensors = {name: states.clone() for name, states in self._tensors(skip_empty=False)}
-        return LayerState(type(self.layer).__name__, tensors, facts)
+        return LayerState(self.kind, tensors, facts)
 
     def check_state(self, state: LayerState) -> None:
         """Raise what `load_state(state)` would raise."""
-        if state.kind != type(self.layer).__name__:
+        # Files of the first version have the name of the class alone.
+        if state.kind not in (self.kind, type(self.layer).__name__):
             raise StateMismatchError(
                 f"expected the state of a {type(self.layer).__name__}, but saw that of a {state.kind}: load it into a "
                 "cache that was made for the same model config."

@@ -1,4 +1,4 @@
-"""Where states are held: at home on the host or on disk, and on the device for as long as attention needs them."""
+"""Offloading: states are held on the host or on disk, and on the device only while attention needs them."""
 
 from kvlayers.offload.config import Offloading
 from kvlayers.offload.prefetcher import Prefetcher

@@ -1,4 +1,4 @@
-"""Buffers at home, and the copies of them that a device works on."""
+"""Buffers in offloaded memory, and the copies of them that a device works on."""
 
 from collections.abc import Sequence
 
@@ -21,13 +21,13 @@ def as_states(rows: Tensor) -> Tensor:
 
 
 class HostBuffer(TokenBuffer):
-    """A buffer in the memory that states are at home in.
+    """A buffer in offloaded memory.
 
-    The tokens are the outermost dimension in memory, so that any run of them is one piece for a copy between devices.
+    Tokens are the outermost dimension in memory, so that any range of tokens is one contiguous piece for a copy.
 
     Attributes:
-        rows: the memory, `[capacity, batch, kv_heads, head_dim]`, contiguous.
-        memory: where it is from, and what it grows into.
+        rows: the tensor, `[capacity, batch, kv_heads, head_dim]`, contiguous.
+        memory: the memory that it comes from, and grows into.
         device: where the states are computed.
     """
 
@@ -41,9 +41,9 @@ class HostBuffer(TokenBuffer):
 
     @classmethod
     def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HostBuffer":
-        """An unfilled buffer with room for what another one has room for."""
+        """An unfilled buffer with the form and the capacity of another one."""
         rows = by_tokens(buffer.tensor)
-        # What is made in inference mode could not be written to outside of it.
+        # A tensor that is made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             return cls(memory.empty(tuple(rows.shape), rows.dtype), memory, device)
 
@@ -53,7 +53,7 @@ class HostBuffer(TokenBuffer):
         return (*super().form[:4], self.device)
 
     @override
-    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
+    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
         rows = self._empty(capacity, self.rows.shape[1])
         with torch.no_grad():
             rows[free : free + count].copy_(self.rows[start : start + count])
@@ -68,8 +68,8 @@ class HostBuffer(TokenBuffer):
         return HostBuffer(rows, self.memory, self.device)
 
     @override
-    def another(self, batch_size: int, capacity: int) -> "HostBuffer":
-        # Not zeros: no more than the tokens that are there is ever brought.
+    def allocate_like(self, batch_size: int, capacity: int) -> "HostBuffer":
+        # Not zeros: only held tokens are ever copied to the device.
         return HostBuffer(self._empty(capacity, batch_size), self.memory, self.device)
 
     def _empty(self, capacity: int, batch_size: int) -> Tensor:
@@ -84,24 +84,25 @@ class HostBuffer(TokenBuffer):
 
 
 class StagedBuffer(TokenBuffer):
-    """What a device has of a buffer that is at home elsewhere. It knows which of its tokens are not there yet.
+    """A copy of a `HostBuffer` on a device. It records which of its tokens differ from the host's.
 
     Attributes:
-        rows: its memory, `[capacity, batch, kv_heads, head_dim]`, contiguous.
-        home: the buffer that it is a copy of.
-        first: token of `home` that is the first one here.
-        free: slots before that one.
-        kept: tokens that were brought, or moved here from where they were brought to.
-        was_brought: whether the memory is what states were brought to, rather than some that they were moved to since.
-        written: runs of tokens, start and end, that `home` does not have, or has otherwise.
+        rows: the tensor, `[capacity, batch, kv_heads, head_dim]`, contiguous.
+        host: the buffer that it is a copy of.
+        first: slot of the host buffer that the first copied token was in.
+        free: slots before that token.
+        kept: number of tokens that were copied from the host and are still here.
+        is_original: whether this is the memory that the states were copied to, rather than memory that they were moved
+            to since.
+        written: ranges of slots, start and end, in which the host buffer lacks these tokens or has others.
     """
 
-    __slots__ = ("first", "free", "home", "kept", "rows", "was_brought", "written")
+    __slots__ = ("first", "free", "host", "is_original", "kept", "rows", "written")
 
     def __init__(
         self,
         rows: Tensor,
-        home: HostBuffer,
+        host: HostBuffer,
         first: int = 0,
         kept: int | None = None,
         written: Sequence[tuple[int, int]] = (),
@@ -109,17 +110,17 @@ class StagedBuffer(TokenBuffer):
     ) -> None:
         super().__init__(as_states(rows))
         self.rows = rows
-        self.home = home
+        self.host = host
         self.first = first
         self.free = free
-        self.was_brought = kept is None
+        self.is_original = kept is None
         self.kept = self.capacity if kept is None else kept
         self.written = list(written)
 
     @override
     def write(self, start: int, states: Tensor) -> None:
         tokens = states.shape[2]
-        # Not by views that are cut ahead for many writes: it is there for one update.
+        # Without the prepared views of single slots: this buffer serves a single update.
         self.read(start, tokens).copy_(states)
         end = start + tokens
         if self.written and self.written[-1][1] == start:
@@ -128,26 +129,26 @@ class StagedBuffer(TokenBuffer):
             self.written.append((start, end))
 
     @override
-    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
+    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
         shape = (capacity, *self.rows.shape[1:])
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.empty(shape, dtype=self.rows.dtype, device=self.rows.device)
             rows[free : free + count].copy_(self.rows[start : start + count])
         written = [(free + begin, free + end) for begin, end in clipped(self.written, start, start + count)]
-        return StagedBuffer(rows, self.home, self.first + start - self.free, count, written, free)
+        return StagedBuffer(rows, self.host, self.first + start - self.free, count, written, free)
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
         return self if batch_size == self.rows.shape[1] else _FirstSequences(self, batch_size)
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether its tokens are in the slots that they have at home."""
-        return self.first == self.free and self.capacity == self.home.capacity
+    def is_aligned(self) -> bool:
+        """Whether its tokens are in the same slots as on the host."""
+        return self.first == self.free and self.capacity == self.host.capacity
 
 
 class _FirstSequences(TokenBuffer):
-    """Some of the sequences of a staged buffer, which is told what is written to them."""
+    """The first sequences of a staged buffer, which records what is written to them."""
 
     __slots__ = ("whole",)
 
@@ -161,10 +162,10 @@ class _FirstSequences(TokenBuffer):
         self.whole.written.append((start, start + states.shape[2]))
 
 
-def clipped(runs: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """The parts of runs that are between two tokens, counted from the first of the two, without what comes twice."""
+def clipped(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of ranges between `start` and `end`, counted from `start`, sorted and without overlaps."""
     found: list[tuple[int, int]] = []
-    for begin, stop in sorted((max(run[0], start) - start, min(run[1], end) - start) for run in runs):
+    for begin, stop in sorted((max(part[0], start) - start, min(part[1], end) - start) for part in ranges):
         if begin >= stop:
             continue
         if found and begin <= found[-1][1]:

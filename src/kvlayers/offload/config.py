@@ -1,4 +1,4 @@
-"""What a cache is told about offloading."""
+"""Options of offloading."""
 
 import os
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ TIERS = ("cpu", "disk")
 
 @dataclass(frozen=True, slots=True)
 class Offloading:
-    """Where states are held between updates.
+    """Where a cache holds its states between updates.
 
     Args:
-        only_non_sliding: leave layers that attend within a window on the device: they are small.
+        only_non_sliding: leave layers with a sliding window on the device, because they are small.
         offload_device: "cpu" for the host's memory, "disk" for files.
-        offload_directory: where the files are made, for "disk".
+        offload_directory: directory for the files, for "disk".
 
     Raises:
-        OptionError: no such device, or a directory without "disk", or none with it, or one that cannot be written to.
+        OptionError: `offload_device` is unknown; `offload_directory` is given without "disk", or "disk" without it; or
+            the directory cannot be written to.
     """
 
     only_non_sliding: bool = False
@@ -27,19 +28,19 @@ class Offloading:
     offload_directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        # A torch.device, as transformers 4 took one, has its name.
+        # transformers 4 took a torch.device, whose text is its name.
         object.__setattr__(self, "offload_device", str(self.offload_device))
         if self.offload_device not in TIERS:
             raise OptionError(
-                f"expected offload_device to be one of {', '.join(map(repr, TIERS))}, but saw {self.offload_device!r}."
+                f"`offload_device` must be one of {', '.join(map(repr, TIERS))}, got {self.offload_device!r}."
             )
         if (self.offload_device == "disk") != (self.offload_directory is not None):
             raise OptionError(
-                "expected offload_directory together with offload_device='disk', but saw "
+                "`offload_directory` belongs to offload_device='disk', got "
                 f"offload_device={self.offload_device!r} and offload_directory={self.offload_directory!r}: pass both, "
                 "or neither."
             )
 
     def memory(self) -> HomeMemory:
-        """The memory that this is."""
+        """The memory that these options choose."""
         return HostMemory() if self.offload_directory is None else DiskMemory(self.offload_directory)

@@ -1,4 +1,4 @@
-"""The memory that offloaded states are held in between updates."""
+"""The memory in which offloaded states are held between updates."""
 
 import functools
 import logging
@@ -21,24 +21,24 @@ logger = logging.getLogger(__name__)
 
 
 class HomeMemory(ABC):
-    """Allocates the tensors that states are at home in. All of them are CPU tensors."""
+    """Allocates the tensors that hold offloaded states. All of them are CPU tensors."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of its own, unfilled.
+        """A new contiguous tensor, unfilled.
 
         Raises:
-            CapacityError: there is not so much of this memory.
+            CapacityError: there is not enough of this memory.
         """
 
     @property
     @abstractmethod
     def holds_host_states(self) -> bool:
-        """Whether states that are computed on the host are held here too, or where they are."""
+        """Whether states that are computed on the host are held in this memory too, or stay where they are."""
 
 
 class HostMemory(HomeMemory):
-    """Pinned memory of the host, which devices copy from and to by themselves; pageable where none can be had."""
+    """Pinned memory of the host, which devices can copy asynchronously; pageable memory if none can be pinned."""
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -47,7 +47,7 @@ class HostMemory(HomeMemory):
                 try:
                     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
                 except (RuntimeError, NotImplementedError) as error:
-                    _say_unpinned(str(error))
+                    _warn_of_unpinned(str(error))
             try:
                 return torch.empty(shape, dtype=dtype, device="cpu")
             except RuntimeError as error:
@@ -62,15 +62,15 @@ class HostMemory(HomeMemory):
 class DiskMemory(HomeMemory):
     """Memory-mapped files, for states beyond the host's memory.
 
-    On POSIX a file has no name any more as soon as it is mapped, so that nothing is left of it when its tensor goes,
-    however the process ends. Elsewhere it is removed with its tensor. Its space is taken when it is made, so that a
-    full disk is an error then, and not a crash later.
+    On POSIX a file is unlinked as soon as it is mapped, so that it disappears with its tensor, however the process
+    ends. On other systems it is removed with its tensor. Its space is allocated when it is made, so that a full disk is
+    an error then, and not a crash later.
 
     Args:
-        directory: where the files are made; it must exist.
+        directory: directory for the files; it must exist.
 
     Raises:
-        OptionError: no files can be made there.
+        OptionError: no file can be made there.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -80,8 +80,8 @@ class DiskMemory(HomeMemory):
                 pass
         except OSError as error:
             raise OptionError(
-                f"expected a directory that files can be made in, but {self.directory} is none ({error}): make it, or "
-                "pass another offload_directory."
+                f"`offload_directory` must be a directory in which files can be made, got {self.directory} ({error}): "
+                "make it, or pass another directory."
             ) from error
 
     @override
@@ -95,7 +95,7 @@ class DiskMemory(HomeMemory):
             raise _no_memory(shape, dtype, f"on disk in {self.directory}", str(error)) from error
         try:
             with os.fdopen(handle, "r+b") as file:
-                _take_space(file.fileno(), elements * dtype.itemsize)
+                _allocate_space(file.fileno(), elements * dtype.itemsize)
             with torch.inference_mode(False):
                 mapped = torch.from_file(name, shared=True, size=elements, dtype=dtype)
         except (OSError, RuntimeError) as error:
@@ -113,9 +113,9 @@ class DiskMemory(HomeMemory):
         return True
 
 
-def _take_space(file: int, nbytes: int) -> None:
+def _allocate_space(file: int, nbytes: int) -> None:
     if sys.platform == "linux":
-        # A file that is only made longer takes its blocks when they are written to, which is too late for an error.
+        # A file that is only made longer allocates blocks when they are written, which is too late for an error.
         os.posix_fallocate(file, 0, nbytes)
         return
     zeros = bytes(1 << 20)
@@ -126,11 +126,11 @@ def _take_space(file: int, nbytes: int) -> None:
 def _no_memory(shape: tuple[int, ...], dtype: torch.dtype, where: str, reason: str) -> CapacityError:
     nbytes = math.prod(shape) * dtype.itemsize
     return CapacityError(
-        f"expected {exact_bytes(nbytes)} {where} for offloaded states, but could not have them ({reason}): see that "
-        "there is room, or hold fewer tokens."
+        f"Offloaded states need {exact_bytes(nbytes)} {where}, which cannot be allocated ({reason}): make room, or "
+        "hold fewer tokens."
     )
 
 
 @functools.cache
-def _say_unpinned(reason: str) -> None:
+def _warn_of_unpinned(reason: str) -> None:
     logger.warning("no pinned memory for offloaded states (%s): copies wait for one another instead.", reason)

@@ -1,10 +1,10 @@
-"""How many bytes went which way, by layer and by step."""
+"""Bytes moved in each direction, by layer and by step."""
 
 from collections import deque
 from dataclasses import dataclass
 
 KEPT_STEPS = 64
-"""Steps that the meter remembers one by one."""
+"""Number of newest steps that the meter remembers one by one."""
 
 
 @dataclass
@@ -12,8 +12,8 @@ class Traffic:
     """Bytes moved.
 
     Attributes:
-        to_host: bytes from the device to where states are held.
-        to_device: bytes the other way.
+        to_host: bytes from the device to offloaded memory.
+        to_device: bytes from offloaded memory to the device.
     """
 
     to_host: int = 0
@@ -29,14 +29,14 @@ class Traffic:
 
 
 class TrafficMeter:
-    """Counts what an offloaded cache and its forks move to their devices and from them.
+    """Counts the bytes that an offloaded cache and its forks move to their devices and back.
 
     A step begins when a layer is updated again.
 
     Attributes:
         total: everything since the cache was made.
-        steps: for each of the newest steps, oldest first, the traffic of each layer by its index. What is brought ahead
-            for a layer counts for the step in which that layer uses it, or in which it is found to be of no use.
+        steps: for each of the newest steps, oldest first, the traffic of each layer by its index. Prefetched bytes
+            count for the step in which the layer uses them, or in which they are discarded.
     """
 
     def __init__(self) -> None:
@@ -48,19 +48,19 @@ class TrafficMeter:
         return f"TrafficMeter(total={self.total})"
 
     def begin_update(self, layer: int) -> None:
-        """Note that a layer takes in tokens."""
+        """Record that a layer is updated."""
         if layer in self._updated or not self.steps:
             self.steps.append({})
             self._updated = set()
         self._updated.add(layer)
 
     def count(self, layer: int, traffic: Traffic) -> None:
-        """Add what one layer has moved."""
+        """Add the traffic of one layer."""
         self.total += traffic
         if not self.steps:
             self.steps.append({})
         self.steps[-1].setdefault(layer, Traffic()).__iadd__(traffic)
 
     def of_step(self, step: int = -1) -> Traffic:
-        """All that was moved in a step, the newest one where not given."""
+        """The traffic of all layers in one step, by default the newest."""
         return sum(self.steps[step].values(), Traffic())

@@ -16,13 +16,13 @@ from kvlayers.upstream import compat
 
 logger = logging.getLogger(__name__)
 
-Mark = Any
-"""A point in the work of a stream, as one kind of `Transfers` knows it."""
+Event = Any
+"""A point in the work of a stream, in the form that one kind of `Transfers` uses."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `start` to `end` of a tensor: those of its first dimension, so that they lie together."""
+    """Rows `start` to `end` of the first dimension of a tensor, which are contiguous in memory."""
 
     tensor: Tensor
     start: int
@@ -30,53 +30,53 @@ class Rows:
 
     @property
     def states(self) -> Tensor:
-        """The rows themselves."""
+        """A view of the rows."""
         return self.tensor[self.start : self.end]
 
     @property
     def nbytes(self) -> int:
-        """Their bytes."""
+        """Bytes of the rows."""
         row = self.tensor.nbytes // max(self.tensor.shape[0], 1)
         return (self.end - self.start) * row
 
 
 class Transfers(ABC):
-    """Copies for one device, in the background of what it computes.
+    """Copies for one device, while it computes.
 
-    There are three orders of work: what the device computes, what is brought to it, what is sent from it. Each goes by
-    itself, one thing after the other; between them there is no order but that of marks.
+    Work is done in three queues: computation on the device, copies to it, and copies from it. Each queue runs in order;
+    only events order the work of different queues.
     """
 
     @abstractmethod
-    def computed(self) -> Mark:
-        """A mark behind everything that was asked of the device so far, on the stream that is the current one."""
+    def record_computation(self) -> Event:
+        """An event after all work that was queued so far on the device's current stream."""
 
     @abstractmethod
-    def bring(self, sources: Sequence[Rows], after: Sequence[Mark]) -> tuple[list[Tensor], Mark]:
-        """Copy rows to new tensors on the device, in the same places, when all of `after` is done.
+    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
+        """Copy rows to the same rows of new tensors on the device, after all events in `after`.
 
-        The memory of the tensors may be that of others that nobody holds any more, and whose use came before `after`.
+        The new tensors may reuse the memory of tensors that nobody holds any more and that were used before `after`.
         """
 
     @abstractmethod
-    def send(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Mark]) -> Mark:
-        """Copy rows from the device, the second of each pair, to the host, the first, when all of `after` is done."""
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
+        """Copy rows on the device (the second of each pair) to rows on the host (the first), after all `after`."""
 
     @abstractmethod
-    def computing_waits(self, mark: Mark) -> None:
-        """Let whatever is asked of the device from now on, on the current stream, come after a mark."""
+    def make_stream_wait(self, event: Event) -> None:
+        """Let all work that is queued from now on, on the device's current stream, wait for an event."""
 
     @abstractmethod
-    def host_waits(self, mark: Mark) -> None:
-        """Return when a mark is reached."""
+    def wait(self, event: Event) -> None:
+        """Block until an event is reached."""
 
     @abstractmethod
-    def is_reached(self, mark: Mark) -> bool:
-        """Whether a mark is reached by now."""
+    def is_reached(self, event: Event) -> bool:
+        """Whether an event has been reached."""
 
 
 class StreamTransfers(Transfers):
-    """Two streams beside the current one, and events between them; nothing waits for the whole device.
+    """Two streams beside the current one, ordered by events; nothing waits for the whole device.
 
     Raises:
         RuntimeError: the device has no streams.
@@ -87,87 +87,87 @@ class StreamTransfers(Transfers):
         self.device = device
         self._inbound = torch.Stream(device=device)
         self._outbound = torch.Stream(device=device)
-        # A device may have streams to be made, and none that are current.
-        self.host_waits(self.computed())
+        # Some devices can create streams, but have no current stream.
+        self.wait(self.record_computation())
 
     @override
-    def computed(self) -> Mark:
+    def record_computation(self) -> Event:
         return torch.accelerator.current_stream(self.device).record_event()
 
     @override
-    def bring(self, sources: Sequence[Rows], after: Sequence[Mark]) -> tuple[list[Tensor], Mark]:
-        for mark in after:
-            self._inbound.wait_event(mark)
-        # Allocated on this stream, whose order of work is that in which the allocator gives memory out again.
+    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
+        for event in after:
+            self._inbound.wait_event(event)
+        # Allocated on this stream, because the allocator reuses memory in the order of the stream.
         with _on(self._inbound):
-            brought = [_copied(rows, self.device, non_blocking=True) for rows in sources]
-        return brought, self._inbound.record_event()
+            copies = [_copied(rows, self.device, non_blocking=True) for rows in sources]
+        return copies, self._inbound.record_event()
 
     @override
-    def send(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Mark]) -> Mark:
-        for mark in after:
-            self._outbound.wait_event(mark)
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
+        for event in after:
+            self._outbound.wait_event(event)
         with _on(self._outbound):
-            for home, rows in pairs:
-                home.states.copy_(rows.states, non_blocking=True)
-        sent = self._outbound.record_event()
-        # Streams are of a pool, and another cache may have this one too: its memory is given out again in this order.
-        self._inbound.wait_event(sent)
-        return sent
+            for on_host, rows in pairs:
+                on_host.states.copy_(rows.states, non_blocking=True)
+        written = self._outbound.record_event()
+        # Streams come from a pool, and another cache may use this one too: its memory is reused in this order.
+        self._inbound.wait_event(written)
+        return written
 
     @override
-    def computing_waits(self, mark: Mark) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(mark)
+    def make_stream_wait(self, event: Event) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(event)
 
     @override
-    def host_waits(self, mark: Mark) -> None:
-        mark.synchronize()
+    def wait(self, event: Event) -> None:
+        event.synchronize()
 
     @override
-    def is_reached(self, mark: Mark) -> bool:
-        return bool(mark.query())
+    def is_reached(self, event: Event) -> bool:
+        return bool(event.query())
 
 
 class BlockingTransfers(Transfers):
-    """Copies that are done when they are asked for, on devices without streams: everything is in one order."""
+    """Copies that finish before they return, for devices without streams: all work is in one order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @override
-    def computed(self) -> Mark:
+    def record_computation(self) -> Event:
         return None
 
     @override
-    def bring(self, sources: Sequence[Rows], after: Sequence[Mark]) -> tuple[list[Tensor], Mark]:
+    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
         return [_copied(rows, self.device, non_blocking=False) for rows in sources], None
 
     @override
-    def send(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Mark]) -> Mark:
-        for home, rows in pairs:
-            home.states.copy_(rows.states)
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
+        for on_host, rows in pairs:
+            on_host.states.copy_(rows.states)
 
     @override
-    def computing_waits(self, mark: Mark) -> None:
+    def make_stream_wait(self, event: Event) -> None:
         pass
 
     @override
-    def host_waits(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         pass
 
     @override
-    def is_reached(self, mark: Mark) -> bool:
+    def is_reached(self, event: Event) -> bool:
         return True
 
 
 def transfers_for(device: torch.device) -> Transfers | None:
-    """How states get to a device and back, `None` for the host itself."""
+    """The transfers of a device, `None` for the host itself."""
     if device.type in ("cpu", "meta"):
         return None
     try:
         return StreamTransfers(device)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        _say_blocking(str(device), str(error))
+        _warn_of_blocking(str(device), str(error))
         return BlockingTransfers(device)
 
 
@@ -192,5 +192,5 @@ def _on(stream: torch.Stream) -> Iterator[None]:
 
 
 @functools.cache
-def _say_blocking(device: str, reason: str) -> None:
+def _warn_of_blocking(device: str, reason: str) -> None:
     logger.warning("%s has no streams to offload on (%s): copies wait for one another instead.", device, reason)

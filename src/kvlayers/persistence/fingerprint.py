@@ -12,7 +12,7 @@ import transformers
 from kvlayers.errors import ModelMismatchError, OptionError
 from kvlayers.persistence.format import Description, ModelRecord
 from kvlayers.persistence.weights import SCHEME
-from kvlayers.rope.parameters import config_fields
+from kvlayers.rope.from_config import config_fields
 from kvlayers.upstream.model_types import config_of, decoder_config
 
 INSTALLED = transformers.__version__

@@ -12,10 +12,16 @@ from kvlayers.caches.from_config import attention_part
 from kvlayers.caches.operations import CacheState, Operable
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers.registry import description_context
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
-from kvlayers.persistence.kinds import PREFIXED
-from kvlayers.persistence.rebuild import file_at_fault, read_rotaries, rebuilt
+from kvlayers.persistence.rebuild import (
+    cache_class_of,
+    file_at_fault,
+    loads_prefixes,
+    read_rotaries,
+    rebuilt,
+)
 from kvlayers.persistence.safetensors_header import checked_path
 from kvlayers.persistence.saved_file import SavedFile, opened
 from kvlayers.upstream.model_types import config_of
@@ -117,17 +123,19 @@ class _StateReader:
         """A cache like the one in the file, with its states."""
         record = self.saved.description.cache
         with file_at_fault(self.saved.path):
-            rotaries = read_rotaries(self.saved, self.verify)
+            context = description_context(read_rotaries(self.saved, self.verify))
         parts: list[Cache] = []
         for number, part_record in enumerate(self.saved.description.caches()):
             part = number if record.parts else None
-            cache = rebuilt(self.saved, part, rotaries, config)
+            cache = rebuilt(self.saved, part, context, config)
             with file_at_fault(self.saved.path):
                 self._load(cache, part_record, part)
             parts.append(cache)
+        if not record.parts:
+            return self._finished(parts[0])
         with file_at_fault(self.saved.path):
-            whole = EncoderDecoderCache(*parts) if record.parts else parts[0]
-        return self._finished(whole)
+            pair = cache_class_of(self.saved.path, record).from_description(record.options, parts, context)
+        return self._finished(pair)
 
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
         # A layer at a time, so that no more than one is in two places at once on the device.
@@ -176,7 +184,7 @@ class _StateReader:
         facts = dict(record.facts)
         cut = None
         # Not for a length of 0, which is a rollback to before the encoder's output as well.
-        if self.length and part != 1 and record.kind in PREFIXED and "backend" not in facts:
+        if self.length and part != 1 and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
         tensors = {name: self._tensor(layer_prefix(part, index) + name, cut) for name in record.tensors}

@@ -10,8 +10,8 @@ from kvlayers.layers.shape import LayerShape
 from kvlayers.planning.attention_shapes import INDEXED, token_shape
 from kvlayers.planning.config_numbers import ConfigNumbers
 from kvlayers.planning.recurrent_shapes import recurrent_shape
-from kvlayers.upstream import compat, model_types
-from kvlayers.upstream.compat import LayerSpec
+from kvlayers.upstream import compat, model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")
 """Layer types without a cache of their own."""
@@ -27,7 +27,7 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
     Raises:
         ConfigError: `config` is no model config, lacks a field, or has layers of a type that is not known here.
     """
-    model_type, specs = model_types.decoder_config(config).model_type, compat.layer_specs(config)
+    model_type, specs = model_types.decoder_config(config).model_type, model_layers.layer_specs(config)
     # Until a recent version a config did not say which layers those are.
     hides_states = model_type in model_types.KEEPS_STATES_IN_MODULES and all(
         spec.layer_type not in RECURRENT for spec in specs
@@ -39,7 +39,8 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
         )
     # There are fewer specs than configs if the last layers read what earlier ones hold.
     return [
-        _shape_of(spec, own, batch_size, dtype) for spec, own in zip(specs, compat.layer_configs(config), strict=False)
+        _shape_of(spec, own, batch_size, dtype)
+        for spec, own in zip(specs, model_layers.layer_configs(config), strict=False)
     ]
 
 

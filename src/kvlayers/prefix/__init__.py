@@ -1,4 +1,4 @@
-"""What prompts begin with, computed once: look-up by tokens, eviction, files."""
+"""Prefixes of prompts, computed once: lookup by tokens, eviction, files."""
 
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed

@@ -1,4 +1,4 @@
-"""Entries in files: a file for each, wherever the files are."""
+"""Entries in files: one file per entry, wherever the files are."""
 
 import contextlib
 import hashlib
@@ -12,29 +12,29 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile, inspect_cache
-from kvlayers.persistence.kinds import check_remakeable
 from kvlayers.persistence.load import load_cache
+from kvlayers.persistence.rebuild import check_remakeable
 from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
 from kvlayers.persistence.save import save_cache
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import SUFFIX
-from kvlayers.prefix.entry import PrefixEntry, put_back, reach
+from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.keys import LABEL_PREFIX
 
 logger = logging.getLogger(__name__)
 
 
 class NeedsConfigError(Exception):
-    """A file is in order, and its cache cannot be made without the config of the model. For this package alone."""
+    """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
 
 
 @dataclass(frozen=True)
-class Changes:
-    """What others have done to the files.
+class DirectoryChanges:
+    """Changes that other processes have made to the files.
 
     Attributes:
-        added: entries of files that were not known, the one used longest ago first.
-        gone: paths of files that were known, and are not there any more.
+        added: entries of new files, least recently used first.
+        gone: paths of known files that no longer exist.
     """
 
     added: list[PrefixEntry]
@@ -42,38 +42,38 @@ class Changes:
 
 
 class Directory:
-    """The files of a store. A file says by itself whose and of what it is.
+    """The files of a store. Each file contains all that identifies its entry.
 
-    Its `weights_id` is the entry's label and the lengths that it stands for; its name only keeps files apart.
+    The `weights_id` of a file holds the entry's label and its boundaries. Its name only distinguishes it from others.
 
     Args:
-        place: where they are.
+        backend: where the files are.
     """
 
-    def __init__(self, place: StorageBackend) -> None:
-        self.place = place
+    def __init__(self, backend: StorageBackend) -> None:
+        self.backend = backend
         self.damaged = self.failed_reads = 0
         self._reported: dict[str, StoredFile | None] = {}
 
-    def changes(self, known: Collection[str]) -> Changes:
-        """What is there now, compared with what is known; damaged files are reported and left alone.
+    def changes(self, known: Collection[str]) -> DirectoryChanges:
+        """Compare the files with those that are known. Damaged files are reported and left alone.
 
         Args:
-            known: paths of files.
+            known: paths of known files.
 
         Raises:
             CachePathError: the files cannot be listed now.
         """
-        files = sorted(self.place.files(), key=lambda file: (file.used, file.name))
-        paths = {self.place.path_of(file.name) for file in files}
-        # What was found damaged is looked at again when somebody has written it anew.
+        files = sorted(self.backend.files(), key=lambda file: (file.used, file.name))
+        paths = {self.backend.path_of(file.name) for file in files}
+        # A damaged file is read again once somebody has written it anew.
         new = [
             file
             for file in files
-            if (path := self.place.path_of(file.name)) not in known and self._reported.get(path) != file
+            if (path := self.backend.path_of(file.name)) not in known and self._reported.get(path) != file
         ]
         added = []
-        for file, seen in zip(new, self.place.inspect(new), strict=True):
+        for file, seen in zip(new, self.backend.inspect(new), strict=True):
             try:
                 if isinstance(seen, KVLayersError):
                     raise seen
@@ -81,30 +81,30 @@ class Directory:
             except GoneError:
                 continue
             except UnreachableError as error:
-                self.missed(error)
+                self.report_unreachable(error)
             except (CacheFileError, CachePathError) as error:
                 self._report(file.name, file, error)
             else:
                 if entry is not None:
                     added.append(entry)
-        return Changes(added, set(known) - paths)
+        return DirectoryChanges(added, set(known) - paths)
 
-    def report(self, entry: PrefixEntry, error: Exception) -> None:
-        """Count the file of an entry, which is damaged, and say so in the log, once."""
+    def report_damaged(self, entry: PrefixEntry, error: Exception) -> None:
+        """Count the file of an entry as damaged, and log it once."""
         file = None
         with contextlib.suppress(UnreachableError):
-            file = self.place.find(_name(entry))
+            file = self.backend.find(_name(entry))
         self._report(_name(entry), file, error)
 
     def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
-        path = self.place.path_of(name)
+        path = self.backend.path_of(name)
         if path not in self._reported or self._reported[path] != file:
             self._reported[path] = file
             self.damaged += 1
             logger.warning("A file of a prefix store is skipped: %s", error)
 
-    def missed(self, error: Exception) -> None:
-        """Count a file that could not be reached, and say so in the log."""
+    def report_unreachable(self, error: Exception) -> None:
+        """Count a file that could not be reached, and log it."""
         self.failed_reads += 1
         logger.warning("A file of a prefix store could not be read now: %s", error)
 
@@ -112,7 +112,7 @@ class Directory:
         """Write the cache of an entry that is in memory.
 
         Raises:
-            KVLayersError: the disk is full, or the cache is of a kind that a file cannot give back.
+            KVLayersError: the disk is full, or the cache is of a kind that cannot be loaded from a file.
         """
         cache = entry.cache
         if cache is None:
@@ -121,50 +121,53 @@ class Directory:
         name = hashlib.sha256(entry.label.encode() + entry.ids.tobytes()).hexdigest() + SUFFIX
         boundaries = ",".join(map(str, sorted(entry.boundaries)))
         token_ids = torch.from_numpy(entry.ids.copy())[None]
-        with self.place.writing(name) as path:
+        with self.backend.writing(name) as path:
             save_cache(cache, path, token_ids=token_ids, weights_id=f"{entry.label} {boundaries}")
             try:
                 file_bytes = os.path.getsize(path)
             except OSError as error:
-                raise GoneError(f"expected the file that was written, but {path} is gone: it was deleted.") from error
-        entry.path, entry.file_bytes = self.place.path_of(name), file_bytes
+                raise GoneError(f"the file {path} was deleted right after it was written.") from error
+        entry.path, entry.file_bytes = self.backend.path_of(name), file_bytes
         self._reported.pop(entry.path, None)
 
     def load(
         self, entry: PrefixEntry, length: int, config: object | None, device: torch.device | str | None
     ) -> Cache | None:
-        """What is in an entry's file, put back to `length` tokens or as near before as it can go; `None` for nowhere.
+        """The cache in an entry's file, rolled back to `length` tokens, or as near before that as it can.
+
+        Returns:
+            The cache, `None` if it cannot be rolled back that far.
 
         Raises:
-            CacheFileError: the file is damaged, or not of these tokens.
+            CacheFileError: the file is damaged, or holds other tokens.
             UnreachableError: it cannot be reached now.
-            CachePathError: it is gone.
+            CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        # Who writes it anew may note other lengths that it stands for, and nothing else of another size.
-        with self.place.reading(_name(entry), entry.file_bytes + MAX_HEADER_BYTES) as path:
+        # If the file is written anew, only its list of boundaries can differ in size.
+        with self.backend.reading(_name(entry), entry.file_bytes + MAX_HEADER_BYTES) as path:
             cache = _loaded(path, entry, length, config, device)
-        target = reach(cache, min(length, cache.get_seq_length()))
-        return put_back(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
+        target = restorable_length(cache, min(length, cache.get_seq_length()))
+        return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
 
     def oldest_first(self, entries: Iterable[PrefixEntry]) -> list[PrefixEntry]:
-        """Entries in files by the last use of these; none where that cannot be known now."""
+        """Entries in files, least recently used file first; empty if this cannot be known now."""
         try:
-            uses = self.place.uses()
+            uses = self.backend.last_uses()
         except UnreachableError as error:
-            self.missed(error)
+            self.report_unreachable(error)
             return []
         return sorted(entries, key=lambda entry: uses.get(_name(entry), 0))
 
     def delete(self, entry: PrefixEntry) -> bool:
-        """Delete the file of an entry, where there is one.
+        """Delete the file of an entry, if it has one.
 
         Returns:
-            Whether it is gone.
+            Whether the entry has no file now.
         """
         if entry.path is not None:
             try:
-                self.place.delete(_name(entry))
+                self.backend.delete(_name(entry))
             except UnreachableError as error:
                 logger.warning("A file of a prefix store was not deleted: %s", error)
                 return False
@@ -179,13 +182,13 @@ def _name(entry: PrefixEntry) -> str:
 def _loaded(
     path: str, entry: PrefixEntry, length: int, config: object | None, device: torch.device | str | None
 ) -> Cache:
-    """The cache in an entry's file, of its first `length` tokens where these can be read apart."""
+    """The cache in an entry's file; its first `length` tokens only, if they can be read separately."""
     seen = inspect_cache(path)
     kept = _entry_of(seen)
-    # Compared here, and not only when the store began: others may write to the directory.
+    # Compared now, and not only when the store was opened, since other processes may write to the directory.
     if kept is None or kept.label != entry.label or kept.ids.tobytes() != entry.ids.tobytes():
-        raise CacheFileError(f"expected the tokens of its entry, but {path} is of others: it was replaced.")
-    # The label has told models apart already, so a config is for what cannot be made without one.
+        raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+    # The label has identified the model already, so the config is only for layers that cannot be made without one.
     if seen.needs_config and config is None:
         raise NeedsConfigError
     first = length if length < entry.length and seen.has_prefixes else None
@@ -198,18 +201,18 @@ def _loaded(
 
 
 def _entry_of(seen: CacheFile) -> PrefixEntry | None:
-    """What a file is the entry of, `None` where it is not one of a store.
+    """The entry that a file describes, `None` if it is not a file of a prefix store.
 
     Raises:
-        CacheFileError: it is, and cannot be.
-        CachePathError: it is gone.
+        CacheFileError: it is a file of a store, but damaged.
+        CachePathError: it no longer exists.
     """
     if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
         return None
     label, _, boundaries = seen.weights_id.partition(" ")
     token_ids = seen.token_ids()
     if token_ids is None or token_ids.dtype != torch.int64 or tuple(token_ids.shape) != (1, seen.length):
-        raise CacheFileError(f"expected the ids of {seen.length} tokens, but {seen.path} has others: it is damaged.")
+        raise CacheFileError(f"{seen.path} is damaged: it does not have one id for each of its {seen.length} tokens.")
     lengths = {int(text) for text in boundaries.split(",") if text.isascii() and text.isdigit()}
     return PrefixEntry(
         label,

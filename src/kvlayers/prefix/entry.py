@@ -1,4 +1,4 @@
-"""What a prefix store holds of one sequence of tokens."""
+"""An entry of a prefix store: one sequence of tokens, and its cache."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ class PrefixEntry:
     """Tokens, and the cache that has seen them: in memory, in a file, or both.
 
     Attributes:
-        label: model and namespace, as `keys.label_of` says them.
+        label: model and namespace, as returned by `keys.label_of`.
         ids: the tokens, int64 `[tokens]`.
-        cache: what has seen them, which nobody writes to; `None` where it is in a file alone.
-        storages: bytes of each piece of memory of the cache, by its address; other caches may hold some of them too.
-        path: its file, a URL without credentials where that is elsewhere; `None` where there is none.
-        file_bytes: bytes of the file; 0 without one.
-        last_use: a number that grows with each use of the store.
-        pins: how many times it has been pinned more than it has been let go.
-        boundaries: lengths that were inserted and that it stands for: its own, and those of entries that it replaced.
+        cache: the cache, to which nobody writes; `None` if it is only in a file.
+        storages: size in bytes of each piece of memory of the cache, by address. Other caches may share them.
+        path: path of its file, or URL without credentials; `None` without a file.
+        file_bytes: size of the file in bytes; 0 without one.
+        last_use: a counter that grows with each use of the store.
+        pins: how many calls of `pin` no `unpin` has undone.
+        boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
     """
 
     label: str
@@ -41,35 +41,37 @@ class PrefixEntry:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.ids)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the cache, what it shares with others included; 0 without one."""
+        """Bytes of memory of the cache, shared memory included; 0 without a cache."""
         return sum(self.storages.values())
 
-    def hold(self, cache: Cache) -> None:
-        """Take a cache of these tokens into memory."""
+    def set_cache(self, cache: Cache) -> None:
+        """Hold a cache of these tokens in memory."""
         self.cache, self.storages = cache, cache.storages()
 
-    def let_go(self) -> None:
-        """Hold it in memory no more."""
+    def drop_cache(self) -> None:
+        """Stop holding the cache in memory."""
         self.cache, self.storages = None, {}
 
-    def stands_for(self, lengths: Iterable[int]) -> bool:
-        """Whether it is in memory and can be put back to each of these lengths, exactly."""
+    def can_restore(self, lengths: Iterable[int]) -> bool:
+        """Whether the cache is in memory and can be rolled back to exactly each of these lengths."""
         cache = self.cache
-        return cache is not None and all(length <= self.length and reach(cache, length) == length for length in lengths)
+        if cache is None:
+            return False
+        return all(length <= self.length and restorable_length(cache, length) == length for length in lengths)
 
 
-def reach(cache: Cache, length: int) -> int:
-    """The greatest length, `length` at most, that `cache` can be put back to: 0 where there is none."""
+def restorable_length(cache: Cache, length: int) -> int:
+    """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is none."""
     if length == cache.get_seq_length():
         return length
     try:
         target = cache.nearest_restorable(length)
-        # What no layer of ours counts is only known when it is tried.
+        # Layers of transformers must be tried, since they do not tell.
         if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.adapted_layers()):
             cache.fork().truncate(target)
     except RollbackError:
@@ -77,9 +79,9 @@ def reach(cache: Cache, length: int) -> int:
     return target
 
 
-def put_back(cache: Cache, length: int) -> Cache:
-    """A fork of `cache` at a length that `reach` has said."""
-    twin = cache.fork()
+def fork_at(cache: Cache, length: int) -> Cache:
+    """A fork of `cache`, rolled back to a length that `restorable_length` has returned."""
+    fork = cache.fork()
     if length < cache.get_seq_length():
-        twin.truncate(length)
-    return twin
+        fork.truncate(length)
+    return fork

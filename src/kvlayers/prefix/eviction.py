@@ -1,4 +1,4 @@
-"""Which entry goes first where there is no room for all."""
+"""Eviction policies: which entry of a prefix store leaves memory first."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -7,14 +7,14 @@ from kvlayers.prefix.entry import PrefixEntry
 
 
 class EvictionPolicy(Protocol):
-    """Puts entries into the order in which they are to go. It must not change them."""
+    """Decides the order in which entries are evicted. It must not change them."""
 
     def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
-        """The entries, the first to go first. One that is left out stays for as long as there is another way."""
+        """The entries in order of eviction. Entries that are left out are evicted last."""
 
 
 class LeastRecentlyUsed:
-    """The entry goes first that has been neither inserted nor found for longest.
+    """Evicts the entry first whose last insertion or lookup is longest ago.
 
     Example:
         >>> import kvlayers
@@ -23,5 +23,5 @@ class LeastRecentlyUsed:
     """
 
     def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
-        """The entries by their last use."""
+        """The entries by last use, the oldest first."""
         return sorted(entries, key=lambda entry: entry.last_use)

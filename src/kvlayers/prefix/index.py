@@ -1,4 +1,4 @@
-"""The entries of a store, and the room that they take. Not safe for threads by itself."""
+"""The entries of a store, and the memory that they take. Not thread-safe by itself."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class EntryIndex:
-    """Entries by label and tokens; those in memory never take more than `max_bytes`.
+    """Entries by label and tokens. The caches in memory never take more than `max_bytes`.
 
     Args:
-        max_bytes: of memory, for all caches.
-        policy: which entry goes first.
-        directory: where entries go that leave memory, `None` for nowhere.
-        directory_max_bytes: of its files, `None` for as many as the disk has.
+        max_bytes: bytes of memory for all caches.
+        policy: decides which entry is evicted first.
+        directory: where evicted entries are written, `None` for nowhere.
+        directory_max_bytes: bytes of all files, `None` for no limit.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EntryIndex:
         self.evictions = self.spilled = self.failed_writes = 0
         self._trees: dict[str, RadixTree[PrefixEntry]] = {}
         self._uses = 0
-        self._ledger = MemoryAccount()
+        self._memory = MemoryAccount()
         self.refresh()
 
     def __iter__(self) -> Iterator[PrefixEntry]:
@@ -47,7 +47,7 @@ class EntryIndex:
         return sum(len(tree) for tree in self._trees.values())
 
     def tree(self, label: str) -> RadixTree[PrefixEntry]:
-        """The entries of a model and a namespace, to be read."""
+        """The entries of a model and a namespace, for reading only."""
         return self._trees.get(label, RadixTree())
 
     def _add(self, entry: PrefixEntry) -> None:
@@ -62,8 +62,8 @@ class EntryIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory. What entries share counts once."""
-        return self._ledger.nbytes
+        """Bytes of memory. Shared memory counts once."""
+        return self._memory.nbytes
 
     @property
     def file_bytes(self) -> int:
@@ -71,133 +71,137 @@ class EntryIndex:
         return sum(entry.file_bytes for entry in self)
 
     def touch(self, entry: PrefixEntry) -> None:
-        """Note that an entry is used now."""
+        """Record that an entry is used now."""
         self._uses += 1
         entry.last_use = self._uses
 
-    def put(self, label: str, ids: Tokens, cache: Cache) -> bool:
-        """Hold a cache for tokens, unless one that is held stands for them already.
+    def insert(self, label: str, ids: Tokens, cache: Cache) -> bool:
+        """Insert a cache for tokens, unless an entry in memory can be rolled back to them.
 
         Args:
             label: model and namespace.
             ids: all tokens that `cache` has seen.
-            cache: what nobody will write to.
+            cache: the cache, to which nobody will write.
 
         Returns:
-            Whether it is held.
+            Whether it was inserted.
 
         Raises:
-            CapacityError: there is no room for it beside what is pinned; nothing is changed.
+            CapacityError: there is no room for it besides the pinned entries; nothing is changed.
         """
         tree = self.tree(label)
-        standing = self.standing_for(label, ids)
-        if standing is not None:
-            standing.boundaries.add(len(ids))
-            self.touch(standing)
+        covering = self.entry_covering(label, ids)
+        if covering is not None:
+            covering.boundaries.add(len(ids))
+            self.touch(covering)
             return False
         known = tree.get(ids)
         entry = PrefixEntry(label, ids) if known is None else known
         candidate = PrefixEntry(label, ids, cache)
-        shorter = [found.value for found in tree.on_the_way(ids) if found.value is not entry]
-        replaced = [old for old in shorter if not old.pins and candidate.stands_for(old.boundaries)]
+        shorter = [found.value for found in tree.prefixes_of(ids) if found.value is not entry]
+        replaced = [old for old in shorter if not old.pins and candidate.can_restore(old.boundaries)]
         self._make_room(cache.storages(), leaving=replaced)
         for old in replaced:
             entry.boundaries |= old.boundaries
-            self._let_go(old)
-            # A file stays until what replaces it is in one.
+            self._drop_cache(old)
+            # The file of a replaced entry stays until the new entry is in a file.
             if old.path is None:
-                self.forget(old)
-        self._hold(entry, cache)
+                self.delete(old)
+        self._set_cache(entry, cache)
         self._add(entry)
         return True
 
-    def _hold(self, entry: PrefixEntry, cache: Cache) -> None:
-        self._let_go(entry)
-        entry.hold(cache)
-        self._ledger.add(entry.storages)
+    def _set_cache(self, entry: PrefixEntry, cache: Cache) -> None:
+        self._drop_cache(entry)
+        entry.set_cache(cache)
+        self._memory.add(entry.storages)
 
-    def _let_go(self, entry: PrefixEntry) -> None:
-        self._ledger.remove(entry.storages)
-        entry.let_go()
+    def _drop_cache(self, entry: PrefixEntry) -> None:
+        self._memory.remove(entry.storages)
+        entry.drop_cache()
 
-    def standing_for(self, label: str, ids: Tokens) -> PrefixEntry | None:
-        """An entry in memory that can be put back to exactly these tokens, `None` where there is none."""
+    def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
+        """An entry in memory that can be rolled back to exactly these tokens, `None` if there is none."""
         for found in self.tree(label).nearest(ids):
             if found.tokens < len(ids):
                 return None
-            if found.value.stands_for((len(ids),)):
+            if found.value.can_restore((len(ids),)):
                 return found.value
         return None
 
-    def validate(self, entry: PrefixEntry, cache: Cache) -> bool:
-        """Take the cache of an entry, which was in a file alone, into memory, where there is room beside the pinned."""
+    def keep_in_memory(self, entry: PrefixEntry, cache: Cache) -> bool:
+        """Hold the cache of an entry, which was loaded from its file, in memory if there is room.
+
+        Returns:
+            Whether it is held.
+        """
         try:
             self._make_room(cache.storages(), leaving=())
         except CapacityError:
             return False
         if entry.path is None:
-            # What went to the directory to make room stands for it, and has taken the place of its file.
+            # An entry that was just written to make room has replaced this one.
             return False
-        self._hold(entry, cache)
+        self._set_cache(entry, cache)
         return True
 
     def _make_room(self, storages: Storages, leaving: Sequence[PrefixEntry]) -> None:
         nbytes = sum(storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
-                f"expected a cache of at most {exact_bytes(self.max_bytes)}, the budget of the store, but saw one of "
+                f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
-        apart = set(map(id, leaving))
-        staying = [entry for entry in self if entry.cache is not None and id(entry) not in apart]
+        leaving_ids = set(map(id, leaving))
+        staying = [entry for entry in self if entry.cache is not None and id(entry) not in leaving_ids]
         pinned = MemoryAccount(entry.storages for entry in staying if entry.pins)
         already = pinned.nbytes
         pinned.add(storages)
         if pinned.nbytes > self.max_bytes:
             raise CapacityError(
-                f"expected room for {exact_bytes(nbytes)}, but {exact_bytes(already)} of {exact_bytes(self.max_bytes)} "
-                "are pinned: unpin() some, or make the store with a larger max_bytes."
+                f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(already)} of "
+                f"{exact_bytes(self.max_bytes)} are pinned: unpin() entries, or make the store with a larger max_bytes."
             )
-        # As if the newcomer were there and what it replaces were not: some of its memory may be held already.
-        self._ledger.add(storages)
+        # Evict as if the exchange had happened already, since the new cache may share memory with stored ones.
+        self._memory.add(storages)
         for entry in leaving:
-            self._ledger.remove(entry.storages)
+            self._memory.remove(entry.storages)
         try:
             self._evict(staying, self.max_bytes)
         finally:
             for entry in leaving:
-                self._ledger.add(entry.storages)
-            self._ledger.remove(storages)
+                self._memory.add(entry.storages)
+            self._memory.remove(storages)
 
     def evict(self, nbytes: int | None) -> int:
-        """Free at least `nbytes` bytes of memory, all for `None`, as far as entries are not pinned.
+        """Free at least `nbytes` bytes of memory (`None` for all), except for pinned entries.
 
         Returns:
-            Bytes that were freed.
+            Number of bytes freed.
         """
         before = self.nbytes
         most = 0 if nbytes is None else before - nbytes
         self._evict([entry for entry in self if entry.cache is not None], most)
         return before - self.nbytes
 
-    def _evict(self, held: Iterable[PrefixEntry], most: int) -> None:
-        """Evict entries among `held`, until no more than `most` bytes are held or none is left that may go."""
-        loose = [entry for entry in held if not entry.pins]
-        order = list(self.policy.order(loose)) if self.nbytes > most else []
-        # What a policy does not name goes last: the budget holds whatever it says.
-        named = set(map(id, order))
-        for entry in [*order, *(entry for entry in loose if id(entry) not in named)]:
+    def _evict(self, candidates: Iterable[PrefixEntry], most: int) -> None:
+        """Evict entries among `candidates` until no more than `most` bytes are used, or only pinned ones are left."""
+        unpinned = [entry for entry in candidates if not entry.pins]
+        order = list(self.policy.order(unpinned)) if self.nbytes > most else []
+        # Entries that the policy leaves out come last, since the budget must hold whatever it returns.
+        ordered = set(map(id, order))
+        for entry in [*order, *(entry for entry in unpinned if id(entry) not in ordered)]:
             if self.nbytes <= most:
                 break
             self.evictions += entry.cache is not None
             self.spill(entry)
-            self._let_go(entry)
+            self._drop_cache(entry)
             if entry.path is None:
-                self.forget(entry)
+                self.delete(entry)
         self._shrink_directory()
 
     def spill(self, entry: PrefixEntry) -> None:
-        """Write an entry to the directory, where there is one that it is not in yet."""
+        """Write an entry to the directory, if there is one and the entry is not in it yet."""
         if self.directory is None or entry.path is not None or entry.cache is None:
             return
         try:
@@ -207,23 +211,23 @@ class EntryIndex:
             logger.warning("An entry of a prefix store was not written to its directory: %s", error)
             return
         self.spilled += 1
-        for found in self.tree(entry.label).on_the_way(entry.ids):
+        for found in self.tree(entry.label).prefixes_of(entry.ids):
             old = found.value
-            if old is not entry and old.cache is None and not old.pins and entry.stands_for(old.boundaries):
+            if old is not entry and old.cache is None and not old.pins and entry.can_restore(old.boundaries):
                 entry.boundaries |= old.boundaries
-                self.forget(old)
+                self.delete(old)
 
     def flush(self) -> None:
-        """Write all that is in memory alone to the directory."""
+        """Write every entry that is only in memory to the directory."""
         for entry in list(self):
             self.spill(entry)
         self._shrink_directory()
 
     def refresh(self) -> int:
-        """See what others have written to the directory, and what they have deleted.
+        """Pick up what other processes have written to the directory or deleted from it.
 
         Returns:
-            Entries that were added.
+            Number of entries that were added.
 
         Raises:
             CachePathError: the directory cannot be read now; nothing is changed.
@@ -233,7 +237,7 @@ class EntryIndex:
         changes = self.directory.changes({entry.path for entry in self if entry.path is not None})
         for entry in list(self):
             if entry.path in changes.gone:
-                self.lose_file(entry)
+                self.drop_file(entry)
         before = len(self)
         for entry in changes.added:
             known = self.tree(entry.label).get(entry.ids)
@@ -261,23 +265,23 @@ class EntryIndex:
                 break
             over -= nbytes
             if entry.cache is None:
-                self.forget(entry)
+                self.delete(entry)
 
-    def forget(self, entry: PrefixEntry) -> None:
-        """Hold an entry no more, neither in memory nor in a file."""
+    def delete(self, entry: PrefixEntry) -> None:
+        """Remove an entry from memory, and delete its file."""
         if self.directory is not None:
             self.directory.delete(entry)
-        self._let_go(entry)
+        self._drop_cache(entry)
         self._remove(entry)
 
-    def lose_file(self, entry: PrefixEntry) -> None:
-        """Look for an entry in its file no more, which is gone or damaged."""
+    def drop_file(self, entry: PrefixEntry) -> None:
+        """Stop using the file of an entry, which is gone or damaged."""
         entry.path, entry.file_bytes = None, 0
         if entry.cache is None:
             self._remove(entry)
 
     def clear(self) -> None:
-        """Hold nothing, pinned or not, neither in memory nor in files."""
+        """Remove all entries, pinned or not, and delete their files."""
         for entry in list(self):
-            self.forget(entry)
+            self.delete(entry)
         self._trees = {}

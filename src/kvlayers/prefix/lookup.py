@@ -1,4 +1,4 @@
-"""The longest prefix of a prompt that what is held can be put back to."""
+"""Lookup of the longest prefix of a prompt that a stored cache can be rolled back to."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -9,22 +9,22 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import NeedsConfigError
-from kvlayers.prefix.entry import PrefixEntry, put_back, reach
+from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.index import EntryIndex
-from kvlayers.prefix.radix_tree import SharedRun, Tokens
+from kvlayers.prefix.radix_tree import PrefixMatch, Tokens
 
-MOST_FILES = 4
-"""Files that are tried for one look-up: whether a window can go back far enough is only known when it is."""
+MAX_FILES = 4
+"""Files that one lookup tries at most: only loading tells whether a window can be rolled back far enough."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """What was found for a prompt.
+    """The result of a lookup.
 
     Attributes:
-        cache: has seen the first `covered` tokens, and is the caller's own; `None` where nothing was found.
-        covered: how many tokens of the prompt need not be computed, at least one less than there are.
-        reason: why not more; empty where one token is left.
+        cache: a cache that has seen the first `covered` tokens, and belongs to the caller; `None` if nothing was found.
+        covered: number of tokens of the prompt that need not be computed; at least one less than the prompt has.
+        reason: why it is not more; empty if only one token is left.
     """
 
     cache: Cache | None = None
@@ -34,17 +34,17 @@ class Hit:
 
 @dataclass
 class Search:
-    """One look-up.
+    """One lookup.
 
     Attributes:
-        holdings: what is held.
-        label: model and namespace.
+        index: the entries.
+        label: model and namespace, as returned by `keys.label_of`.
         ids: the prompt.
-        config: config of the model, where layers in files need it.
-        device: where states from files are to be, `None` for the host.
+        config: config of the model, for layers in files that need it.
+        device: device for states from files, `None` for the host.
     """
 
-    holdings: EntryIndex
+    index: EntryIndex
     label: str
     ids: Tokens
     config: object | None = None
@@ -56,9 +56,9 @@ class Search:
     _loaded: list[tuple[PrefixEntry, Cache]] = field(default_factory=list)
 
     def run(self) -> Hit:
-        """The best that can be had."""
+        """Find the longest prefix."""
         wanted = len(self.ids) - 1
-        tree = self.holdings.tree(self.label)
+        tree = self.index.tree(self.label)
         best, entry, shared, held = None, None, 0, len(tree)
         if wanted and held:
             groups = itertools.groupby(tree.nearest(self.ids), key=lambda found: min(found.tokens, wanted))
@@ -67,32 +67,32 @@ class Search:
                 if bound <= (0 if best is None else best.get_seq_length()):
                     break
                 best, entry = self._best_of(list(group), bound, best, entry)
-        self._settle()
+        self._apply_changes()
         if best is None or entry is None:
-            return Hit(reason=self._why(0, shared, wanted, held, ends=False))
-        self.holdings.touch(entry)
+            return Hit(reason=self._reason(0, shared, wanted, held, ends=False))
+        self.index.touch(entry)
         covered = best.get_seq_length()
-        return Hit(best, covered, self._why(covered, shared, wanted, held, ends=entry.length == covered))
+        return Hit(best, covered, self._reason(covered, shared, wanted, held, ends=entry.length == covered))
 
-    def _settle(self) -> None:
-        """Do to the tree what could not be done while it was read."""
+    def _apply_changes(self) -> None:
+        """Apply changes to the index that had to wait until the tree was read."""
         for lost in self._lost:
-            self.holdings.lose_file(lost)
+            self.index.drop_file(lost)
         for entry, cache in self._loaded:
-            self.holdings.validate(entry, cache)
+            self.index.keep_in_memory(entry, cache)
 
     def _best_of(
-        self, group: list[SharedRun[PrefixEntry]], bound: int, best: Cache | None, best_entry: PrefixEntry | None
+        self, group: list[PrefixMatch[PrefixEntry]], bound: int, best: Cache | None, best_entry: PrefixEntry | None
     ) -> tuple[Cache | None, PrefixEntry | None]:
-        """The best among entries that share equally many tokens, and what was best before them."""
-        # Memory first, and then the shortest: the less a window has moved on, the sooner it can go back.
+        """The longest prefix among `best` and the entries of `group`, which share the same number of tokens."""
+        # Memory first, then the shortest, as a window that has moved less is more likely to be rolled back far enough.
         for found in sorted(group, key=lambda found: (found.value.cache is None, found.value.length)):
             entry, most = found.value, 0 if best is None else best.get_seq_length()
             if most >= bound:
                 break
             if entry.cache is not None:
-                target = reach(entry.cache, bound)
-                found_cache = put_back(entry.cache, target) if target > most else None
+                target = restorable_length(entry.cache, bound)
+                found_cache = fork_at(entry.cache, target) if target > most else None
             else:
                 found_cache = self._from_file(entry, bound)
             if found_cache is not None and found_cache.get_seq_length() > most:
@@ -100,13 +100,13 @@ class Search:
         return best, best_entry
 
     def _from_file(self, entry: PrefixEntry, length: int) -> Cache | None:
-        directory = self.holdings.directory
-        # What one file has waited for in vain, the others need not.
+        directory = self.index.directory
+        # If one file could not be reached, do not wait for the others.
         if directory is None or self._is_cut_off:
             return None
-        # One that is of the shared tokens alone serves for certain, and ends the search.
-        if self._files >= MOST_FILES and entry.length > length:
-            self._note(f"no more than {MOST_FILES} files are tried at once")
+        # An entry with just the shared tokens certainly works, and ends the search.
+        if self._files >= MAX_FILES and entry.length > length:
+            self._note(f"a lookup tries no more than {MAX_FILES} files")
             return None
         self._files += 1
         try:
@@ -115,7 +115,7 @@ class Search:
             self._note("a file needs config=model.config to be loaded")
             return None
         except UnreachableError as error:
-            directory.missed(error)
+            directory.report_unreachable(error)
             self._is_cut_off = True
             self._note("a file could not be reached")
             return None
@@ -123,7 +123,7 @@ class Search:
             self._lost.append(entry)
             return None
         except CacheFileError as error:
-            directory.report(entry, error)
+            directory.report_damaged(entry, error)
             self._lost.append(entry)
             self._note("a damaged file was skipped")
             return None
@@ -136,18 +136,18 @@ class Search:
         if text not in self._notes:
             self._notes.append(text)
 
-    def _why(self, covered: int, shared: int, wanted: int, held: int, ends: bool) -> str:
+    def _reason(self, covered: int, shared: int, wanted: int, held: int, ends: bool) -> str:
         if covered == wanted:
-            return "" if wanted else "the prompt is a single token, which is to be computed"
+            return "" if wanted else "the prompt is a single token, which must be computed"
         if not held:
-            why = "nothing is held for this model and namespace"
+            reason = "nothing is stored for this model and namespace"
         elif not shared:
-            why = "nothing that is held begins as these tokens do"
+            reason = "no stored sequence starts with these tokens"
         elif covered < shared:
-            why = (
-                f"{shared} tokens are held, but windows and recurrent states can be put back to {covered or 'none'} of "
-                "them: insert a cache where prompts part"
+            reason = (
+                f"{shared} tokens are stored, but windows and recurrent states can be rolled back to {covered} of them "
+                "only: insert a cache where prompts diverge"
             )
         else:
-            why = f"what is held {'ends' if ends else 'parts from these tokens'} after {covered}"
-        return "; ".join([why, *self._notes])
+            reason = f"the stored sequence {'ends' if ends else 'diverges'} after {covered}"
+        return "; ".join([reason, *self._notes])

@@ -1,4 +1,4 @@
-"""Memory that several caches hold, of which each piece counts once."""
+"""Counts the memory of several caches, each shared piece once."""
 
 from collections.abc import Iterable
 
@@ -6,31 +6,31 @@ from kvlayers.utils.tensor_memory import Storages
 
 
 class MemoryAccount:
-    """Who holds which memory, by its address.
+    """How many caches hold each piece of memory, by address.
 
     Args:
-        held: what each of the first holders holds.
+        caches: the pieces of memory of each cache to start with.
 
     Attributes:
-        nbytes: bytes that are held by anybody.
+        nbytes: total bytes, each piece counted once.
 
     Example:
-        >>> ledger = MemoryAccount([{1: 100, 2: 50}, {2: 50, 3: 7}])
-        >>> ledger.nbytes
+        >>> account = MemoryAccount([{1: 100, 2: 50}, {2: 50, 3: 7}])
+        >>> account.nbytes
         157
-        >>> ledger.remove({1: 100, 2: 50})
-        >>> ledger.nbytes
+        >>> account.remove({1: 100, 2: 50})
+        >>> account.nbytes
         57
     """
 
-    def __init__(self, held: Iterable[Storages] = ()) -> None:
+    def __init__(self, caches: Iterable[Storages] = ()) -> None:
         self.nbytes = 0
         self._holders: dict[int, int] = {}
-        for storages in held:
+        for storages in caches:
             self.add(storages)
 
     def add(self, storages: Storages) -> None:
-        """Count another holder."""
+        """Add the memory of a cache."""
         for address, size in storages.items():
             holders = self._holders.get(address, 0)
             self._holders[address] = holders + 1
@@ -38,7 +38,7 @@ class MemoryAccount:
                 self.nbytes += size
 
     def remove(self, storages: Storages) -> None:
-        """Count one holder less."""
+        """Remove the memory of a cache that was added before."""
         for address, size in storages.items():
             holders = self._holders.pop(address) - 1
             if holders:

@@ -1,4 +1,4 @@
-"""A radix tree over token ids: what is held that begins as a prompt does, compared token by token."""
+"""A radix tree over token ids, which finds sequences that share a prefix with a prompt, token by token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Node(Generic[T]):
-    """The end of an edge. Every node but the root has a value, or children that lead to one."""
+    """The end of an edge. Every node except the root has a value, or a descendant with one."""
 
     def __init__(self, edge: Tokens, parent: "_Node[T] | None", value: T | None = None) -> None:
         self.edge = edge
@@ -23,7 +23,7 @@ class _Node(Generic[T]):
         self.children: dict[int, _Node[T]] = {}
 
     def values(self) -> Iterator[T]:
-        # Not by recursion: a chat of a thousand turns is a thousand nodes deep.
+        # Not recursive, since a chat of a thousand turns is a thousand nodes deep.
         pending = [self]
         while pending:
             node = pending.pop()
@@ -33,15 +33,15 @@ class _Node(Generic[T]):
 
 
 @dataclass(frozen=True)
-class SharedRun(Generic[T]):
-    """A value in the tree, and how many of its first tokens are those that were asked for."""
+class PrefixMatch(Generic[T]):
+    """A value in the tree, and the length of the prefix that its tokens share with the requested ones."""
 
     value: T
     tokens: int
 
 
 class RadixTree(Generic[T]):
-    """Values by sequences of token ids, which share the tokens that they begin with.
+    """A mapping from sequences of token ids to values, which stores common prefixes once.
 
     Example:
         >>> import numpy as np
@@ -60,17 +60,17 @@ class RadixTree(Generic[T]):
         return self._count
 
     def get(self, ids: Tokens) -> T | None:
-        """The value of exactly these tokens, `None` where there is none."""
+        """The value of exactly these tokens, `None` if there is none."""
         node, matched, inside = self._descend(ids)
         return node.value if matched == len(ids) and not inside else None
 
     def insert(self, ids: Tokens, value: T) -> None:
-        """Give these tokens a value, in the place of the one that they had."""
+        """Set the value of these tokens."""
         node, matched, inside = self._descend(ids)
         if inside:
             node = self._split(node, inside)
         if matched < len(ids):
-            # A copy, since the caller may write to what it was made from.
+            # A copy, since the caller may write to its array.
             leaf: _Node[T] = _Node(ids[matched:].copy(), node)
             node.children[int(ids[matched])] = leaf
             node = leaf
@@ -78,7 +78,7 @@ class RadixTree(Generic[T]):
         node.value = value
 
     def remove(self, ids: Tokens) -> None:
-        """Take the value of these tokens away, where there is one."""
+        """Remove the value of these tokens, if there is one."""
         node, matched, inside = self._descend(ids)
         if matched < len(ids) or inside or node.value is None:
             return
@@ -91,8 +91,8 @@ class RadixTree(Generic[T]):
         if node.parent is not None and node.value is None and len(node.children) == 1:
             self._join(node)
 
-    def on_the_way(self, ids: Tokens) -> list[SharedRun[T]]:
-        """The values of `ids` and of all that they begin with, the shortest first."""
+    def prefixes_of(self, ids: Tokens) -> list[PrefixMatch[T]]:
+        """The values of `ids` and of all of their prefixes, the shortest first."""
         node, depth, inside = self._descend(ids)
         found = []
         up: _Node[T] | None = node
@@ -100,48 +100,48 @@ class RadixTree(Generic[T]):
             up, depth = node.parent, depth - inside
         while up is not None:
             if up.value is not None:
-                found.append(SharedRun(up.value, depth))
+                found.append(PrefixMatch(up.value, depth))
             depth -= len(up.edge)
             up = up.parent
         return found[::-1]
 
-    def nearest(self, ids: Tokens) -> Iterator[SharedRun[T]]:
-        """All values, those first whose tokens share most with `ids`: take as many as are needed.
+    def nearest(self, ids: Tokens) -> Iterator[PrefixMatch[T]]:
+        """All values, in descending order of the prefix that they share with `ids`. Take as many as needed.
 
-        At equal numbers the value of those tokens alone comes before those of longer ones.
+        Among equally long shared prefixes, the value of exactly the prefix comes before those of longer sequences.
         """
         node, matched, inside = self._descend(ids)
         if inside:
             for value in node.values():
-                yield SharedRun(value, matched)
+                yield PrefixMatch(value, matched)
             came_from, node = node, node.parent or node
             matched -= inside
         else:
             came_from = node
             for value in node.values():
-                yield SharedRun(value, matched)
+                yield PrefixMatch(value, matched)
             if node.parent is None:
                 return
             matched -= len(node.edge)
             node = node.parent
         while True:
             if node.value is not None:
-                yield SharedRun(node.value, matched)
+                yield PrefixMatch(node.value, matched)
             for child in list(node.children.values()):
                 if child is not came_from:
                     for value in child.values():
-                        yield SharedRun(value, matched)
+                        yield PrefixMatch(value, matched)
             if node.parent is None:
                 return
             matched -= len(node.edge)
             came_from, node = node, node.parent
 
     def values(self) -> Iterator[T]:
-        """All values, in no order."""
+        """All values, in no particular order."""
         return self._root.values()
 
     def _descend(self, ids: Tokens) -> tuple[_Node[T], int, int]:
-        """The node that is reached, tokens matched, and how many of its edge where that did not match to its end."""
+        """The node that `ids` leads to, the number of matched tokens, and how many of them end inside its edge."""
         node, matched = self._root, 0
         while matched < len(ids):
             child = node.children.get(int(ids[matched]))
@@ -170,7 +170,7 @@ class RadixTree(Generic[T]):
 
 
 def common_tokens(one: Tokens, other: Tokens) -> int:
-    """How many tokens two sequences begin with alike."""
-    least = min(len(one), len(other))
-    differing = np.flatnonzero(one[:least] != other[:least])
-    return int(differing[0]) if len(differing) else least
+    """Length of the common prefix of two sequences."""
+    shorter = min(len(one), len(other))
+    differing = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differing[0]) if len(differing) else shorter

@@ -1,27 +1,27 @@
-"""What a prefix store says of itself."""
+"""Statistics of a prefix store."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PrefixStatistics:
-    """What a store holds, and what it was good for.
+    """What a store holds now, and what it has done since it was made.
 
     Attributes:
-        entries: caches held, in memory and in files.
-        bytes: of memory that they take. What several of them share counts once.
-        file_bytes: of their files.
-        hits: look-ups that found something.
-        misses: look-ups that did not.
-        tokens_covered: tokens of all prompts that were found.
-        tokens_asked: tokens of all prompts.
+        entries: number of entries, in memory and in files.
+        bytes: bytes of memory that the entries take. Shared memory counts once.
+        file_bytes: bytes of their files.
+        hits: lookups that found a prefix.
+        misses: lookups that did not.
+        tokens_covered: tokens of all looked-up prompts that were found.
+        tokens_asked: tokens of all looked-up prompts.
         evictions: entries that left memory.
-        spilled: entries written to the directory.
-        damaged: files that were skipped.
+        spilled: entries that were written to the directory.
+        damaged: damaged files that were skipped.
         failed_writes: entries that could not be written to the directory.
-        failed_reads: times that the directory could not be reached for a file, which may well be in order.
-        bypassed: calls of `generate()` that could not go by the store.
-        refused: caches that `generate()` made and that there was no room for.
+        failed_reads: how often a file in the directory could not be reached. The file may be in order.
+        bypassed: calls of `generate()` that could not use the store.
+        refused: caches from `generate()` for which there was no room.
     """
 
     entries: int

@@ -1,4 +1,4 @@
-"""A store of what prompts begin with."""
+"""The prefix store: caches of prompts, to be found by the prefix that a new prompt shares with them."""
 
 import logging
 import os
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import OptionError, PrefixError
-from kvlayers.prefix.backends import place_for
+from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import put_back
+from kvlayers.prefix.entry import fork_at
 from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.index import EntryIndex
-from kvlayers.prefix.keys import label_of, seen_by, tokens_of
+from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import Hit, Search
 from kvlayers.prefix.statistics import PrefixStatistics
 from kvlayers.utils.options import checked_device, checks_options
@@ -25,27 +25,28 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixStore:
-    """Finds the longest prefix of a prompt that was computed before, token by token, and gives a fork of its cache.
+    """Stores caches by the tokens that they have seen, and finds the longest stored prefix of a prompt.
 
-    A cache that keeps every token serves all prompts that begin as it does, up to where they part. One with windows,
-    sinks or recurrent states can hardly go back, so it serves those that begin with all that it has seen: insert it
-    where prompts part. Threads may share a store.
+    A cache that keeps every token serves all prompts that share a prefix with it, up to where they diverge. A cache
+    with windows, sinks or recurrent states can hardly be rolled back, so it serves prompts that start with all that it
+    has seen: insert it where prompts diverge. A store is thread-safe.
 
     Args:
-        max_bytes: of memory, for all caches that are held: 2**30, or "1GiB".
-        directory: where caches go that leave memory, and are found again after a restart; made where there is none. A
-            path, a URL of Redis or Valkey (`redis://`), or one of a file system that fsspec reaches (`s3://`, ...).
-        policy: which one goes first, `LeastRecentlyUsed` where not given.
-        directory_max_bytes: of the files, `None` for as many as the disk has. The one used longest ago goes first.
-        device: where caches from files are to be, the host where not given.
-        snapshot_tokens: `generate()` holds caches that cannot go back (windows, sinks, recurrent states) every so many
-            tokens of a prompt, and at its end; `None` for its end alone.
-        storage_options: for what reaches the URL: the file system of fsspec, or `redis.Redis.from_url`.
+        max_bytes: bytes of memory for all caches: 2**30, or "1GiB".
+        directory: where evicted caches are written, to be found again, even after a restart. A path, a URL of Redis or
+            Valkey (`redis://`), or a URL of any file system that fsspec supports (`s3://`, ...). It is created if it
+            does not exist. Default: evicted caches are dropped.
+        policy: decides which entry is evicted first. Default: `LeastRecentlyUsed`.
+        directory_max_bytes: bytes of all files; the least recently used file is deleted first. Default: no limit.
+        device: device for caches from files. Default: the host.
+        snapshot_tokens: during the prefill, `generate()` inserts caches that cannot be rolled back (windows, sinks,
+            recurrent states) every this many tokens, and at the end of the prompt. `None`: at the end only.
+        storage_options: options for the file system of fsspec, or for `redis.Redis.from_url`.
 
     Raises:
-        OptionError: an option that does not exist, or a budget that is no positive number of bytes; a URL of an unknown
-            scheme, or of one whose package is not installed.
-        CachePathError: the directory cannot be reached, made, read or written to.
+        OptionError: an option does not exist, a budget is not a positive number of bytes, or a URL has a scheme that
+            is unknown or whose package is not installed.
+        CachePathError: the directory cannot be reached, created, read or written to.
 
     Example:
         >>> import torch, kvlayers
@@ -79,18 +80,18 @@ class PrefixStore:
             directory_max_bytes = amount_of_bytes(directory_max_bytes, "directory_max_bytes")
             _check_count("directory_max_bytes", directory_max_bytes, "bytes")
             if directory is None:
-                raise OptionError("expected a directory beside directory_max_bytes, but saw none.")
+                raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
         if storage_options is not None and directory is None:
-            raise OptionError("expected a directory beside storage_options, but saw none.")
+            raise OptionError("`storage_options` need a `directory`, got none: pass both.")
         if device is not None:
-            # Now, as a file would otherwise be taken for damaged later on.
+            # Checked now, since files would otherwise seem damaged later.
             checked_device(device)
         self.device = device
         self.snapshot_tokens = snapshot_tokens
         self._lock = threading.Lock()
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
-        files = None if directory is None else Directory(place_for(directory, storage_options))
-        self._holdings = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
+        files = None if directory is None else Directory(backend_for(directory, storage_options))
+        self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
 
     def insert(
         self,
@@ -100,38 +101,39 @@ class PrefixStore:
         namespace: str = "",
         model: str | None = None,
     ) -> bool:
-        """Hold a fork of a cache for the tokens that it has seen.
+        """Insert a fork of a cache for the tokens that it has seen.
 
-        What the caller does to `cache` afterwards is not seen here. Entries that the new one can be put back to are
-        dropped for it, unless they are pinned.
+        Later changes to `cache` do not affect the store. Entries that the new entry can be rolled back to are dropped,
+        unless they are pinned.
 
         Args:
-            input_ids: ids of the tokens, int64 `[tokens]` or `[1, tokens]`; there may be more than `cache` has seen.
+            input_ids: ids of the tokens, int64 `[tokens]` or `[1, tokens]`. There may be more than `cache` has seen.
             cache: a cache of one sequence.
-            config: config of the model, or the model. Models whose configs differ in what states depend on share
-                nothing.
-            namespace: whose it is: another one finds nothing of it.
-            model: what the model is called, beside its config or instead of it: fine-tunes have equal configs, so
-                pass `kvlayers.weights_id(model)` where several are served.
+            config: config of the model, or the model. Models whose configs differ in anything that affects states
+                share no entries.
+            namespace: namespace of the entry. Lookups in other namespaces do not find it.
+            model: name of the model, besides its config or instead of it. Fine-tuned models have the same config, so
+                pass `kvlayers.weights_id(model)` if you serve several of them.
 
         Returns:
-            Whether it is held: not where an entry in memory stands for these tokens already.
+            Whether it was inserted: `False` if an entry in memory serves these tokens already.
 
         Raises:
-            OptionError: ids of another rank or dtype, or none; no cache of kvlayers; no model.
-            StateMismatchError: the cache has several sequences, has seen no tokens, or more than `input_ids` has.
-            CapacityError: it is larger than the budget, or than what is left of it beside pinned entries.
+            OptionError: `input_ids` has another rank or dtype, or is empty; `cache` is not a cache of kvlayers; or
+                neither `config` nor `model` is given.
+            StateMismatchError: the cache has several sequences, is empty, or has seen more tokens than `input_ids` has.
+            CapacityError: it is larger than the budget, or than what pinned entries leave of it.
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
-        cache, length = seen_by(cache, ids)
+        cache, length = checked_cache(cache, ids)
         with self._lock:
-            # A fork, before it is known whether there is room: other threads may go on with the cache.
-            return self._holdings.put(label, ids[:length].copy(), put_back(cache, length))
+            # Forked before it is clear whether there is room, since other threads may continue to use the cache.
+            return self._index.insert(label, ids[:length].copy(), fork_at(cache, length))
 
     def lookup(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
     ) -> Hit:
-        """A cache that has seen as many of the first tokens as can be had, but at least one less than all.
+        """Find a cache that has seen as many of the first tokens as possible, but not all of them.
 
         Args:
             input_ids: ids of the prompt, int64 `[tokens]` or `[1, tokens]`.
@@ -139,12 +141,16 @@ class PrefixStore:
             namespace: as for `insert`.
             model: as for `insert`.
 
+        Returns:
+            The cache, which belongs to the caller, and how many tokens it has seen. At least one token is left to
+            compute, since its logits are needed.
+
         Raises:
-            OptionError: ids of another rank or dtype, or none; no model.
+            OptionError: `input_ids` has another rank or dtype, or is empty; or neither `config` nor `model` is given.
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         with self._lock:
-            hit = Search(self._holdings, label, ids, config, self.device).run()
+            hit = Search(self._index, label, ids, config, self.device).run()
             self._hits += hit.cache is not None
             self._misses += hit.cache is None
             self._covered += hit.covered
@@ -154,12 +160,12 @@ class PrefixStore:
     def pin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
     ) -> None:
-        """Keep what is held for exactly these tokens where it is, until `unpin` was called as often.
+        """Do not evict the entry for exactly these tokens, until `unpin` has been called as often as `pin`.
 
-        Where they are part of a longer entry that can be put back to them, that one is kept.
+        If the tokens are a prefix of a longer entry that can be rolled back to them, that entry is pinned.
 
         Raises:
-            PrefixError: nothing is held for them.
+            PrefixError: there is no such entry.
             OptionError: as `lookup`.
         """
         self._pin(input_ids, label_of(config, model, namespace), 1)
@@ -167,10 +173,10 @@ class PrefixStore:
     def unpin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
     ) -> None:
-        """Take back one `pin`.
+        """Undo one `pin`.
 
         Raises:
-            PrefixError: what is held for them is not pinned.
+            PrefixError: there is no such entry, or it is not pinned.
             OptionError: as `lookup`.
         """
         self._pin(input_ids, label_of(config, model, namespace), -1)
@@ -178,108 +184,111 @@ class PrefixStore:
     def _pin(self, input_ids: Tensor, label: str, change: int) -> None:
         ids = tokens_of(input_ids)
         with self._lock:
-            tree = self._holdings.tree(label)
+            tree = self._index.tree(label)
             exact = tree.get(ids)
-            entry = exact if exact is not None else self._holdings.standing_for(label, ids)
+            entry = exact if exact is not None else self._index.entry_covering(label, ids)
             if entry is None:
-                raise PrefixError(f"expected an entry for these {len(ids)} tokens, but there is none: insert() one.")
+                raise PrefixError(f"the store has no entry for these {len(ids)} tokens: insert() one first.")
             if entry.pins + change < 0:
                 raise PrefixError(
-                    f"expected a pinned entry for these {len(ids)} tokens, but it is not pinned: pin() it."
+                    f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
             entry.pins += change
 
     def evict(self, nbytes: int | str | None = None) -> int:
-        """Free at least `nbytes` bytes of memory, all where not given, as far as entries are not pinned.
+        """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.
+
+        Args:
+            nbytes: bytes to free: 2**20, or "1MiB". Default: all.
 
         Returns:
-            Bytes that were freed. With a directory, what they held is there.
+            Number of bytes freed. With a directory, the evicted entries are in it.
         """
         if nbytes is not None:
             nbytes = amount_of_bytes(nbytes, "nbytes")
             _check_count("nbytes", nbytes, "bytes")
         with self._lock:
-            return self._holdings.evict(nbytes)
+            return self._index.evict(nbytes)
 
     def flush(self) -> None:
-        """Write all that is in memory to the directory as well, to be found after a restart.
+        """Write every entry in memory to the directory as well, to be found after a restart.
 
         Raises:
             OptionError: the store has no directory.
         """
         self._check_directory()
         with self._lock:
-            self._holdings.flush()
+            self._index.flush()
 
     def refresh(self) -> int:
-        """Read the directory again: find what other processes have written there, and forget what they have deleted.
+        """Read the directory again: add what other processes have written, and drop what they have deleted.
 
         Returns:
-            Entries that were added.
+            Number of entries that were added.
 
         Raises:
             OptionError: the store has no directory.
-            CachePathError: it cannot be reached or read now; nothing is changed.
+            CachePathError: the directory cannot be reached or read now; nothing is changed.
         """
         self._check_directory()
         with self._lock:
-            return self._holdings.refresh()
+            return self._index.refresh()
 
     def _check_directory(self) -> None:
-        if self._holdings.directory is None:
-            raise OptionError("expected a store with a directory, but saw none: make it with directory=....")
+        if self._index.directory is None:
+            raise OptionError("this needs a store with a directory: make it with directory=....")
 
     def clear(self) -> None:
-        """Forget all entries, pinned or not, and delete their files. Statistics go on."""
+        """Remove all entries, pinned or not, and delete their files. Statistics continue."""
         with self._lock:
-            self._holdings.clear()
+            self._index.clear()
 
     @property
     def statistics(self) -> PrefixStatistics:
-        """What is held now, and what was done since the store was made."""
+        """What the store holds now, and what it has done since it was made."""
         with self._lock:
-            held = self._holdings
+            index = self._index
             return PrefixStatistics(
-                entries=len(held),
-                bytes=held.nbytes,
-                file_bytes=held.file_bytes,
+                entries=len(index),
+                bytes=index.nbytes,
+                file_bytes=index.file_bytes,
                 hits=self._hits,
                 misses=self._misses,
                 tokens_covered=self._covered,
                 tokens_asked=self._asked,
-                evictions=held.evictions,
-                spilled=held.spilled,
-                damaged=0 if held.directory is None else held.directory.damaged,
-                failed_writes=held.failed_writes,
-                failed_reads=0 if held.directory is None else held.directory.failed_reads,
+                evictions=index.evictions,
+                spilled=index.spilled,
+                damaged=0 if index.directory is None else index.directory.damaged,
+                failed_writes=index.failed_writes,
+                failed_reads=0 if index.directory is None else index.directory.failed_reads,
                 bypassed=self._bypassed,
                 refused=self._refused,
             )
 
     def note_bypassed(self, reason: str) -> None:
-        """Count a call of `generate()` that could not go by the store, and say so in the log."""
+        """Count a call of `generate()` that could not use the store, and log the reason."""
         with self._lock:
             self._bypassed += 1
-        logger.info("A call of generate() did not go by its prefix store: %s.", reason)
+        logger.info("A call of generate() did not use its prefix store: %s.", reason)
 
     def note_refused(self, reason: str) -> None:
-        """Count a cache that there was no room for, and say so in the log."""
+        """Count a cache for which there was no room, and log the reason."""
         with self._lock:
             self._refused += 1
-        logger.info("A prefix store did not hold what generate() computed: %s", reason)
+        logger.info("A prefix store did not insert what generate() computed: %s", reason)
 
     def __len__(self) -> int:
-        """Entries, in memory and in files."""
+        """Number of entries, in memory and in files."""
         with self._lock:
-            return len(self._holdings)
+            return len(self._index)
 
     def __repr__(self) -> str:
         now = self.statistics
-        held, most = readable_bytes(now.bytes), readable_bytes(self._holdings.max_bytes)
-        return f"PrefixStore({now.entries} entries, {held} of {most})"
+        used, most = readable_bytes(now.bytes), readable_bytes(self._index.max_bytes)
+        return f"PrefixStore({now.entries} entries, {used} of {most})"
 
 
-def _check_count(name: str, value: object, of: str) -> None:
-    """Raise `OptionError` where `value` is no positive whole number."""
+def _check_count(name: str, value: object, unit: str) -> None:
+    """Raise `OptionError` unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"expected {name} to be a positive number of {of}, but saw {value!r}.")
+        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}.")

@@ -1,4 +1,4 @@
-"""What turns states into codes. One file a backend."""
+"""Quantizers, which turn states into codes. Each backend has its own file."""
 
 from kvlayers.quantizers.contract import (
     Backend,

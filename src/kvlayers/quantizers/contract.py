@@ -1,4 +1,4 @@
-"""What turns a block of states into codes: the contract of a quantizer, and of the backend that makes it."""
+"""The contract of a quantizer, which turns a block of states into codes, and of the backend that makes it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from kvlayers.upstream.deprecation import warn_the_caller
 Side = Literal["keys", "values"]
 
 WIDTHS = (1, 2, 3, 4, 8)
-"""Bits that a code may have."""
+"""Numbers of bits that a code may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
-    """What the codes of a quantizer mean: `state = scale * code + zero`, with one scale and zero for each group.
+    """The meaning of codes: `state = scale * code + zero`, with one scale and one zero for each group.
 
     Attributes:
         bits: width of a code: 1, 2, 3, 4 or 8.
         group_tokens: neighbouring tokens that share a scale and a zero.
         group_channels: neighbouring channels that share a scale and a zero. One of the two numbers is 1.
-        floating: codes are float8 (e4m3fn) by their bytes, and there is no zero.
-        rotated: what was quantized are the states after `hadamard.rotate`.
+        floating: whether codes are the bytes of float8 numbers (e4m3fn), without a zero.
+        rotated: whether the states were rotated by `hadamard.rotate` before they were quantized.
     """
 
     bits: int
@@ -38,26 +38,26 @@ class CodeFormat:
         sizes = (self.group_tokens, self.group_channels)
         if self.bits not in WIDTHS or not all(map(_is_whole, sizes)) or min(sizes) < 1 or 1 not in sizes:
             raise OptionError(
-                f"expected codes of {', '.join(map(str, WIDTHS))} bits, in groups along tokens or along channels, but "
-                f"saw {self.bits!r} bits in groups of {sizes[0]!r} tokens and {sizes[1]!r} channels."
+                f"Codes must have {', '.join(map(str, WIDTHS))} bits, in groups along tokens or along channels, got "
+                f"{self.bits!r} bits in groups of {sizes[0]!r} tokens and {sizes[1]!r} channels."
             )
         if self.floating and self.bits != 8:
-            raise OptionError(f"expected floating codes of 8 bits, but saw {self.bits}.")
+            raise OptionError(f"Floating codes must have 8 bits, got {self.bits}.")
 
     @property
     def parameters(self) -> int:
-        """Numbers beside the codes of a group: scale and zero, or the scale alone."""
+        """Parameters of a group: scale and zero, or only the scale."""
         return 1 if self.floating else 2
 
 
 @dataclass(frozen=True)
 class QuantizedGroups:
-    """What a quantizer returns.
+    """The codes, scales and zeros that a quantizer returns.
 
     Attributes:
         codes: uint8 `[batch, kv_heads, tokens, head_dim]`.
         scale: `[batch, kv_heads, tokens / group_tokens, head_dim / group_channels]`, in the dtype of the states.
-        zero: as `scale`; `None` where the format is floating.
+        zero: as `scale`; `None` if the format is floating.
     """
 
     codes: Tensor
@@ -66,9 +66,9 @@ class QuantizedGroups:
 
 
 def check_groups(groups: QuantizedGroups, code_format: CodeFormat, states: Tensor) -> None:
-    """Raise `StateMismatchError` where `groups` is not what quantizing `states` in a format gives.
+    """Raise `StateMismatchError` if `groups` do not have the shapes and dtypes of `states` in a format.
 
-    That codes are no larger than the format says is checked on a CPU alone, as elsewhere it would mean to wait.
+    The largest code is checked only on a CPU, because on other devices the host would have to wait for it.
     """
     batch, kv_heads, tokens, head_dim = states.shape
     grid = (batch, kv_heads, tokens // code_format.group_tokens, head_dim // code_format.group_channels)
@@ -82,22 +82,22 @@ def check_groups(groups: QuantizedGroups, code_format: CodeFormat, states: Tenso
         if seen is None or tuple(seen.shape) != shape or seen.dtype != dtype or seen.device != states.device:
             shown = None if seen is None else f"{list(seen.shape)} of {seen.dtype} on {seen.device}"
             raise StateMismatchError(
-                f"expected a quantizer to return {name} {list(shape)} of {dtype} on {states.device}, but saw {shown}: "
-                "correct the quantizer."
+                f"A quantizer must return {name} {list(shape)} of {dtype} on {states.device}, got {shown}: correct the "
+                "quantizer."
             )
     largest = (1 << code_format.bits) - 1
     if largest < 255 and groups.codes.device.type == "cpu" and groups.codes.numel() and groups.codes.max() > largest:
         raise StateMismatchError(
-            f"expected codes up to {largest}, for {code_format.bits} bits, but saw {int(groups.codes.max())}: correct "
-            "the quantizer."
+            f"A quantizer of {code_format.bits} bits must return codes up to {largest}, got {int(groups.codes.max())}: "
+            "correct the quantizer."
         )
 
 
 class Quantizer(ABC):
-    """Turns keys, or values, into codes. It keeps nothing of what it has seen.
+    """Turns keys, or values, into codes. It has no state: equal inputs give equal codes.
 
     Args:
-        code_format: what its codes mean.
+        code_format: the meaning of its codes.
     """
 
     def __init__(self, code_format: CodeFormat) -> None:
@@ -105,23 +105,23 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, states: Tensor) -> QuantizedGroups:
-        """Quantize states that are finite.
+        """Quantize finite states.
 
         Args:
-            states: `[batch, kv_heads, tokens, head_dim]` of any floating dtype; tokens and head_dim are multiples of
-                the group's.
+            states: `[batch, kv_heads, tokens, head_dim]` of any floating dtype; tokens and head_dim are
+                multiples of the group sizes.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """What was asked of the keys, or of the values.
+    """Options for the keys, or for the values.
 
     Attributes:
-        side: which of the two.
+        side: keys or values.
         nbits: bits of a code.
-        axis: the axis option of a backend, `None` for what the backend recommends.
-        group_size: states that share a scale, `None` for what suits the head_dim.
+        axis: the axis option of a backend, `None` for the backend's default.
+        group_size: states that share a scale, `None` for a size that suits the head_dim.
     """
 
     side: Side
@@ -143,9 +143,9 @@ class Backend(ABC):
 
     Attributes:
         name: the name that it is registered by.
-        widths: bits that it takes.
-        axes: values of `axis_key` and `axis_value` that it takes; empty where it has no such option.
-        default_axis: the one of them that is meant if none is given.
+        widths: numbers of bits that it takes.
+        axes: values of `axis_key` and `axis_value` that it takes; empty if it has no such option.
+        default_axis: the axis that is used if none is given.
     """
 
     name: str
@@ -154,27 +154,27 @@ class Backend(ABC):
     default_axis: int | None = None
 
     def check(self, options: SideOptions) -> None:
-        """Raise `OptionError` where the backend does not take the options. Also where its package is missing."""
+        """Raise `OptionError` if the backend does not take the options, or its package is missing."""
         if not _is_whole(options.nbits) or options.nbits not in self.widths:
             raise OptionError(
-                f"expected nbits of the {self.name} backend to be one of {', '.join(map(str, self.widths))}, but saw "
+                f"`nbits` of the {self.name} backend must be one of {', '.join(map(str, self.widths))}, got "
                 f"{options.nbits!r} for {options.side}."
             )
         if options.axis is not None and (not _is_whole(options.axis) or options.axis not in self.axes):
-            taken = f"to be one of {', '.join(map(str, self.axes))}" if self.axes else "to be left out"
+            taken = f"one of {', '.join(map(str, self.axes))}" if self.axes else "left out"
             raise OptionError(
-                f"expected {options.axis_name} of the {self.name} backend {taken}, but saw {options.axis!r}."
+                f"`{options.axis_name}` of the {self.name} backend must be {taken}, got {options.axis!r}."
             )
         size = options.group_size
         if size is not None and (not _is_whole(size) or size < 1):
-            raise OptionError(f"expected a group size of at least 1, but saw {size!r} for {options.side}.")
+            raise OptionError(f"The group size must be at least 1, got {size!r} for {options.side}.")
 
     @abstractmethod
     def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
         """A quantizer for states of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that the backend takes.
+            OptionError: the backend does not take the options.
         """
 
 
@@ -183,16 +183,16 @@ def _is_whole(number: object) -> bool:
 
 
 def channel_group(options: SideOptions, head_dim: int) -> int:
-    """Channels in a group along head_dim: the largest divisor of head_dim up to the size that was asked for, or to 64.
+    """Channels in a group along head_dim: the largest divisor of head_dim up to the given group size, or up to 64.
 
-    It warns if that is another size than was asked for.
+    It warns if that differs from the given size.
     """
     asked = options.group_size
     most = min(head_dim, DEFAULT_GROUP_SIZE if asked is None else asked)
     size = next(size for size in range(most, 0, -1) if head_dim % size == 0)
     if asked is not None and size != asked:
         warn_the_caller(
-            f"expected a group size that divides the head_dim {head_dim} of the {options.side}, but saw {asked}: "
-            f"groups of {size}, the largest smaller size that does, are used instead."
+            f"The group size must divide the head_dim {head_dim} of the {options.side}, got {asked}: groups of {size}, "
+            "the largest smaller size that does, are used instead."
         )
     return size

@@ -1,4 +1,4 @@
-"""From codes back to states, in the plainest way."""
+"""Dequantization of codes to states, in the simplest way."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def dequantize(groups: QuantizedGroups, code_format: CodeFormat, dtype: torch.dt
     """The states that codes stand for, computed in float32.
 
     Args:
-        groups: what a quantizer returned.
+        groups: codes, scales and zeros from a quantizer.
         code_format: `format` of that quantizer.
         dtype: dtype of the result.
 

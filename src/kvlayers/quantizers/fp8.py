@@ -1,7 +1,7 @@
 """Codes that are float8 numbers.
 
-After the fp8 layer of transformers, which has one scale for a whole layer and never changes it: here each group has its
-own, so that no state is ever clipped.
+The fp8 layer of transformers has one scale for a whole layer and never changes it. Here each group has its own scale,
+so no state is ever clipped.
 """
 
 import torch
@@ -26,20 +26,20 @@ class Fp8Quantizer(Quantizer):
     """Float8 (e4m3fn) codes. The largest state of a group becomes the largest float8, or just below it.
 
     Args:
-        code_format: what the codes mean.
+        code_format: the meaning of the codes.
     """
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`. The codes are the bytes of float8 numbers."""
         groups = grouped(states, self.format)
         scale = _rounded_up(groups.abs().amax(GROUP_DIMS, keepdim=True).float() / LARGEST, states.dtype)
-        # Beyond the largest float8 there is no number, and a quotient may be that far off by rounding.
+        # Rounding may make a quotient larger than the largest float8, which would have no code.
         codes = (groups.float() / scale.float()).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return QuantizedGroups(ungrouped(codes.view(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
 
 
 def _rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positive float32 numbers in a dtype, none smaller than it was by more than the dtype needs to hold the states."""
+    """Positive float32 numbers in a dtype, rounded up, within the range that the dtype can hold."""
     nearest = numbers.to(dtype)
     one_more_bit = numbers * (1 + torch.finfo(dtype).eps)
     above = torch.where(nearest.float() < numbers, one_more_bit.to(dtype), nearest)
@@ -47,14 +47,14 @@ def _rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _largest_scale(dtype: torch.dtype) -> float:
-    """The largest scale by which the largest float8 is still a finite number of a dtype."""
+    """The largest scale whose product with the largest float8 is finite in a dtype."""
     numbers = torch.finfo(dtype)
     return numbers.max / LARGEST * (1 - numbers.eps)
 
 
 @register_quantizer("fp8")
 class Fp8Backend(Backend):
-    """Float8 codes, with a scale for every 64 neighbouring tokens of a key channel and for the channels of a value."""
+    """Float8 codes. 64 neighbouring tokens of a key channel share a scale, and so do the channels of a value."""
 
     name = "fp8"
     widths = (8,)
@@ -63,7 +63,7 @@ class Fp8Backend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that fp8 takes.
+            OptionError: fp8 does not take the options.
         """
         self.check(options)
         if options.side == "keys":

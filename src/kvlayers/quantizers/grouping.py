@@ -1,4 +1,4 @@
-"""The view of a block of states by groups, and the numbers that a dtype can hold."""
+"""Views of a block of states by groups, and numbers that a dtype can hold."""
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ def ungrouped(groups: Tensor) -> Tensor:
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 numbers as they are once stored in a dtype."""
+    """Float32 numbers, rounded to the precision of a dtype."""
     return numbers.to(dtype).float()
 
 
 def smallest_positive(dtype: torch.dtype) -> float:
-    """The smallest number of a dtype that is safe to divide by: float16 keeps its subnormal numbers everywhere."""
+    """The smallest number of a dtype that is safe to divide by. Every device keeps float16's subnormal numbers."""
     numbers = torch.finfo(dtype)
     return numbers.smallest_normal * numbers.eps if dtype == torch.float16 else numbers.smallest_normal
 
@@ -40,7 +40,7 @@ def one_group_a_row(states: Tensor, code_format: CodeFormat) -> Tensor:
 def from_rows(
     codes: Tensor, scale: Tensor, zero: Tensor, shape: torch.Size, code_format: CodeFormat
 ) -> QuantizedGroups:
-    """Undo `one_group_a_row`, for the codes and for one scale and zero a row.
+    """Inverse of `one_group_a_row`, for codes and for one scale and one zero per row.
 
     Args:
         codes: uint8 `[groups, states of a group]`.

@@ -1,8 +1,8 @@
-"""Rotation of states along head_dim, which spreads outlying channels over all of them.
+"""Rotation of states along head_dim, which spreads outliers in a channel over all channels.
 
 The matrix is a normalised Hadamard matrix of the largest power of two that divides head_dim, repeated along the
-diagonal. It is symmetric and orthogonal, so that rotating twice gives the states back. After QuaRot
-(https://arxiv.org/abs/2404.00456), which rotates the cache in this way.
+diagonal. It is symmetric and orthogonal, so rotating twice gives the states back. QuaRot
+(https://arxiv.org/abs/2404.00456) rotates the cache in this way.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def rotation_size(head_dim: int) -> int:
-    """The largest power of two that divides head_dim: so many channels are mixed with each other."""
+    """The largest power of two that divides head_dim: the number of channels that are mixed with each other."""
     return head_dim & -head_dim
 
 

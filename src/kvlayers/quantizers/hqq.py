@@ -1,4 +1,4 @@
-"""Codes as HQQ computes them, and as transformers has them of it."""
+"""Codes computed by HQQ, as in transformers."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from kvlayers.quantizers.packages import required
 from kvlayers.quantizers.registry import register_quantizer
 
 BLOCK_TOKENS = 64
-"""Tokens of a sequence that HQQ is given at once. It stops when their mean error no longer falls, so that their number
-has a part in the codes."""
+"""Tokens of a sequence that are passed to HQQ at once. HQQ stops when their mean error no longer falls, so this number
+affects the codes."""
 
 
 def _hqq() -> Any:
@@ -28,10 +28,10 @@ def _hqq() -> Any:
 
 
 class HQQQuantizer(Quantizer):
-    """Affine codes by half-quadratic quantization (https://dropbox.github.io/hqq_blog/), as the package `hqq` has it.
+    """Affine codes by half-quadratic quantization (https://dropbox.github.io/hqq_blog/), from the package `hqq`.
 
     Args:
-        code_format: what the codes mean.
+        code_format: the meaning of the codes.
     """
 
     def __init__(self, code_format: CodeFormat) -> None:
@@ -40,7 +40,7 @@ class HQQQuantizer(Quantizer):
         self._block = code_format.group_tokens if code_format.group_tokens > 1 else BLOCK_TOKENS
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
-        """Quantize `[batch, kv_heads, tokens, head_dim]`, by blocks of 64 tokens, or of a group of tokens."""
+        """Quantize `[batch, kv_heads, tokens, head_dim]` in blocks of 64 tokens, or of one group of tokens."""
         sequences = [
             [self._quantize_block(block) for block in torch.split(sequence, self._block, dim=-2)]
             for sequence in torch.split(states, 1)
@@ -71,7 +71,7 @@ class HQQQuantizer(Quantizer):
 
 @register_quantizer("hqq")
 class HQQBackend(Backend):
-    """HQQ. Groups are neighbouring channels of a token at axis 1, neighbouring tokens of a channel at axis 0."""
+    """HQQ. Groups are neighbouring channels of a token for axis 1, neighbouring tokens of a channel for axis 0."""
 
     name = "hqq"
     widths = (1, 2, 3, 4, 8)
@@ -79,7 +79,7 @@ class HQQBackend(Backend):
     default_axis = 1
 
     def check(self, options: SideOptions) -> None:
-        """Raise `OptionError` where the backend does not take the options, or hqq is missing."""
+        """Raise `OptionError` if HQQ does not take the options, or hqq is missing."""
         super().check(options)
         _hqq()
 
@@ -87,7 +87,7 @@ class HQQBackend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that HQQ takes, or hqq is missing.
+            OptionError: HQQ does not take the options, or hqq is missing.
         """
         self.check(options)
         if options.axis == 0:

@@ -1,13 +1,14 @@
 """The quantizer that needs no other package.
 
-Keys have channels that are large in every token, so that they share a scale along the tokens of a channel; values have
-none, and share it along the channels of a token, after KIVI (https://arxiv.org/abs/2402.02750). Both are rotated first,
-after QuaRot (see `hadamard`): unrotated keys cost a real model about twice the divergence.
+Some channels of keys are large in every token, so keys share a scale along the tokens of a channel. Values have no such
+channels, and share a scale along the channels of a token, as in KIVI (https://arxiv.org/abs/2402.02750). Both are
+rotated first, as in QuaRot (see `hadamard`): without the rotation of keys, the divergence of a real model about
+doubles.
 
-The range of a group is searched for: clipping the outermost states makes all others finer. The best of a grid of
-clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for another norm
-(https://dropbox.github.io/hqq_blog/). Then the scale is stretched, so that products with a query are not biased towards
-zero, the concern of TurboQuant (https://arxiv.org/abs/2504.19874).
+The range of each group is searched: clipping the outermost states makes the steps between the others finer. The best
+of a grid of clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for
+another norm (https://dropbox.github.io/hqq_blog/). Then the scale is stretched, so that products with a query are not
+biased towards zero, the concern of TurboQuant (https://arxiv.org/abs/2504.19874).
 """
 
 from collections.abc import Iterator
@@ -44,24 +45,24 @@ CLIPS = {
     4: (0.0, 0.03, 0.06, 0.09, 0.12),
     8: (0.0,),
 }
-"""For each width, the parts of the range that are tried as the part to cut off at either end."""
+"""For each width of a code, the fractions of the range that are tried as the part to cut off at either end."""
 
 REFITS = 2
 """How often the best range is fitted to its own codes."""
 
 LARGEST_STRETCH = 0.5
-"""The most, as a part of it, by which a scale is made larger than that of least squares."""
+"""The most by which the least-squares scale is stretched, as a fraction of it."""
 
 LARGEST_STATE = 2.0**124
-"""So large a state, and no larger, is still far from overflow in float32."""
+"""States up to this size are far from overflow in float32."""
 
-PIECE = 1 << 17
-"""States that are quantized at once: as many as fit into a processor's cache, with what is made of them."""
+CPU_STATES_AT_ONCE = 1 << 17
+"""States that are quantized at once: with all intermediate results they fit into the cache of a CPU."""
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Numbers that the codes of each group stand for, as stored: float32 that the dtype of the states can hold."""
+    """Scale and zero of each group as they are stored: float32 numbers that the dtype of the states can hold."""
 
     scale: Tensor
     zero: Tensor
@@ -72,28 +73,28 @@ class _Grid:
 
 @dataclass(frozen=True)
 class _Coded:
-    """Codes and what they leave over, both float32 in units of the scale."""
+    """Codes and their residues, both float32 in units of the scale."""
 
     codes: Tensor
     residue: Tensor
 
 
 class NativeQuantizer(Quantizer):
-    """Affine codes, whose range is searched for.
+    """Affine codes with a searched range.
 
     Args:
-        code_format: what the codes mean.
+        code_format: the meaning of the codes.
     """
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`.
 
-        A group of equal states gives exactly that state. States are clipped to a magnitude beyond which arithmetic
-        would overflow: 2^124, or less where dtype says so, divided by the square root of how many channels are mixed
-        where they are rotated (for float16 and head_dim 64: 8188).
+        A group of equal states gives exactly that state. States are clipped to the magnitude above which arithmetic
+        would overflow: 2^124, or the largest number of the dtype if that is less. If states are rotated, it is divided
+        by the square root of the number of channels that are mixed (8188 for float16 and head_dim 64).
         """
         tokens = states.shape[-2]
-        step = PIECE * tokens // max(1, states.numel())
+        step = CPU_STATES_AT_ONCE * tokens // max(1, states.numel())
         step = max(1, step // self.format.group_tokens) * self.format.group_tokens
         pieces = [self._quantize_piece(states[..., start : start + step, :]) for start in range(0, tokens, step)]
         if len(pieces) == 1:
@@ -122,7 +123,7 @@ class NativeQuantizer(Quantizer):
 
 
 class _Sums:
-    """Moments of the codes of each group and of what they leave over, in units of the scale."""
+    """Moments of the codes and of the residues of each group, in units of the scale."""
 
     def __init__(self, coded: _Coded, count: int) -> None:
         self.mean_code = coded.codes.sum(GROUP_DIMS, keepdim=True) / count
@@ -135,7 +136,7 @@ class _Sums:
 
 
 class _GridSearch:
-    """Looks for the grid of each group that leaves the smallest squared error.
+    """Finds the grid of each group that has the smallest squared error.
 
     Args:
         states: float32, by groups.
@@ -185,11 +186,11 @@ class _GridSearch:
                     yield self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
 
     def _error(self, grid: _Grid, coded: _Coded, unit: Tensor) -> Tensor:
-        """Squared error of each group in units, which the square of the largest states could not be."""
+        """Squared error of each group, in units of `unit`, because squares of the largest states would overflow."""
         return coded.residue.square().sum(GROUP_DIMS, keepdim=True) * (grid.scale / unit).square()
 
     def _refit(self, grid: _Grid, coded: _Coded) -> _Grid:
-        """The grid of least squares for the codes: first the zero, then the scale that suits the stored zero."""
+        """The least-squares grid for the codes: first the zero, then the scale that suits the stored zero."""
         sums = _Sums(coded, self.count)
         zero = rounded(grid.zero + grid.scale * (sums.mean_residue - sums.slope * sums.mean_code), self.dtype)
         moved = (grid.zero - zero) / grid.scale
@@ -197,9 +198,9 @@ class _GridSearch:
         return self._grid(grid.scale * (1 + growth), zero)
 
     def _stretched(self, grid: _Grid, coded: _Coded) -> _Grid:
-        """The grid on which codes vary with the states as much as the states do, about the same mean.
+        """The grid on which the codes have the same variance as the states, and the same mean.
 
-        Least squares has them vary less, by the share of the variance that is lost, and so flattens the attention.
+        Least squares shrinks the variance by the fraction that is lost in rounding, and so flattens the attention.
         """
         sums = _Sums(coded, self.count)
         residue_variance = (
@@ -209,16 +210,16 @@ class _GridSearch:
         scale = grid.scale * (1 + stretch.clamp(0, LARGEST_STRETCH))
         mean = grid.scale * (sums.mean_code + sums.mean_residue)
         stored = self._grid(scale, grid.zero + (mean - scale * sums.mean_code))
-        # The zero of a large bias is rounded by a part of a step: the scale makes up for it, so that the mean stays.
+        # If the bias is large, rounding moves the zero by a part of a step: the scale makes up for it to keep the mean.
         exact = (mean + (grid.zero - stored.zero)) / sums.mean_code.clamp(min=1 / self.count)
         return self._grid(torch.clamp(exact, scale * 0.95, scale * 1.05), stored.zero)
 
     def _grid(self, scale: Tensor, zero: Tensor) -> _Grid:
-        """A grid as it is stored, whose scale can be divided by, and whose last state the dtype can hold."""
+        """A grid as it is stored: its scale can be a divisor, and the dtype can hold its last state."""
         numbers = torch.finfo(self.dtype)
         zero = rounded(zero.clamp(-numbers.max, numbers.max), self.dtype)
         largest = (numbers.max / self.top - zero.clamp(min=0) / self.top) * (1 - numbers.eps)
-        # What the rounding of the zero has left of a constant may not be many steps away.
+        # The error that rounding the zero leaves in a constant group must not be many steps.
         smallest = (zero.abs() * (numbers.eps / self.top / 8)).clamp(min=smallest_positive(self.dtype))
         return _Grid(rounded(torch.maximum(torch.minimum(scale, largest), smallest), self.dtype), zero)
 
@@ -234,7 +235,7 @@ class NativeBackend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that the backend takes.
+            OptionError: the backend does not take the options.
         """
         self.check(options)
         if options.side == "keys":

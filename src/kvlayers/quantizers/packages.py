@@ -1,4 +1,4 @@
-"""Packages that some backends need."""
+"""Imports of the packages that some backends need."""
 
 import importlib
 from types import ModuleType
@@ -11,9 +11,9 @@ def required(module: str, package: str, backend: str, extra: str) -> ModuleType:
 
     Args:
         module: its name.
-        package: what pip calls the package that has it.
+        package: name of its package for pip.
         backend: the backend that needs it.
-        extra: the extra of kvlayers that brings it.
+        extra: the extra of kvlayers that installs it.
 
     Raises:
         OptionError: it cannot be imported.
@@ -22,6 +22,6 @@ def required(module: str, package: str, backend: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise OptionError(
-            f"expected the package {package} to be installed, as the {backend} backend computes with it, but importing "
-            f'{module} failed ({error}): run `pip install {package}`, or `pip install "kvlayers[{extra}]"`.'
+            f"The {backend} backend needs the package {package}, but importing {module} failed ({error}): run "
+            f'`pip install {package}`, or `pip install "kvlayers[{extra}]"`.'
         ) from error

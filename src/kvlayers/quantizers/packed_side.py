@@ -1,8 +1,8 @@
-"""Keys, or values, as a run of blocks of packed codes: the layout that stores write and attention kernels read.
+"""Keys, or values, as blocks of packed codes: the layout that stores write and attention kernels read.
 
-A block holds `block_tokens` tokens as rows of codes, packed by `packing`: one row for each channel of keys, along the
-tokens, and one row for each token of values, along the channels. So attention sums over the rows in both products,
-and what it unpacks at once are neighbouring columns of its result.
+A block holds `block_tokens` tokens as rows of codes, packed by `packing`. Keys have one row per channel, along the
+tokens; values have one row per token, along the channels. So attention sums over the rows in both products, and the
+codes that it unpacks at once are neighbouring columns of its result.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from kvlayers.quantizers.packing import pack, row_bytes, unpack
 
 
 def _oriented(side: Side, of_tokens: int, of_channels: int) -> tuple[int, int]:
-    """What belongs to the rows of a block, and to its columns."""
+    """The numbers for the rows and for the columns of a block."""
     return (of_channels, of_tokens) if side == "keys" else (of_tokens, of_channels)
 
 
 @dataclass(frozen=True)
 class PackedSide:
-    """Packed keys or values of a run of blocks.
+    """Packed keys, or packed values, of consecutive blocks.
 
     Attributes:
         codes: uint8 `[batch, kv_heads, blocks, rows * row_bytes]`; its last dimension is contiguous.
         parameters: `[batch, kv_heads, blocks, p]` in the dtype of the states; its last dimension is contiguous and
             flattens `[format.parameters, rows / row_group, columns / column_group]`: scales, then zeros.
-        format: what the codes mean.
-        side: which of the two.
+        format: the meaning of the codes.
+        side: keys or values.
         head_dim: channels of a token.
         block_tokens: tokens of a block.
     """
@@ -67,18 +67,18 @@ class PackedSide:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the run."""
+        """Number of blocks."""
         return self.codes.shape[2]
 
     def dequantized(self) -> Tensor:
-        """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`; still rotated, where they are."""
+        """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`, rotated if they were packed so."""
         packed = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes))
         codes = unpack(packed, self.format.bits, self.columns)
         if self.format.floating:
             codes = codes.view(torch.float8_e4m3fn)
         grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
         parameters = torch.unflatten(self.parameters.float(), -1, grid)
-        # Groups as dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
+        # Groups get dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
         groups = torch.unflatten(codes.float(), -1, (-1, self.column_group))
         groups = torch.unflatten(groups, -3, (-1, self.row_group))
         states = groups * parameters[:, :, :, 0, :, None, :, None]
@@ -89,12 +89,12 @@ class PackedSide:
 
 
 def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Codes and parameters of a `PackedSide`, from what a quantizer returned.
+    """Codes and parameters of a `PackedSide`, from the groups that a quantizer returned.
 
     Args:
         groups: quantized states of `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of `block_tokens`.
-        code_format: what the codes mean.
-        side: which of the two they are.
+        code_format: the meaning of the codes.
+        side: keys or values.
         block_tokens: tokens of a block, a multiple of those in a group.
     """
     codes = torch.unflatten(groups.codes, 2, (-1, block_tokens))

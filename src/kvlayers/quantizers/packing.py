@@ -1,26 +1,26 @@
 """Codes of a few bits, packed into bytes.
 
-Byte `j` of a row of `n` bytes holds the codes of columns `j`, `j + n`, `j + 2n`, ...: the first in its lowest bits.
-So whatever reads 16 bytes at once finds the codes of 16 neighbouring columns under each mask, and needs no shuffle.
-Codes of three bits are two such rows, one behind the other: their two lower bits, then their highest bit.
+Byte `j` of a row of `n` bytes holds the codes of columns `j`, `j + n`, `j + 2n`, ..., the first in its lowest bits. So
+code that reads 16 bytes at once finds the codes of 16 neighbouring columns under each mask, and needs no shuffle. Codes
+of three bits are two such rows, one after the other: their two lower bits, then their highest bit.
 """
 
 import torch
 from torch import Tensor
 
 COLUMNS_MULTIPLE = 8
-"""Rows are padded to a multiple of so many columns, where codes are smaller than a byte."""
+"""Rows are padded to a multiple of this many columns if codes are smaller than a byte."""
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 
 def padded_columns(columns: int, bits: int) -> int:
-    """Columns of a row with those that fill its last byte."""
+    """Columns of a row, including the padding that fills its last byte."""
     return columns if bits == 8 else -(-columns // COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE
 
 
 def row_bytes(columns: int, bits: int) -> int:
-    """Bytes that a row of codes takes."""
+    """Bytes of a row of codes."""
     return padded_columns(columns, bits) * bits // 8
 
 

@@ -1,4 +1,4 @@
-"""Codes as optimum-quanto computes them, and as transformers has them of it."""
+"""Codes computed by optimum-quanto, as in transformers."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class QuantoQuantizer(Quantizer):
     """Affine codes from the smallest to the largest state of a group, by the `MaxOptimizer` of optimum-quanto.
 
     Args:
-        code_format: what the codes mean.
+        code_format: the meaning of the codes.
     """
 
     def __init__(self, code_format: CodeFormat) -> None:
@@ -41,7 +41,7 @@ class QuantoQuantizer(Quantizer):
         rows = one_group_a_row(states, self.format)
         scale, shift = self._scale_and_shift(rows)
         if states.dtype == torch.float16 and not bool(scale.isfinite().all()):
-            # Quanto subtracts in the dtype of the states, where the range of a group may be infinite.
+            # Quanto subtracts in the dtype of the states, in which the range of a group may be infinite.
             rows = rows.float()
             scale, shift = self._scale_and_shift(rows)
         codes: Tensor = torch.ops.quanto.quantize_affine(
@@ -50,14 +50,14 @@ class QuantoQuantizer(Quantizer):
         return from_rows(codes, scale.to(states.dtype), -shift.to(states.dtype), states.shape, self.format)
 
     def _scale_and_shift(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        # Not the optimizer's own call, which takes a block of one group for one that has no groups.
+        # Not the optimizer's `__call__`, which treats a block of one group as one without groups.
         scale, shift = self._optimizer.optimize(rows, self._width, 0)
         return scale, shift
 
 
 @register_quantizer("quanto")
 class QuantoBackend(Backend):
-    """optimum-quanto. Groups are neighbouring channels of a token at axis 0, neighbouring tokens of a channel at -1."""
+    """optimum-quanto. Groups are neighbouring channels of a token (axis 0) or neighbouring tokens of a channel (-1)."""
 
     name = "quanto"
     widths = (2, 4)
@@ -65,7 +65,7 @@ class QuantoBackend(Backend):
     default_axis = 0
 
     def check(self, options: SideOptions) -> None:
-        """Raise `OptionError` where the backend does not take the options, or optimum-quanto is missing."""
+        """Raise `OptionError` if quanto does not take the options, or optimum-quanto is missing."""
         super().check(options)
         _quanto()
 
@@ -73,7 +73,7 @@ class QuantoBackend(Backend):
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: the options are not ones that quanto takes, or optimum-quanto is missing.
+            OptionError: quanto does not take the options, or optimum-quanto is missing.
         """
         self.check(options)
         if options.axis == -1:

@@ -1,4 +1,4 @@
-// The search of `native.py` for the grid of each group, on a CPU: the same steps, each group in registers.
+// The search of `native.py` for the grid of each group, on a CPU: the same steps, with each group in registers.
 
 #include <algorithm>
 #include <cmath>
@@ -52,7 +52,7 @@ struct Grid {
     float scale, zero;
 };
 
-// Sums over a group, each divided by the count of its states: of the codes c, and of what they leave over, r.
+// Means over a group: of the codes, of the residues, of their squares, and of their products.
 struct Moments {
     float code, residue, code_squares, residue_squares, products;
 };
@@ -119,7 +119,7 @@ class Group {
         return number;
     }
 
-    // A grid as it is stored, whose scale can be divided by, and whose last state the dtype can hold.
+    // A grid as it is stored: its scale can be a divisor, and the dtype can hold its last state.
     Grid grid(float scale, float zero) const {
         const float largest_number = float(search.largest_number), epsilon = float(search.epsilon);
         zero = rounded(std::min(std::max(zero, -largest_number), largest_number));
@@ -128,7 +128,7 @@ class Group {
         return {rounded(std::max(std::min(scale, largest), smallest)), zero};
     }
 
-    // Exact codes are clamped before they are rounded, which comes to the same and keeps them small.
+    // Exact codes are clamped before they are rounded, which gives the same result and keeps them small.
     void code(Grid on, int64_t at, Floats* codes, Floats* residues) const {
         const Floats shifter = spread(12582912.0f);
         const Floats exact = (load(&states[at]) - on.zero) / on.scale;
@@ -136,7 +136,7 @@ class Group {
         *residues = exact - *codes;
     }
 
-    // By the inverse of the scale: codes that are only compared need not be those that a division gives.
+    // With the inverse of the scale: codes for a comparison need not be exactly those of a division.
     float error(Grid on, float unit) const {
         const Floats shifter = spread(12582912.0f), highest = spread(top);
         const float inverse = 1 / on.scale;

@@ -1,4 +1,4 @@
-"""The search for the grid of each group, compiled for CPUs. `native.py` says what it does, and does it elsewhere."""
+"""The search for the grid of each group, compiled for CPUs. `native.py` does the same in torch, for other devices."""
 
 import ctypes
 import pathlib
@@ -25,12 +25,12 @@ class _SearchLibrary(ctypes.Structure):
 
 @once
 def library() -> ctypes.CDLL | None:
-    """The compiled search; `None` where it cannot be compiled, which is logged once."""
+    """The compiled search, `None` if it cannot be compiled; the reason is logged once."""
     return compiled_library(SOURCE, "kvlayers_search")
 
 
 def supports(states: Tensor) -> bool:
-    """Whether the search is for such states, and there is a compiler for it."""
+    """Whether the compiled search is available and takes these states."""
     return states.device.type == "cpu" and states.dtype in DTYPES and library() is not None
 
 
@@ -43,16 +43,16 @@ def search(
         rows: float32 `[groups, states of a group]`.
         bits: width of a code.
         dtype: dtype that scale and zero are stored in, one of `DTYPES`.
-        clips: parts of the range that are tried as the part to cut off at either end.
+        clips: fractions of the range that are tried as the part to cut off at either end.
         refits: how often the best range is fitted to its own codes.
-        largest_stretch: the most by which a scale is made larger in the end.
+        largest_stretch: the most by which the scale is stretched in the end, as a fraction of it.
 
     Returns:
         Codes, uint8 `[groups, states of a group]`, scales and zeros `[groups, 1]` in the dtype.
     """
     kernel = library()
     if kernel is None:
-        raise RuntimeError("expected a compiled search, but there is none: ask supports() first.")
+        raise RuntimeError("The search is not compiled: call supports() first.")
     rows = rows.float().contiguous()
     groups, size = rows.shape
     codes = torch.empty((groups, size), dtype=torch.uint8, device="cpu")

@@ -1,1 +1,1 @@
-"""Rotary position embeddings: which rotation a model gives its keys, and how to turn a rotated key."""
+"""Rotary position embeddings: how a model rotates its keys, and how to move a rotated key to another position."""

@@ -1,4 +1,4 @@
-"""Which rotation each layer of a model gives its keys, by the model's config."""
+"""How each layer of a model rotates its keys, found from the model's config."""
 
 import copy
 import functools
@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvlayers.errors import ConfigError
-from kvlayers.rope.parameters import rope_config_of_windows, rope_parameters
 from kvlayers.rope.rotary import Layout, Rotary
-from kvlayers.upstream.compat import LayerSpec, layer_specs
+from kvlayers.upstream import compat
+from kvlayers.upstream.model_layers import LayerSpec, layer_specs
 from kvlayers.upstream.model_types import decoder_config
 
-# A config says how fast a model turns its keys, and not which dimensions it turns with which. That is in the code of
-# the model, and a wrong guess gives wrong text and no error. So only what has been looked at is known here: the keys
-# of every type below are checked in tests/rope/test_rotary.py against those of the model itself.
+# A config says how fast a model rotates its keys, but not which dimensions it rotates together. That is in the model's
+# code, and a wrong guess gives wrong text without an error. So this list has only model types whose code was read:
+# tests/rope/test_rotary.py checks the keys of each type against those of the model itself.
 HALVES = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "bamba", "bitnet", "cwm", "dbrx", "diffllama", "doge", "dots1", "exaone4",
     "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
@@ -31,25 +31,25 @@ HALVES = frozenset({
     "qwen3", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
     "zamba2", "zaya",
 })  # fmt: skip
-"""Model types (of the text model) that turn dimension `i` with `i + pairs`."""
+"""Model types (of the text model) that rotate dimension `i` with `i + pairs`."""
 
 PAIRS = frozenset({
     "codegen", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "helium",
     "llama4_text",
 })  # fmt: skip
-"""Model types (of the text model) that turn dimension `2 i` with `2 i + 1`."""
+"""Model types (of the text model) that rotate dimension `2 i` with `2 i + 1`."""
 
 BACKWARDS = frozenset({"nanochat"})
-"""Model types that turn the other way round."""
+"""Model types that rotate in the opposite direction."""
 
 LENGTH_INDEPENDENT = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose frequencies are the same at every position and for every length."""
 
 SCALED_AFTER = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-"""Model types whose keys are scaled dimension by dimension after their rotation, so that they cannot be turned on."""
+"""Model types that scale each dimension of a key after its rotation, so that it cannot be rotated further."""
 
 SCALED_BY_POSITION = ("beam",)
-"""Model types whose queries are scaled by their absolute position, without a word of it in the config."""
+"""Model types that scale queries by their absolute position, although the config does not say so."""
 
 WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
 WITHOUT_KEYS = ("linear_attention", "conv", "dummy", "moe", "mlp")
@@ -59,7 +59,7 @@ _SWITCHES: dict[str, Callable[[PretrainedConfig], bool]] = {
     "granitemoehybrid": lambda config: config.position_embedding_type == "rope",
     "zamba2": lambda config: config.use_mem_rope,
 }
-"""Whether a model of that type rotates keys at all, where its config can tell it not to."""
+"""Whether a model of this type rotates keys at all, for types whose config can switch it off."""
 
 _LayerRule = Callable[[PretrainedConfig, int, str], bool]
 
@@ -97,25 +97,25 @@ _ROTATES: dict[str, _LayerRule] = {
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), _where_theta_is_set),
     "cohere2_moe": _in_windows_or_dense,
 }
-"""Whether a layer of that type of model rotates its keys, for models where only some do."""
+"""Whether a layer rotates its keys, for model types in which only some layers do."""
 
 
 def rotaries(config: object) -> list[Rotary | None]:
-    """How the keys of each layer that has a cache are rotated, in order.
+    """How each layer with a cache rotates its keys, in order.
 
-    The frequencies are those of the model's own code, to the last bit of its float32. They are computed as for a model
-    that is built or loaded in its dtype: `model.to(torch.bfloat16)` on a float32 model rounds the model's own.
+    The frequencies equal those of the model's own code, to the last bit of float32. They are computed as for a model
+    that is built or loaded in its dtype; `model.to(torch.bfloat16)` on a float32 model rounds the model's frequencies.
 
     Args:
         config: the model's config, or that of its text model.
 
     Returns:
-        A `Rotary` for each layer that rotates its keys, the same one for all that rotate alike, and `None` for a layer
+        A `Rotary` for each layer that rotates its keys (layers that rotate alike share one), and `None` for a layer
         that does not, or has no keys.
 
     Raises:
-        ConfigError: `config` is no model config, or keys of the model cannot be moved to another position with what it
-            says: see the message.
+        ConfigError: `config` is not a model config, or it does not say enough to move keys of the model to another
+            position; see the message.
     """
     decoder = decoder_config(config)
     specs = layer_specs(decoder)
@@ -136,23 +136,23 @@ def rotaries(config: object) -> list[Rotary | None]:
 
 
 def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
-    """Raise `ConfigError` where the keys of a model cannot be moved, with the reason that says most."""
+    """Raise `ConfigError` with the most specific reason if keys of the model cannot be moved."""
     model_type = decoder.model_type
     if not type(decoder).__module__.startswith("transformers."):
-        # A model with code of its own may have any name, and may do anything.
+        # A model with its own code may use any name, and may do anything.
         raise _unknown(decoder)
     if not _has_rope(decoder):
         raise ConfigError(
-            f"expected a model whose keys are rotated by their positions (RoPE), but '{model_type}' as configured does "
-            "not rotate them: use a cache that leaves tokens where they are."
+            f"'{model_type}' as configured does not rotate its keys by their positions (RoPE): use a cache that leaves "
+            "tokens where they are."
         )
-    # A model that knows of sections has some of its own where its config has none.
+    # A model that supports sections has default ones if its config has none.
     known = [getattr(decoder, "ignore_keys_at_rope_validation", None) or (), *rope_parameters(decoder)]
     if any("mrope_section" in keys for keys in known):
         raise ConfigError(
-            f"expected positions that are one number for each token, but those of '{model_type}' have several axes "
-            "(mrope_section): where it sees nothing but text, pass rotary=kvlayers.Rotary(inv_freq, layout), with the "
-            "frequencies and the layout of the model's own code."
+            f"Positions of '{model_type}' have several axes (mrope_section) instead of one per token: if it gets only "
+            "text, pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the layout of the "
+            "model's own code."
         )
     for own in rope_parameters(decoder):
         rope_type = own.get("rope_type", "default")
@@ -160,21 +160,21 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
             raise _scaled_by_position(model_type, "llama_4_scaling_beta")
         if rope_type not in LENGTH_INDEPENDENT:
             raise ConfigError(
-                f"expected RoPE of a type that is the same for every length ({', '.join(LENGTH_INDEPENDENT)}), but saw "
+                f"The RoPE type must be the same for every length ({', '.join(LENGTH_INDEPENDENT)}), got "
                 f"'{rope_type}': use a cache that leaves tokens where they are."
             )
     if model_type in SCALED_BY_POSITION:
         raise _scaled_by_position(model_type, "its code")
     if model_type in SCALED_AFTER:
         raise ConfigError(
-            f"expected keys that are cached as they were rotated, but '{model_type}' scales each of their dimensions "
-            "after that: use a cache that leaves tokens where they are."
+            f"'{model_type}' scales each dimension of a key after its rotation, so cached keys cannot be moved: use a "
+            "cache that leaves tokens where they are."
         )
-    # By attribute, as configs have other names for some of these.
+    # By attribute, because configs have other names for some of these.
     if getattr(decoder, "qk_rope_head_dim", None) is not None:
         raise ConfigError(
-            f"expected a model that caches the keys which it rotates, but '{model_type}' has multi-head latent "
-            "attention, which caches what it rotates as values: use a cache that leaves tokens where they are."
+            f"'{model_type}' has multi-head latent attention, which caches the rotated states as values: use a cache "
+            "that leaves tokens where they are."
         )
     if model_type not in HALVES | PAIRS:
         raise _unknown(decoder)
@@ -183,23 +183,22 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
     unknown = sorted({spec.layer_type for spec in specs} - {*WITH_KEYS, *WITHOUT_KEYS})
     if unknown:
         raise ConfigError(
-            f"expected layers that attend to each token ({', '.join(WITH_KEYS)}) or cache none, but '{model_type}' has "
+            f"Layers must attend to each token ({', '.join(WITH_KEYS)}) or have no keys, but '{model_type}' has "
             f"{', '.join(unknown)}: use a cache that leaves tokens where they are."
         )
 
 
 def _unknown(decoder: PretrainedConfig) -> ConfigError:
     return ConfigError(
-        f"expected a model whose rotary layout is known to kvlayers, but saw '{decoder.model_type}' "
-        f"({type(decoder).__name__}): pass rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the "
-        "layout of the model's own code."
+        f"kvlayers does not know the rotary layout of '{decoder.model_type}' ({type(decoder).__name__}): pass "
+        "rotary=kvlayers.Rotary(inv_freq, layout), with the frequencies and the layout of the model's own code."
     )
 
 
 def _scaled_by_position(model_type: str, by: str) -> ConfigError:
     return ConfigError(
-        f"expected attention that depends on how far apart tokens are, but '{model_type}' also scales queries by their "
-        f"absolute position ({by}): switch that off, or use a cache that leaves tokens where they are."
+        f"'{model_type}' scales queries by their absolute position ({by}), so tokens cannot be moved: switch that off, "
+        "or use a cache that leaves tokens where they are."
     )
 
 
@@ -212,17 +211,17 @@ def _has_rope(decoder: PretrainedConfig) -> bool:
 
 
 def depends_on_length(config: object) -> bool:
-    """Whether a key is rotated by angles that depend on how long its sequence was when it was computed.
+    """Whether the angles by which a key is rotated depend on the length of its sequence at that time.
 
     Raises:
-        ConfigError: `config` is no model config.
+        ConfigError: `config` is not a model config.
     """
     parameters = rope_parameters(decoder_config(config))
     return any(own.get("rope_type", "default") not in LENGTH_INDEPENDENT for own in parameters)
 
 
 def _layer_frequencies(decoder: PretrainedConfig, specs: list[LayerSpec]) -> Iterator[Tensor | None]:
-    """Radians per token of the keys of each layer, float32 `[pairs]`, `None` where nothing is rotated."""
+    """Radians per token for the keys of each layer, float32 `[pairs]`; `None` for layers that do not rotate keys."""
     rotates = _ROTATES.get(decoder.model_type, _everywhere)
     shared, of_windows = _model_frequencies(decoder), rope_config_of_windows(decoder)
     for index, spec in enumerate(specs):
@@ -247,7 +246,7 @@ def _model_frequencies(decoder: PretrainedConfig) -> dict[str, Tensor]:
     if decoder.model_type in ("codegen", "gptj"):
         steps = torch.arange(0, decoder.rotary_dim, 2, dtype=torch.float32, device="cpu") / decoder.rotary_dim
         return {"inv_freq": 1.0 / 10000**steps}
-    # On the CPU as models are built, also where the caller has set another default device.
+    # On the CPU, where models are built, even if the caller has set another default device.
     with torch.device("cpu"):
         embedding = _rotary_embedding(type(decoder).__module__)(decoder)
     return {name: buffer for name, buffer in embedding.named_buffers() if name.endswith("inv_freq")}
@@ -255,7 +254,7 @@ def _model_frequencies(decoder: PretrainedConfig) -> dict[str, Tensor]:
 
 @functools.cache
 def _rotary_embedding(config_module: str) -> Any:
-    """The class that computes the angles of the text model, from the module beside that of the config."""
+    """The class that computes the angles of the text model, from the module next to that of the config."""
     name = config_module.replace(".configuration_", ".modeling_")
     (embedding,) = (
         found
@@ -263,3 +262,47 @@ def _rotary_embedding(config_module: str) -> Any:
         if found.__module__ == name and found.__name__.endswith("RotaryEmbedding") and "Vision" not in found.__name__
     )
     return embedding
+
+
+def rope_parameters(decoder: PretrainedConfig) -> list[dict[str, Any]]:
+    """RoPE parameters of a config by their names in transformers 5: one dict, or one for each kind of layer."""
+    # By attribute, because configs have other names for some of these.
+    if compat.ROPE_HAS_ONE_DICT:
+        parameters = getattr(decoder, "rope_parameters", None) or {}
+        nested = [own for own in parameters.values() if isinstance(own, dict)]
+        return nested or ([parameters] if parameters else [])
+    theta, of_windows = getattr(decoder, "rope_theta", None), rope_config_of_windows(decoder)
+    if theta is None:
+        return []
+    scaling = getattr(decoder, "rope_scaling", None) or {}
+    # Older configs call it "type".
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    own = [{**scaling, "rope_theta": theta, "rope_type": rope_type}]
+    return own if of_windows is None else [*own, *rope_parameters(of_windows)]
+
+
+def rope_config_of_windows(decoder: PretrainedConfig) -> PretrainedConfig | None:
+    """The config for the rotary embedding of layers with windows, `None` if it is the same as for other layers."""
+    if compat.ROPE_HAS_ONE_DICT:
+        return None
+    theta = getattr(decoder, "rope_local_base_freq", None)
+    if theta is None and decoder.model_type == "olmo3" and decoder.rope_scaling is not None:
+        # It scales only full attention.
+        theta = decoder.rope_theta
+    if theta is None:
+        return None
+    own = copy.copy(decoder)
+    own.rope_theta, own.rope_scaling, own.rope_local_base_freq = theta, None, None
+    return own
+
+
+def config_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """All fields of a config. Those that states depend on have their names in transformers 5."""
+    fields: dict[str, Any] = config.to_dict()
+    if not compat.ROPE_HAS_ONE_DICT and fields.get("rope_theta") is not None:
+        said = rope_parameters(config)
+        kinds = ("full_attention", "sliding_attention")[: len(said)]
+        fields["rope_parameters"] = said[0] if len(said) == 1 else dict(zip(kinds, said, strict=True))
+        for name in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
+            fields.pop(name, None)
+    return fields

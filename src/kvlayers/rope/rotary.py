@@ -1,4 +1,4 @@
-"""How a model rotates its keys, and how a rotated key is turned on to a later position."""
+"""How a model rotates its keys, and how a rotated key is moved to another position."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -11,13 +11,14 @@ from typing_extensions import override
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 
 Layout = Literal["halves", "pairs"]
-"""Which dimensions are turned with one another: `i` with `i + pairs`, or `2 i` with `2 i + 1`."""
+"""Which dimensions are rotated together: `i` with `i + pairs`, or `2 i` with `2 i + 1`."""
 
-_Place = tuple[torch.device, torch.dtype, int]
+_TurnKey = tuple[torch.device, torch.dtype, int]
+"""Device, dtype and head_dim of a turn."""
 
 
 class _Turn(NamedTuple):
-    """The last turn at a place, and what the next one is made from."""
+    """The last turn for one device, dtype and head_dim, and the frequencies for the next one."""
 
     frequencies: Tensor
     distance: int
@@ -27,85 +28,84 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rotary:
-    """A model's rotary position embedding (RoPE), as its cached keys show it.
+    """A model's rotary position embedding (RoPE), as it appears in cached keys.
 
-    The key of a token at position `p` is that of position 0, with every pair of dimensions turned by the angle
-    `p * inv_freq`. So a key can be moved by `distance` tokens without knowing where it is: it is turned by
-    `distance * inv_freq`. What the model multiplies its keys by besides (the attention scaling of yarn) stays in them.
+    The key of a token at position `p` is the key for position 0 with every pair of dimensions rotated by the angle
+    `p * inv_freq`. So a key can be moved by `distance` tokens without knowing its position: it is rotated by
+    `distance * inv_freq`. Other factors of the model's keys (the attention scaling of yarn) stay in them.
 
-    A `Rotary` does not change. It remembers the last turn, so layers that share one compute it once a step.
+    A `Rotary` is immutable. It remembers the last turn, so layers that share a `Rotary` compute a turn once per step.
 
     Args:
         inv_freq: radians per token, `[pairs]`, of any floating-point dtype and on any device; kept as float64 on the
-            CPU. A frequency of 0 leaves its pair alone, a negative one turns it backwards.
-        layout: "halves" where dimension `i` is turned with `i + pairs`, as in Llama; "pairs" where `2 i` is turned
-            with `2 i + 1`, as in Cohere and GLM. Both count from `first`.
-        first: the first dimension of head_dim that is rotated. Those before it, and those from
-            `first + 2 * pairs` on, are left alone.
+            CPU. A frequency of 0 does not rotate its pair; a negative one rotates it backwards.
+        layout: "halves" if dimension `i` is rotated with `i + pairs`, as in Llama; "pairs" if `2 i` is rotated with
+            `2 i + 1`, as in Cohere and GLM. Both count from `first`.
+        first: the first dimension of head_dim that is rotated. Dimensions before it, and from `first + 2 * pairs` on,
+            are not rotated.
 
     Raises:
-        OptionError: an argument is of the wrong kind.
+        OptionError: an argument has the wrong type.
         ConfigError: there are no frequencies, or they are not finite.
     """
 
     inv_freq: Tensor
     layout: Layout
     first: int = 0
-    _turns: dict[_Place, _Turn] = field(init=False, repr=False, default_factory=dict)
+    _turns: dict[_TurnKey, _Turn] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         inv_freq = self.inv_freq
         if not isinstance(inv_freq, Tensor) or not inv_freq.is_floating_point() or inv_freq.is_meta:
             raise OptionError(
-                f"expected inv_freq to be a floating-point tensor, in radians per token, but saw {inv_freq!r}: pass "
-                "model.model.rotary_emb.inv_freq, or what takes its place in the model."
+                f"`inv_freq` must be a floating-point tensor, in radians per token, got {inv_freq!r}: pass "
+                "model.model.rotary_emb.inv_freq, or its equivalent in the model."
             )
         if self.layout not in get_args(Layout):
             raise OptionError(
-                f"expected layout to be one of {', '.join(get_args(Layout))}, but saw {self.layout!r}: use the one "
-                "that the model's rotate_half has."
+                f"`layout` must be one of {', '.join(get_args(Layout))}, got {self.layout!r}: use the layout of the "
+                "model's rotate_half."
             )
         if not isinstance(self.first, int) or isinstance(self.first, bool) or self.first < 0:
-            raise OptionError(
-                f"expected first to be a dimension of the keys (an int from 0 on), but saw {self.first!r}."
-            )
+            raise OptionError(f"`first` must be a dimension of the keys (an int from 0 on), got {self.first!r}.")
         if inv_freq.dim() != 1 or inv_freq.numel() == 0 or not bool(inv_freq.isfinite().all()):
             raise ConfigError(
-                f"expected finite frequencies of shape [pairs], with at least one pair, but saw {inv_freq!r}: pass "
-                "one for each pair of dimensions that is rotated."
+                f"`inv_freq` must have finite frequencies of shape [pairs], with at least one pair, got {inv_freq!r}: "
+                "pass one for each pair of rotated dimensions."
             )
-        # An inference tensor could not take part in a computation with gradients later on.
+        # An inference tensor could not take part in a later computation with gradients.
         with torch.inference_mode(False):
             own = inv_freq.detach().to("cpu", torch.float64, copy=True)
         object.__setattr__(self, "inv_freq", own)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the turns: they would tie a copy to devices that it may not have.
+        # Without the turns, which would tie a copy to devices that it may not have.
         return type(self), (self.inv_freq, self.layout, self.first)
 
     @property
     def rotated_dims(self) -> int:
-        """Dimensions of a key that are rotated: two for each frequency."""
+        """Number of rotated dimensions of a key: two for each frequency."""
         return 2 * self.inv_freq.numel()
 
     @property
     def fingerprint(self) -> str:
-        """What two descriptions of one rotation have in common, and no others."""
+        """A text that is the same for equal rotations, and differs for others."""
         described = f"{self.layout} {self.first} {self.inv_freq.tolist()}"
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def partner(self, keys: Tensor) -> Tensor:
-        """What a turn by a quarter makes of `keys`, so that any turn of them is `keys * cos + partner * sin`.
+        """The keys rotated by a quarter turn, so that any rotation of them is `keys * cos + partner * sin`.
 
         Args:
             keys: `[batch, kv_heads, tokens, head_dim]`, of any floating-point dtype.
 
         Returns:
-            `[batch, kv_heads, tokens, head_dim]`, float32 (float64 for float64 keys), 0 where nothing is rotated.
+            `[batch, kv_heads, tokens, head_dim]`, float32 (float64 for float64 keys), 0 in
+            dimensions that are not rotated.
 
         Raises:
-            StateMismatchError: head_dim is too small for the dimensions that are rotated.
+            StateMismatchError: head_dim is smaller than the number of rotated dimensions.
         """
         head_dim = keys.shape[-1]
         after = self._dims_after(head_dim)
@@ -123,22 +123,22 @@ class Rotary:
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines that move keys by `distance` tokens.
 
-        The angles are computed in float64 whatever `dtype` is, so that a million tokens lose nothing.
+        The angles are computed in float64 for every `dtype`, so that they stay exact after a million tokens.
 
         Args:
-            distance: tokens to move by: one number for all sequences, or an int64 tensor `[batch]` with one for each.
-                Below 0, keys move towards the start.
-            head_dim: size of a key.
-            dtype: of the result.
-            device: of the result.
+            distance: tokens to move by: one number for all sequences, or an int64 tensor `[batch]` with a number for
+                each. A negative distance moves keys towards the start.
+            head_dim: channels of a key.
+            dtype: dtype of the result.
+            device: device of the result.
 
         Returns:
-            Cosines and sines, each `[1 or batch, 1, 1, head_dim]`: 1 and 0 at dimensions that are not rotated. The
+            Cosines and sines, each `[1 or batch, 1, 1, head_dim]`: 1 and 0 in dimensions that are not rotated. The
             same two tensors may be returned again, so do not write to them.
 
         Raises:
-            OptionError: `distance` is neither.
-            StateMismatchError: head_dim is too small for the dimensions that are rotated.
+            OptionError: `distance` has another type.
+            StateMismatchError: head_dim is smaller than the number of rotated dimensions.
         """
         last = self._turns.get((device, dtype, head_dim))
         if last is None:
@@ -168,20 +168,20 @@ class Rotary:
         cos, sin = self.turn(distance, keys.shape[-1], partner.dtype, keys.device)
         return torch.addcmul(keys * cos, partner, sin).to(keys.dtype)
 
-    def _turned(self, distance: int, frequencies: Tensor, place: _Place) -> _Turn:
-        """The turn by `distance` at a place, which takes the place of the last one there."""
+    def _turned(self, distance: int, frequencies: Tensor, key: _TurnKey) -> _Turn:
+        """The turn by `distance`, which replaces the last one for this device, dtype and head_dim."""
         if not isinstance(distance, int) or isinstance(distance, bool):
             raise _bad_distance(distance)
-        device, dtype, _ = place
-        # Inference tensors could not be read where gradients are wanted.
+        device, dtype, _ = key
+        # Inference tensors could not be read in a computation with gradients.
         with torch.inference_mode(False), torch.no_grad():
             angles = frequencies * distance
             cos, sin = angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
-        turn = self._turns[place] = _Turn(frequencies, distance, cos, sin)
+        turn = self._turns[key] = _Turn(frequencies, distance, cos, sin)
         return turn
 
     def _frequencies(self, head_dim: int, device: torch.device) -> Tensor:
-        """Radians per token of each dimension, float64 `[1, 1, 1, head_dim]`, for angles that go to `device`."""
+        """Radians per token of each dimension, float64 `[1, 1, 1, head_dim]`, for angles on `device`."""
         after = self._dims_after(head_dim)
         with torch.inference_mode(False), torch.no_grad():
             doubled = self.inv_freq.repeat(2) if self.layout == "halves" else self.inv_freq.repeat_interleave(2)
@@ -193,8 +193,8 @@ class Rotary:
         after = head_dim - self.first - self.rotated_dims
         if after < 0:
             raise StateMismatchError(
-                f"expected keys of at least {head_dim - after} dimensions, as {self.rotated_dims} from dimension "
-                f"{self.first} on are rotated, but saw head_dim {head_dim}: use the Rotary of the model's own layer."
+                f"Keys must have at least {head_dim - after} dimensions, because {self.rotated_dims} from dimension "
+                f"{self.first} on are rotated, got head_dim {head_dim}: use the Rotary of the model's own layer."
             )
         return after
 
@@ -204,7 +204,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_sequence(distance: Tensor, frequencies: Tensor) -> Tensor:
-    """`distance` as float64 `[batch, 1, 1, 1]`, where the frequencies are."""
+    """`distance` as float64 `[batch, 1, 1, 1]`, on the device of the frequencies."""
     if distance.dim() != 1 or distance.dtype != torch.int64:
         raise _bad_distance(distance)
     return distance.to(frequencies.device).to(frequencies.dtype)[:, None, None, None]
@@ -212,6 +212,6 @@ def _by_sequence(distance: Tensor, frequencies: Tensor) -> Tensor:
 
 def _bad_distance(distance: object) -> OptionError:
     return OptionError(
-        "expected distance to be a whole number of tokens, or an int64 tensor [batch] with one for each sequence, but "
-        f"saw {distance!r}."
+        "`distance` must be a whole number of tokens, or an int64 tensor [batch] with a number for each sequence, got "
+        f"{distance!r}."
     )

@@ -1,4 +1,4 @@
-"""One tensor with room for tokens: the memory behind keys, or behind values."""
+"""A tensor with room for tokens: the memory of keys, or of values."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 StateForm = tuple[int, int, int, torch.dtype, torch.device]
-"""Batch size, kv_heads, head_dim, dtype and device: what states must share to be held in one buffer."""
+"""Batch size, kv_heads, head_dim, dtype and device. States of one buffer have the same form."""
 
 
 COUNT_DTYPE = torch.int64
-"""The dtype of counts of tokens on a device."""
+"""Dtype of counts of tokens on a device."""
 
 
 def form_of(states: Tensor) -> StateForm:
@@ -25,17 +25,17 @@ def nbytes_of(form: StateForm, tokens: int) -> int:
     return batch * kv_heads * tokens * head_dim * dtype.itemsize
 
 
-MOST_PIECES = 8
-"""Pieces in which tokens move to the front at most; a move by less than that takes a copy of all of them."""
+MAXIMUM_PIECES = 8
+"""Most pieces in which tokens are moved to the front. If it would take more, all tokens are copied at once."""
 
 SLOTS_AT_ONCE = 32
-"""Views of single tokens that are cut together, which takes half the time of cutting each when it is needed."""
+"""Views of single tokens that are made together, in half the time of making each when it is needed."""
 
 
 class TokenBuffer:
-    """A tensor `[batch, kv_heads, capacity, head_dim]` that is read and written by runs of tokens.
+    """A tensor `[batch, kv_heads, capacity, head_dim]` that is read and written by ranges of tokens.
 
-    Reads are views, writes are in place. A buffer that autograd tracks is never written to: see `tracks_gradients`.
+    Reads are views; writes are in place. A buffer that autograd follows is never written to: see `tracks_gradients`.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class TokenBuffer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        # Read once: asking a tensor for these costs as much as the view itself.
+        # Read once: reading these from a tensor costs as much as the view itself.
         self._batch, self._kv_heads, self.capacity, self._head_dim = tensor.shape
         self._strides = tensor.stride()
         self._offset: int | None = None
@@ -68,7 +68,7 @@ class TokenBuffer:
     def allocate(cls, form: StateForm, capacity: int, create: Callable[..., Tensor] = torch.empty) -> "TokenBuffer":
         """A buffer for `capacity` tokens of the given form, unfilled unless `create` fills it."""
         batch, kv_heads, head_dim, dtype, device = form
-        # A tensor born in inference mode could never be written to outside of it.
+        # A tensor that is made in inference mode could never be written to outside of it.
         with torch.inference_mode(False):
             return cls(create((batch, kv_heads, capacity, head_dim), dtype=dtype, device=device))
 
@@ -76,7 +76,7 @@ class TokenBuffer:
         """View of `count` tokens from `start`: `[batch, kv_heads, count, head_dim]`."""
         if self.tracks_gradients or torch.compiler.is_compiling():
             return self.tensor.narrow(2, start, count)
-        # The same view as `narrow` gives, at half its dispatch time; and quicker yet where the offset stays the same.
+        # The same view as `narrow` gives in half its dispatch time, and even faster if the offset stays the same.
         size = (self._batch, self._kv_heads, count, self._head_dim)
         if start == 0:
             return self.tensor.as_strided(size, self._strides)
@@ -84,12 +84,12 @@ class TokenBuffer:
 
     def _storage_offset(self) -> int:
         if self._offset is None:
-            # Not asked for before, as compiled code makes buffers too, and cannot.
+            # Read lazily, because compiled code makes buffers too, and cannot read it.
             self._offset = int(self.tensor.storage_offset())
         return self._offset
 
     def write(self, start: int, states: Tensor) -> None:
-        """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the tokens from `start` on."""
+        """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the slots from `start` on."""
         tokens = states.shape[2]
         if tokens == 1 and not torch.compiler.is_compiling():
             slot = start - self._first_slot
@@ -106,17 +106,17 @@ class TokenBuffer:
         self._first_slot = start
 
     def shift_to_front(self, start: int, count: int, free: int = 0) -> None:
-        """Move `count` tokens from `start` to the front, behind `free` slots, never over themselves."""
+        """Move `count` tokens from `start` to the front, after `free` slots, without overwriting unmoved ones."""
         distance = start - free
-        if distance * MOST_PIECES < count:
+        if distance * MAXIMUM_PIECES < count:
             self.write(free, self.read(start, count).clone())
             return
         for done in range(0, count, distance):
             piece = min(distance, count - done)
             self.write(free + done, self.read(start + done, piece))
 
-    def moved(self, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
-        """A new buffer for `capacity` tokens that begins with `free` slots and then `count` tokens from `start`."""
+    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
+        """A new buffer for `capacity` tokens, with `count` tokens from `start` after `free` empty slots."""
         tensor = self.tensor
         form = (self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
@@ -125,7 +125,7 @@ class TokenBuffer:
         return buffer
 
     def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
-        """As `moved`, where sequence `i` of the new buffer is sequence `indices[i]` of this one."""
+        """As `reallocated`, but sequence `i` of the new buffer is sequence `indices[i]` of this one."""
         tensor = self.tensor
         form = (indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
@@ -133,16 +133,16 @@ class TokenBuffer:
             torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(free, count))
         return buffer
 
-    def another(self, batch_size: int, capacity: int) -> "TokenBuffer":
-        """A buffer of zeros in memory of the same kind, for states of the same form but for the batch size."""
+    def allocate_like(self, batch_size: int, capacity: int) -> "TokenBuffer":
+        """A buffer of zeros in the same kind of memory, for states of the same form except for the batch size."""
         form = (batch_size, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device)
         return TokenBuffer.allocate(form, capacity, torch.zeros)
 
     @property
     def form(self) -> StateForm:
-        """Form of the states that it holds, on the device where they are computed."""
+        """Form of the states, with the device where they are computed."""
         return self._batch, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device
 
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
-        """The same memory for fewer sequences: the first ones."""
+        """A buffer over the same memory, for the first `batch_size` sequences only."""
         return self if batch_size == self._batch else TokenBuffer(self.tensor[:batch_size])

@@ -1,7 +1,7 @@
 """How tokens are held: the contract of a store."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -9,11 +9,9 @@ from typing_extensions import Self
 
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.tensor_memory import storages_of
-
-Fact = int | str | bool | None
-"""A plain fact that is kept beside the tensors of a state."""
-
 
 Fidelity = Literal["exact", "rounded", "evicting"]
 """What happens to the states that the model attends to: all are kept as they came, all are kept but some are rounded to
@@ -31,23 +29,33 @@ def lacks_member(part: object, member: str) -> UnsupportedLayerError:
     return UnsupportedLayerError(f"`{name}` has no `{member}`, which a plan asks for: define `{name}.{member}`.")
 
 
-StatePair = tuple[Tensor, Tensor]
+KVPair = tuple[Tensor, Tensor]
 """Keys and values of the same tokens."""
 
-Mover = Callable[[TokenBuffer, int, int], TokenBuffer]
-"""Given a buffer, of whose tokens those from a first to a last one count, the buffer that is to be held instead."""
+BufferSwap = Callable[[TokenBuffer, int, int], TokenBuffer]
+"""Called with a buffer and the start and end of its live tokens; returns the buffer to hold instead."""
 
 
-class TokenStore(ABC):
-    """Holds the keys and values of one run of consecutive tokens.
+class TokenStore(DescribedByArguments, DescribesItself, ABC):
+    """Holds the keys and values of consecutive tokens.
 
     Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
-    head_dims may differ (multi-head latent attention), and so may the kv_heads. A store knows nothing of positions:
-    which tokens are worth keeping is the layer's business.
+    head_dims may differ (multi-head latent attention), and so may the kv_heads. A store knows nothing about positions:
+    the layer decides which tokens to keep.
+
+    If the initialiser of a store takes only plain facts, the class names them in `described` and keeps them in
+    attributes of the same names. The store can then be saved, and loaded once it is registered with
+    `register_store`. Any other store defines `describe` and `from_description`.
     """
 
+    holds_tokens_apart = False
+    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
+
     is_opaque = False
-    """Whether compiled code calls the layer that has the store by an operator, rather than be traced through it."""
+    """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
+
+    is_pending = False
+    """Whether this is a `PendingAssignment`, which waits for values that match its keys, or the reverse."""
 
     @property
     def sized_for(self) -> int | None:
@@ -88,36 +96,36 @@ class TokenStore(ABC):
         """Tokens held."""
 
     def count(self, tokens: int) -> None:
-        """See `CacheLayer.count`. Only for a store that is opaque."""
+        """See `CacheLayer.count`. Only opaque stores need it."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def key_form(self) -> StateForm | None:
-        """Batch size, kv_heads, head_dim, dtype and device of the keys; `None` before the first states."""
+        """Form of the keys: batch size, kv_heads, head_dim, dtype and device; `None` before the first states."""
 
     @property
     @abstractmethod
     def value_form(self) -> StateForm | None:
-        """The same of the values."""
+        """Form of the values, as `key_form`."""
 
     @abstractmethod
     def validate(self, keys: Tensor, values: Tensor) -> int:
-        """Check that new states can follow those held; return how many tokens they are.
+        """Check that new states can follow the held ones; return the number of new tokens.
 
-        An empty store takes on their form when it next makes room for them.
+        An empty store takes on their form when they are appended.
 
         Raises:
-            StateMismatchError: keys and values do not match each other, or the states held.
+            StateMismatchError: keys and values do not match each other, or the states that are held.
         """
 
     @abstractmethod
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Take on a form, and allocate what can be allocated, before the first states arrive."""
+        """Take on a form before the first states arrive, and allocate memory if its size is known."""
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add admitted states behind those held.
+        """Append validated states to the held ones.
 
         Raises:
             CapacityError: the store cannot hold that many tokens.
@@ -125,18 +133,18 @@ class TokenStore(ABC):
 
     @abstractmethod
     def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
-    ) -> StatePair:
-        """Append admitted states; return what their queries attend to.
+        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        """Append validated states; return the keys and values that their queries attend to.
 
         Args:
             keys: `[batch, kv_heads, new, key_head_dim]`.
             values: `[batch, kv_heads, new, value_head_dim]`.
-            past: how many of the newest tokens that were held before are attended to, `None` for all of them.
-            front: keys and values of other tokens, of the form of those held, that are attended to in front of them.
+            past: how many of the newest held tokens are attended to, `None` for all of them.
+            prefix_states: keys and values of other tokens, in the form of the held ones, to attend to in front of them.
 
         Returns:
-            Keys and values of the tokens in front, of `past` tokens and of the new ones, in order.
+            Keys and values of the prefix, of `past` held tokens and of the new tokens, in order.
 
         Raises:
             CapacityError: the store cannot hold that many tokens.
@@ -144,9 +152,9 @@ class TokenStore(ABC):
 
     @abstractmethod
     def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
-    ) -> StatePair:
-        """As `extend`, where no more than the newest `kept` tokens are held afterwards, nor room is made for more."""
+        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these."""
 
     @abstractmethod
     def newest_keys(self, count: int) -> Tensor:
@@ -156,15 +164,16 @@ class TokenStore(ABC):
     def newest_values(self, count: int) -> Tensor:
         """Values of the newest `count` tokens, in order."""
 
-    def newest(self, count: int) -> StatePair:
+    def newest(self, count: int) -> KVPair:
         """Keys and values of the newest `count` tokens, in order."""
         return self.newest_keys(count), self.newest_values(count)
 
-    def hand_out(self) -> StatePair:
-        """Keys and values of all tokens, for a caller to keep and to write to: the same tensors until a change.
+    def caller_views(self) -> KVPair:
+        """Keys and values of all tokens, for a caller to keep and to write to.
 
-        No other store shows what the caller writes, and none writes there again. (`torch.export` knows the inputs of a
-        program by their identity.) What `newest` returns is for reading before the store changes.
+        They are the same tensors until the store changes, because `torch.export` identifies the inputs of a program by
+        identity. No other store shows what the caller writes, and no store writes there again. The tensors that
+        `newest` returns are only for reading, before the store changes.
         """
         return self.newest(self.length)
 
@@ -178,60 +187,95 @@ class TokenStore(ABC):
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Make sure that `tokens` tokens fit, moving what is held if they would not."""
+        """Make sure that `tokens` tokens fit in all; move the held ones to larger memory if they do not."""
 
     @abstractmethod
     def shrink(self, tokens: int) -> None:
-        """Give back memory beyond what `tokens` tokens need."""
+        """Free the memory beyond what `tokens` tokens need."""
 
-    def check_batch(self, batch_size: int) -> None:  # noqa: B027 - most stores have nothing to refuse
-        """Raise `CapacityError` where so many sequences cannot be held: never, where memory is taken as needed."""
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `CapacityError` if `batch_size` sequences do not fit. Stores that grow never raise it."""
 
     @abstractmethod
     def select(self, indices: Tensor) -> None:
-        """Make batch row `i` what row `indices[i]` was; `indices` is `[new_batch]`, int64, checked by the caller."""
+        """Make row `indices[i]` of the batch row `i`; `indices` is `[new_batch]`, int64, checked by the caller."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all tokens, keep the memory."""
+        """Forget all tokens; keep the memory."""
 
-    def settings(self) -> dict[str, Fact]:
-        """What the store was made with and a state of it depends on."""
-        return {}
+    @property
+    def kind(self) -> str:
+        """Name of the kind of store: that which its class is registered by."""
+        return STORE_CLASSES.name_of(type(self))
+
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty store like this one is made. `store` is its kind.
+
+        They stand among those of the layer that has the store, so their names should be the store's own.
+        """
+        return {"store": self.kind, **self.described_arguments()}
+
+    @classmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty store, from what `describe` returned.
+
+        Args:
+            facts: what `describe` returned, among other facts.
+            context: what is needed besides.
+
+        Raises:
+            OptionError: a fact has a value that the store does not take.
+        """
+        return cls(**cls.arguments_from(facts))
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """How many tokens, and how many sequences, a store of these facts reserves memory for with its first states.
+
+        0 if it takes memory as it needs it. What a file asks for is compared with what it holds by this.
+        """
+        return 0, 0
+
+    @classmethod
+    def check_description(cls) -> None:
+        """Raise `RegistryError` if the arguments of the initialiser are not those that are described."""
+        if cls.from_description.__func__ is TokenStore.from_description.__func__:  # type: ignore[attr-defined]
+            cls.check_arguments()
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Copies of all that is held, `keys` and `values` among them; empty before the first states."""
+        """Copies of all held tensors, `keys` and `values` among them; empty before the first states."""
 
     @abstractmethod
     def check_state(self, tensors: dict[str, Tensor]) -> int:
-        """The count of tokens in a state.
+        """Check a state; return the number of its tokens.
 
         Raises:
-            StateMismatchError: the tensors are no state of such a store.
+            StateMismatchError: the tensors are not the state of a store of this kind.
         """
 
     @abstractmethod
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Hold what was held when the state was taken, which was checked by the caller."""
+        """Restore a state, which the caller has checked."""
 
     @abstractmethod
     def fork(self) -> Self:
         """An independent store with the same tokens."""
 
     @abstractmethod
-    def swap_buffers(self, move: Mover) -> None:
-        """Hold the same tokens in other buffers, of the same capacity: each in what `move` gives for the one it is in.
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        """Replace each buffer by the result of `swap`, which holds the same tokens and has the same capacity.
 
-        Forms, and with them the device that new states are expected on, stay what they are.
+        Forms stay the same, and with them the device on which new states are expected.
         """
 
     @abstractmethod
     def snapshot(self) -> Self:
-        """What the store is now, over the same buffers: true for as long as nobody writes to those."""
+        """A shallow copy over the same buffers. It is valid until something writes to the buffers."""
 
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
-        """A store like this one with other states for the tokens that it holds, this one itself or a new one.
+        """This store, or a new one like it, with other states for the tokens that it holds.
 
         Raises:
             StateMismatchError: keys and values do not match each other.
@@ -244,9 +288,18 @@ class TokenStore(ABC):
 
     @abstractmethod
     def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive, spare room included."""
+        """All tensors that keep memory alive, including spare room."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, spare room included."""
+        """Bytes of memory held, including spare room."""
         return sum(storages_of(self.held_tensors()).values())
+
+    @property
+    def attention_paths(self) -> Mapping[str, int]:
+        """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
+        return {}
+
+
+STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
+"""The stores that a file may name."""

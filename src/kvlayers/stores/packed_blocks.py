@@ -1,4 +1,4 @@
-"""A run of tokens in packed blocks: quantized once, read in place, dropped and cropped by the token."""
+"""Tokens in packed blocks: quantized once, read in place, dropped and cropped token by token."""
 
 import copy
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.stores.buffer import StateForm, nbytes_of
-from kvlayers.stores.contract import Mover, StatePair
+from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore
 from kvlayers.utils.autocast import without_autocast
 
 GROWTH_DIVISOR = 128
-"""Blocks grow by one part in so many: moving them is cheap beside reading them all at every token."""
+"""Full blocks grow by their number divided by this: moving them is cheap beside reading all at every token."""
 
 MINIMUM_GROWTH = 0
-"""Blocks by which they grow at least: where there are few, moving them all is cheap, and a spare one is not."""
+"""Fewest blocks by which they grow: moving a few blocks is cheap, and a spare block is not."""
 
 BLOCKS_AT_ONCE = 16
-"""Blocks that are quantized together, which bounds what a long prefill needs besides."""
+"""Blocks that are quantized together, which bounds the temporary memory of a long prefill."""
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -33,10 +33,10 @@ class PackedBlocks:
     """Packed keys and values, each in a `DenseStore` whose tokens are blocks: codes for keys, parameters for values.
 
     Args:
-        quantizers: what quantizes the keys, and the values.
-        forms: forms of the states: of the keys, and of the values.
+        quantizers: the quantizers of keys and of values.
+        forms: the forms of keys and of values.
         block_tokens: tokens of a block.
-        hint: the most blocks that are expected, where known.
+        hint: the most blocks that are expected, if known.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PackedBlocks:
             store = self._packed[side] = _store_of_blocks(hint)
             store.reserve_form(*packed_forms(quantizers[side].format, side, form, block_tokens))
         self._ends: list[int] = []
-        """For each block the tokens that count, from its beginning: all but where it was cropped."""
+        """For each block the number of its tokens that are held, from its beginning: all unless it was cropped."""
         self._first = 0
         """Tokens of the first block that have been dropped."""
         self._tokens = 0
@@ -68,15 +68,15 @@ class PackedBlocks:
         return self._tokens
 
     def reserve(self, blocks: int) -> None:
-        """Make room for more blocks: in new memory where there is none, never by moving what has been returned."""
+        """Make room for more blocks, in new memory if necessary, so that returned states never move."""
         for store in self._packed.values():
             store.reserve(len(self._ends) + blocks)
 
     @torch.no_grad()
-    def quantized(self, keys: Tensor, values: Tensor) -> dict[Side, StatePair]:
-        """Codes and parameters of states `[batch, kv_heads, tokens, head_dim]` of a whole number of blocks."""
+    def quantized(self, keys: Tensor, values: Tensor) -> dict[Side, KVPair]:
+        """Codes and parameters of states `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks."""
         finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
-        packed: dict[Side, StatePair] = {}
+        packed: dict[Side, KVPair] = {}
         for side, states in zip(SIDES, (keys, values), strict=True):
             quantizer = self._quantizers[side]
             with without_autocast(states.device):
@@ -88,8 +88,8 @@ class PackedBlocks:
             packed[side] = codes, parameters
         return packed
 
-    def append(self, packed: dict[Side, StatePair]) -> None:
-        """Hold what `quantized` returned. There must be room for it."""
+    def append(self, packed: dict[Side, KVPair]) -> None:
+        """Append what `quantized` returned. There must be room for it."""
         for side, (codes, parameters) in packed.items():
             self._packed[side].validate(codes, parameters)
             self._packed[side].append(codes, parameters)
@@ -98,17 +98,17 @@ class PackedBlocks:
         self._tokens += self.block_tokens * new
 
     def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
-        """Parameters of values, with those not-a-number that belong to tokens which are not finite."""
+        """Parameters of values, set to NaN for tokens that are not finite."""
         code_format = self._quantizers["values"].format
         group_tokens = code_format.group_tokens
-        # The values of a group along tokens share their scale, and cannot be marked one by one.
+        # The values of a group along tokens share a scale, so they are marked together.
         by_group = torch.unflatten(finite, 2, (-1, self.block_tokens // group_tokens, group_tokens))
         groups = by_group.all(4).flatten(3)
         whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
         return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
 
-    def run(self, skipped: int = 0) -> PackedSegment | None:
-        """What is held but for the oldest `skipped` tokens, as attention reads it; `None` where that is nothing."""
+    def segment(self, skipped: int = 0) -> PackedSegment | None:
+        """The held tokens without the oldest `skipped` ones, as attention reads them; `None` if none are left."""
         first, block = self._first + skipped, 0
         while block < len(self._ends) and first >= self._ends[block]:
             first -= self._ends[block]
@@ -131,7 +131,7 @@ class PackedBlocks:
         )
 
     def drop_oldest(self, tokens: int) -> None:
-        """Forget the oldest tokens; a block goes when none of its tokens counts."""
+        """Forget the oldest tokens. A block is dropped with the last of its tokens."""
         self._first += tokens
         self._tokens -= tokens
         gone = 0
@@ -144,7 +144,7 @@ class PackedBlocks:
                 store.drop_oldest(gone)
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the oldest tokens. A block that is cut keeps its codes, and says how many tokens count."""
+        """Forget all but the oldest tokens. A cropped block keeps its codes, and records how many tokens are held."""
         kept, remaining = 0, tokens + self._first
         while tokens and kept < len(self._ends) and remaining > 0:
             self._ends[kept] = min(self._ends[kept], remaining)
@@ -158,14 +158,14 @@ class PackedBlocks:
         self._tokens = sum(self._ends) - self._first
 
     def selected(self, indices: Tensor) -> Self:
-        """Blocks whose batch row `i` is what row `indices[i]` is here, in memory of their own."""
+        """Blocks of the selected sequences, in memory of their own: row `i` is row `indices[i]` of these."""
         twin = copy.copy(self)
         twin._packed = {side: store.selected(indices) for side, store in self._packed.items()}
         twin._ends = list(self._ends)
         return twin
 
     def clear(self) -> None:
-        """Forget all tokens, keep the memory."""
+        """Forget all tokens; keep the memory."""
         for store in self._packed.values():
             store.clear()
         self._ends, self._first, self._tokens = [], 0, 0
@@ -177,10 +177,10 @@ class PackedBlocks:
         twin._ends = list(self._ends)
         return twin
 
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
         for store in self._packed.values():
-            store.swap_buffers(move)
+            store.swap_buffers(swap)
 
     def fork(self) -> Self:
         """An independent copy of the live blocks."""
@@ -195,20 +195,20 @@ class PackedBlocks:
             yield from store.held_tensors()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of codes and parameters, and what counts of each block; empty where there is no block."""
+        """Copies of codes and parameters, and how many tokens of each block are held; empty without blocks."""
         if not self._ends:
             return {}
         tensors: dict[str, Tensor] = {}
         for side in SIDES:
             held = self._packed[side].state()
             tensors[f"{side}_codes"], tensors[f"{side}_parameters"] = held["keys"], held["values"]
-        # On one device with the rest, so that a state moves as a whole.
+        # On the same device as the other tensors, so that a state moves as a whole.
         ends = [self._first, *self._ends]
         tensors["block_ends"] = torch.tensor(ends, dtype=torch.int64, device=tensors["keys_codes"].device)
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Hold what was held when the state was taken, which was checked by `check_packed_state`."""
+        """Restore a state, which `check_packed_state` has checked."""
         self.clear()
         if not tensors:
             return
@@ -220,7 +220,7 @@ class PackedBlocks:
 
 
 PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")
-"""What the state of packed blocks consists of."""
+"""Names of the tensors in the state of packed blocks."""
 
 
 def check_packed_state(
@@ -229,10 +229,10 @@ def check_packed_state(
     """Tokens in a state of packed blocks.
 
     Raises:
-        StateMismatchError: it is no state of blocks that such quantizers make of states of such forms.
+        StateMismatchError: these quantizers do not make such blocks from states of these forms.
     """
     if tensors["block_ends"].dim() != 1 or tensors["block_ends"].is_floating_point():
-        raise StateMismatchError("expected block_ends in one dimension, of whole numbers: take the state again.")
+        raise StateMismatchError("`block_ends` of a state must be integers in one dimension: take the state again.")
     ends: list[Any] = tensors["block_ends"].tolist()
     for side, form in zip(SIDES, forms, strict=True):
         packed = packed_forms(quantizers[side].format, side, form, block_tokens)
@@ -241,13 +241,13 @@ def check_packed_state(
             expected = [batch, kv_heads, len(ends) - 1, width]
             if list(seen.shape) != expected or seen.dtype != dtype:
                 raise StateMismatchError(
-                    f"expected {side}_{name} {expected} of {dtype}, but saw {list(seen.shape)} of {seen.dtype}: take "
-                    "the state again."
+                    f"`{side}_{name}` of a state must be {expected} of {dtype}, got {list(seen.shape)} of "
+                    f"{seen.dtype}: take the state again."
                 )
     if not all(0 < end <= block_tokens for end in ends[1:]) or len(ends) < 2 or not 0 <= ends[0] < ends[1]:
         raise StateMismatchError(
-            f"expected blocks of 1 to {block_tokens} tokens behind what was dropped, but saw {ends}: take the state "
-            "again."
+            f"Blocks of a state must hold 1 to {block_tokens} tokens after the dropped ones, got block_ends {ends}: "
+            "take the state again."
         )
     return int(sum(ends[1:]) - ends[0])
 
@@ -255,7 +255,7 @@ def check_packed_state(
 def packed_forms(
     code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
 ) -> tuple[StateForm, StateForm]:
-    """Forms of the codes and of the parameters of one side, whose tokens are blocks."""
+    """Forms of the codes and of the parameters of one side, in which each block counts as a token."""
     batch, kv_heads, head_dim, dtype, device = form
     codes = side_bytes(code_format, side, head_dim, block_tokens, itemsize=0)
     parameters = side_bytes(code_format, side, head_dim, block_tokens, itemsize=1) - codes

@@ -1,19 +1,22 @@
-"""What a quantized store is told: bits, groups, and which tokens stay in full precision."""
+"""Options of quantization: bits, groups, and which tokens stay in full precision."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Self
+
 from kvlayers.errors import OptionError
 from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
 from kvlayers.quantizers.registry import backend as backend_called
 from kvlayers.quantizers.registry import quantizer_names
+from kvlayers.stores.description import Facts
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
 DEFAULT_SINK_TOKENS = 16
 MINIMUM_BLOCK_TOKENS = 64
-"""Tokens in a block at least: so many that the work for a block outweighs that of finding it."""
+"""Fewest tokens in a block: the work for a block must outweigh the work of finding it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +25,23 @@ class Quantization:
 
     Args:
         backend: `"native"`, `"quanto"`, `"hqq"`, `"fp8"`, or a name that was registered.
-        nbits: bits of a code, for keys and values; 4, or 8 for fp8, where not given.
+        nbits: bits of a code, for keys and values; by default 4, or 8 for fp8.
         key_nbits: bits of the keys alone.
         value_nbits: bits of the values alone.
-        axis_key: axis along which quanto (0 or -1) and hqq (0 or 1) group the keys; where not given, the one that
+        axis_key: axis along which quanto (0 or -1) and hqq (0 or 1) group the keys; by default the one that
             transformers recommends for each: 0 for quanto, 1 for hqq.
         axis_value: the same for the values.
-        q_group_size: states that share a scale, for keys and values; the largest divisor of head_dim up to 64, or 64
-            tokens where a group goes along tokens, where not given. Along channels, a size that does not divide
-            head_dim is made as much smaller as it takes, with a warning.
+        q_group_size: states that share a scale, for keys and values; by default the largest divisor of head_dim up to
+            64, or 64 tokens if groups go along tokens. Along channels, a size that does not divide head_dim is reduced
+            to the next one that does, with a warning.
         key_group_size: group size of the keys alone.
         value_group_size: group size of the values alone.
         residual_length: newest tokens that stay in full precision.
         sink_tokens: oldest tokens that stay in full precision, as attention sinks
-            (https://arxiv.org/abs/2309.17453): the error of these few would be most of all error.
+            (https://arxiv.org/abs/2309.17453): the error of these few tokens would be most of the total error.
 
     Raises:
-        OptionError: an option that does not exist, or a value that the backend does not take.
+        OptionError: an option does not exist, or the backend does not take a value.
     """
 
     backend: str = "native"
@@ -60,17 +63,17 @@ class Quantization:
         for name in ("residual_length", "sink_tokens"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise OptionError(f"expected {name} to be a whole number of tokens, at least 0, but saw {number!r}.")
+                raise OptionError(f"`{name}` must be a number of tokens, at least 0, got {number!r}.")
         for side in (self.keys, self.values):
             self._backend.check(side)
 
     @property
     def count(self) -> int | None:
-        """Layers that it is for: `None`, as it is for any number of them."""
+        """Number of layers that it is for: `None`, because it is for any number."""
         return None
 
     def of_layer(self, index: int) -> "Quantization":
-        """How the layer of that index is quantized: as all are."""
+        """Quantization of the layer with this index: the same for all."""
         return self
 
     @property
@@ -84,13 +87,13 @@ class Quantization:
 
     @property
     def keys(self) -> SideOptions:
-        """What is asked of the keys."""
+        """Options of the keys."""
         size = self.q_group_size if self.key_group_size is None else self.key_group_size
         return SideOptions("keys", self._nbits(self.key_nbits), self.axis_key, size)
 
     @property
     def values(self) -> SideOptions:
-        """What is asked of the values."""
+        """Options of the values."""
         size = self.q_group_size if self.value_group_size is None else self.value_group_size
         return SideOptions("values", self._nbits(self.value_nbits), self.axis_value, size)
 
@@ -102,14 +105,20 @@ class Quantization:
         return keys, values
 
     def quantizers(self, key_head_dim: int, value_head_dim: int) -> dict[Side, Quantizer]:
-        """Quantizers for states of these head_dims. A group size that does not divide its head_dim is made smaller."""
+        """Quantizers for states of these head_dims. A group size that does not divide its head_dim is reduced."""
         return {
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),
         }
 
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The quantization that has said `facts` of itself; there may be other facts among them."""
+        options: dict[str, Any] = {name: facts[name] for name in cls().facts()}
+        return cls(**options)
+
     def facts(self) -> dict[str, Any]:
-        """All options, as they were resolved, by plain facts."""
+        """All resolved options as plain facts."""
         keys, values = self.keys, self.values
         return {
             "backend": self.backend,
@@ -125,11 +134,11 @@ class Quantization:
 
 
 def block_tokens(quantizers: dict[Side, Quantizer]) -> int:
-    """Tokens that are packed together: a whole number of groups on both sides."""
+    """Tokens of a block: a whole number of groups of keys and of values."""
     whole = math.lcm(*(quantizer.format.group_tokens for quantizer in quantizers.values()))
     return whole * math.ceil(MINIMUM_BLOCK_TOKENS / whole)
 
 
 def blocks_beyond(tokens: int, room: int, block_tokens: int) -> int:
-    """Blocks that leave no more than `room` of `tokens` tokens."""
+    """Blocks to pack so that at most `room` of `tokens` tokens remain."""
     return max(math.ceil((tokens - room) / block_tokens), 0)

@@ -1,56 +1,48 @@
-"""Tokens in packed codes, but for the oldest and the newest few."""
+"""Tokens in packed codes, except for the oldest and the newest few."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.packed_ops import handles
+from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
-from kvlayers.attention.path_counter import PathCounter
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.errors import StateMismatchError
-from kvlayers.quantizers.contract import Quantizer, Side
 from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
-from kvlayers.stores.contract import Fact, Fidelity, Mover, StatePair, TokenStore
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
-from kvlayers.stores.packed_blocks import (
-    BLOCKS_AT_ONCE,
-    PACKED_NAMES,
-    SIDES,
-    PackedBlocks,
-    block_nbytes,
-    check_packed_state,
-    planned_nbytes,
-)
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.packed_blocks import SIDES, PackedBlocks, block_nbytes, planned_nbytes
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
-from kvlayers.stores.residual import most_in_residual, residual_behind_blocks, unpacked_residual
-from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch
+from kvlayers.stores.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
+from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
+from kvlayers.stores.registry import register_store
+from kvlayers.stores.validation import checked_forms, mismatch
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes of states that are quantized. The arithmetic is in float32."""
 
-
+@register_store
 class QuantizedStore(TokenStore):
-    """Packed blocks between two runs in full precision: the sinks, and the residual of the newest tokens.
+    """Packed blocks between two parts in full precision: the sinks, and the residual of the newest tokens.
 
-    The residual holds `residual_length` tokens at least. When new ones would make it longer by more than a block, whole
-    blocks of its oldest are quantized, and their codes never change again. Until the first block is packed, everything
-    is in the residual, and what is returned are plain views.
+    The residual holds at least `residual_length` tokens. When new tokens would make it longer than that by more than a
+    block, whole blocks of its oldest tokens are quantized, and their codes never change again. Until the first block is
+    packed, all tokens are in the residual, and updates return plain views.
 
-    An update attends to what was held before it, as it was held, and to its own states in full precision.
+    An update attends to the held tokens as they were held before it, and to its own states in full precision.
 
-    States that are not finite cannot be coded. A token that has such a key or value is quantized as zeros, so that the
-    others of its group are not touched, and the scales of its values are not-a-number, so that whatever attends to it
-    still comes out as that.
+    States that are not finite cannot be coded. A token with such a key or value is quantized as zeros, so that the
+    other tokens of its group are not affected. The scales of its values become NaN, so that attention to it still
+    gives NaN.
 
-    Gradients flow to the states of the newest update alone: what is held is detached.
+    Gradients flow only to the states of the newest update: held states are detached.
 
     Args:
         quantization: bits, groups, and the tokens that stay in full precision.
-        length_hint: the most tokens that are expected, where known: memory then grows no further than that.
+        length_hint: the most tokens that are expected, if known: memory then grows no further than that.
     """
 
     is_opaque = True
@@ -59,24 +51,15 @@ class QuantizedStore(TokenStore):
         self.quantization = quantization
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
-        self._admitted: tuple[StateForm, StateForm] | None = None
-        self._blocks: PackedBlocks | None = None
+        self._validated: tuple[StateForm, StateForm] | None = None
+        self._parts = QuantizedParts(DenseStore(), None, DenseStore())
         self._length = 0
-        self._sinks = DenseStore()
-        self._recent = unpacked_residual()
-        self._edition = Version()
-        self._old_runs: tuple[tuple[DenseSegment, ...], PackedSegment | None] | None = None
-        self._held: Snapshot | None = None
-        self.ways = PathCounter()
-        self._recent_may_move = False
+        self._version = Version()
+        self._old_segments: tuple[tuple[DenseSegment, ...], PackedSegment | None] | None = None
+        self._snapshot: Snapshot | None = None
+        self.paths = PathCounter()
+        self._residual_may_move = False
         """Whether the residual has room at its front, to which the next tokens may move it."""
-
-    # What is held
-
-    @property
-    def _old_tokens(self) -> int:
-        """Tokens before the residual."""
-        return self._sinks.length + (0 if self._blocks is None else self._blocks.tokens)
 
     @property
     @override
@@ -86,9 +69,6 @@ class QuantizedStore(TokenStore):
     @override
     def count(self, tokens: int) -> None:
         self._length = self._length + tokens
-
-    def _recount(self) -> None:
-        self._length = self._old_tokens + self._recent.length
 
     @property
     @override
@@ -101,74 +81,62 @@ class QuantizedStore(TokenStore):
         return None if self._forms is None else self._forms[1]
 
     @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.paths.counts
+
+    @property
     def _missing_sinks(self) -> int:
-        """Tokens at the front of the residual that are to be sinks when the first block is packed."""
-        return 0 if self._blocks else self.quantization.sink_tokens - self._sinks.length
+        """Tokens at the front of the residual that become sinks when the first block is packed."""
+        return 0 if self._parts.blocks else self.quantization.sink_tokens - self._parts.sinks.length
 
     @property
     def _room(self) -> int:
         """Tokens that the residual may hold."""
-        size = 0 if self._blocks is None else self._blocks.block_tokens
+        size = 0 if self._parts.blocks is None else self._parts.blocks.block_tokens
         return self._missing_sinks + self.quantization.residual_length + size
 
     # Taking in states
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
-        forms = _of_one_dtype(*checked_forms(keys, values))
-        self._admitted = None
+        forms = in_one_dtype(*checked_forms(keys, values))
+        self._validated = None
         if forms != self._forms:
             if self.length and self._forms is not None:
                 raise mismatch(forms, self._forms, self.length)
-            self._quantizers_for(*forms)
-            self._admitted = forms
+            checked_quantizers(self.quantization, *forms)
+            self._validated = forms
         return int(keys.shape[2])
-
-    def _quantizers_for(self, key_form: StateForm, value_form: StateForm) -> dict[Side, Quantizer]:
-        """Quantizers for states of such forms.
-
-        Raises:
-            StateMismatchError: keys and values do not match each other.
-        """
-        check_one_batch(key_form, value_form)
-        if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):
-            raise StateMismatchError(
-                f"expected keys and values of as many kv_heads, of a head_dim of at least 1, and on one device, but "
-                f"saw {key_form} and {value_form}: pass the states of one forward pass together."
-            )
-        if key_form[3] not in DTYPES:
-            raise StateMismatchError(
-                f"expected states of {', '.join(map(str, DTYPES))}, but saw {key_form[3]}: convert them first, or "
-                "use a DynamicCache."
-            )
-        return self.quantization.quantizers(key_form[2], value_form[2])
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self._quantizers_for(key_form, value_form)
-        self._admitted = key_form, value_form
-        self._take_form()
+        checked_quantizers(self.quantization, key_form, value_form)
+        self._validated = key_form, value_form
+        self._apply_form()
 
-    def _take_form(self) -> None:
-        """Be the store of states of the form that was admitted."""
-        if self._admitted is not None:
-            self._start_over(self._admitted)
-            self._admitted = None
+    def _apply_form(self) -> None:
+        """Take on the form that was validated."""
+        if self._validated is not None:
+            self._start_over(self._validated)
+            self._validated = None
 
     def _start_over(self, forms: tuple[StateForm, StateForm]) -> None:
-        """Hold nothing, in memory that nothing was returned from."""
-        quantizers = self._quantizers_for(*forms)
+        """Hold no tokens, in memory of which nobody has a view."""
+        quantizers = checked_quantizers(self.quantization, *forms)
         size = block_tokens(quantizers)
         self._forms = forms
-        self._blocks = PackedBlocks(quantizers, forms, size, self._most_blocks(size, self.length_hint))
-        self._sinks = DenseStore(length_hint=self.quantization.sink_tokens)
-        self._recent = unpacked_residual()
-        self._recent.reserve_form(*forms)
-        self._changed()
+        blocks, residual = (
+            PackedBlocks(quantizers, forms, size, self._most_blocks(size, self.length_hint)),
+            DenseStore(),
+        )
+        residual.reserve_form(*forms)
+        self._parts = QuantizedParts(DenseStore(length_hint=self.quantization.sink_tokens), blocks, residual)
+        self._invalidate_snapshots()
         self._length = 0
 
     def _most_blocks(self, size: int, length_hint: int | None) -> int | None:
-        """The most blocks of `size` tokens that are expected, if that is known."""
+        """The most blocks of `size` tokens that are expected, if known."""
         return None if length_hint is None else blocks_beyond(length_hint, self._unpacked_room(size), size)
 
     def _unpacked_room(self, size: int) -> int:
@@ -187,22 +155,22 @@ class QuantizedStore(TokenStore):
 
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        quantizers = self._quantizers_for(key_form, value_form)
+        quantizers = checked_quantizers(self.quantization, key_form, value_form)
         size, forms = block_tokens(quantizers), (key_form, value_form)
         room = self._unpacked_room(size)
         blocks = blocks_beyond(tokens, room, size)
         if not blocks:
-            return unpacked_residual().planned_nbytes(*forms, tokens, most_in_residual(room, sized_for, 0))
+            return DenseStore().planned_nbytes(*forms, tokens, residual_length_hint(room, sized_for, 0))
         sinks = self.quantization.sink_tokens
         old = sinks + blocks * size
-        hint = most_in_residual(self.quantization.residual_length + size, sized_for, old, tokens - old)
-        residual = residual_behind_blocks(size).planned_nbytes(*forms, tokens - old, hint)
+        hint = residual_length_hint(self.quantization.residual_length + size, sized_for, old, tokens - old)
+        residual = residual_after_blocks(size).planned_nbytes(*forms, tokens - old, hint)
         packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, sized_for))
         return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
-        quantizers = self._quantizers_for(key_form, value_form)
+        quantizers = checked_quantizers(self.quantization, key_form, value_form)
         size, forms = block_tokens(quantizers), (key_form, value_form)
         packed = sum(
             block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
@@ -211,99 +179,68 @@ class QuantizedStore(TokenStore):
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
-        self._take_form()
-        if self._recent_may_move:
-            self._changed()
-        keys, values = self._as_held(keys).detach(), self._as_held(values).detach()
+        self._apply_form()
+        if self._residual_may_move:
+            self._invalidate_snapshots()
+        keys, values = self._in_held_dtype(keys).detach(), self._in_held_dtype(values).detach()
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:
-            self._pack(keys, values, blocks)
+            self._parts.pack(
+                keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
+            )
+            self._forget_segments()
         else:
-            _put(self._recent, (keys, values))
+            append_states(self._parts.residual, (keys, values))
         self._length += new
 
-    def _as_held(self, states: Tensor) -> Tensor:
-        """States in full precision and in the dtype of those that are held."""
+    def _in_held_dtype(self, states: Tensor) -> Tensor:
+        """States in full precision and in the dtype of the held states."""
         states = as_dense(states)
         dtype = states.dtype if self._forms is None else self._forms[0][3]
         return states if states.dtype == dtype else states.to(dtype)
 
     def _blocks_to_pack(self, new: int) -> int:
         """Blocks that must be packed so that the residual has room for `new` tokens."""
-        size = 1 if self._blocks is None else self._blocks.block_tokens
-        return blocks_beyond(self._recent.length + new, self._room, size)
+        blocks = self._parts.blocks
+        size = 1 if blocks is None else blocks.block_tokens
+        return blocks_beyond(self._parts.residual.length + new, self._room, size)
 
     @override
     def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
-    ) -> StatePair:
+        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
+    ) -> KVPair:
         past = self.length if past is None else past
-        self._take_form()
+        self._apply_form()
         new = keys.shape[2]
         differentiable = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if not differentiable and not self._blocks_to_pack(new):
             self.append(keys, values)
-            if front is None:
+            if prefix_states is None:
                 return self.newest(past + new)
-            return self._returned(self._history(past + new).behind(DenseSegment(*front)))
-        history = self._history_with(keys, values, past, front)
+            return self._returned(self._segments(past + new).with_prefix(DenseSegment(*prefix_states)))
+        segments = self._segments_with(keys, values, past, prefix_states)
         self.append(keys, values)
-        return self._returned(history)
+        return self._returned(segments)
 
     @override
     def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
-    ) -> StatePair:
-        self._take_form()
-        history = self._history_with(keys, values, past, front)
+        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        self._apply_form()
+        segments = self._segments_with(keys, values, past, prefix_states)
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
             fresh = QuantizedStore(self.quantization, self.length_hint)
             fresh._start_over(self._forms)
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
-            self._sinks, self._blocks, self._recent = fresh._sinks, fresh._blocks, fresh._recent
-            self._forget_runs()
-            self._recount()
+            self._parts = fresh._parts
+            self._forget_segments()
+            self._length = self._parts.tokens
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
-        return self._returned(history)
-
-    def _pack(self, keys: Tensor, values: Tensor, count: int) -> None:
-        """Take in states, and pack `count` blocks of the oldest tokens in full precision that are not to be sinks."""
-        blocks = self._blocks
-        if blocks is None:
-            raise StateMismatchError("expected admitted states before any are packed: update the layer first.")
-        sinks, held = self._missing_sinks, self._recent.length
-        parts = [*([self._recent.newest(held)] if held else []), (keys, values)]
-        size = blocks.block_tokens
-        packed = sinks + count * size
-        # All that can fail comes first, and into new memory: what is held, and what was returned, stays true.
-        quantized = [
-            blocks.quantized(*_tokens_of(parts, sinks + done * size, min(BLOCKS_AT_ONCE, count - done) * size))
-            for done in range(0, count, BLOCKS_AT_ONCE)
-        ]
-        new_sinks = self._sinks
-        if sinks:
-            new_sinks = self._sinks.fork()
-            _put(new_sinks, _tokens_of(parts, 0, sinks))
-        rest = held + keys.shape[2] - packed
-        recent = residual_behind_blocks(size)
-        room, old = self.quantization.residual_length + size, self._old_tokens + packed
-        recent.length_hint = most_in_residual(room, self.length_hint, old, rest)
-        _put(recent, _tokens_of(parts, packed, rest))
-        blocks.reserve(count)
-        before = blocks.tokens
-        try:
-            for some in quantized:
-                blocks.append(some)
-        except BaseException:
-            # Interrupted: what is in the residual still must not be packed as well, nor one side of it.
-            blocks.truncate(before)
-            raise
-        self._sinks, self._recent = new_sinks, recent
-        self._forget_runs()
+        return self._returned(segments)
 
     # Reading
 
@@ -316,209 +253,155 @@ class QuantizedStore(TokenStore):
         return self.newest(count)[1]
 
     @override
-    def newest(self, count: int) -> StatePair:
-        if count <= self._recent.length:
-            return self._recent.newest(count)
-        held = self._held
-        # Keys and values that are asked for one after the other must be handles of one history.
-        if held is not None and (count, self.length) == (held.history.tokens, held.length):
-            return self._handles(held)
-        returned = self._returned(self._history(count))
+    def newest(self, count: int) -> KVPair:
+        if count <= self._parts.residual.length:
+            return self._parts.residual.newest(count)
+        snapshot = self._snapshot
+        # Keys and values that are read one after the other must be of one snapshot.
+        if snapshot is not None and (count, self.length) == (snapshot.segments.tokens, snapshot.length):
+            return self._packed_pair(snapshot)
+        returned = self._returned(self._segments(count))
         if isinstance(returned[0], PackedStates):
-            self._held = returned[0].attended
+            self._snapshot = returned[0].snapshot
         return returned
 
     @override
-    def hand_out(self) -> StatePair:
-        # Handles cannot be written to, and know when they have become untrue.
-        return self.newest(self.length) if self._old_tokens else self._recent.hand_out()
+    def caller_views(self) -> KVPair:
+        # Packed states cannot be written to, and know when they have become stale.
+        return self.newest(self.length) if self._parts.old_tokens else self._parts.residual.caller_views()
 
-    def _returned(self, history: KVSegments) -> StatePair:
-        """What attention gets: plain states where none are packed, else handles."""
+    def _returned(self, segments: KVSegments) -> KVPair:
+        """Keys and values for attention: plain tensors if no token is packed, else packed states."""
         if self._forms is None:
-            raise StateMismatchError("expected admitted states before any are read: update the layer first.")
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         _, _, _, dtype, device = self._forms[0]
-        if history.packed is None or torch.compiler.is_compiling():
-            return history.dense("keys", dtype), history.dense("values", dtype)
-        return self._handles(
-            Snapshot(history, dtype, device, self._edition, self._edition.number, self.length, self.ways)
+        if segments.packed is None or torch.compiler.is_compiling():
+            return segments.dense("keys", dtype), segments.dense("values", dtype)
+        return self._packed_pair(
+            Snapshot(segments, dtype, device, self._version, self._version.number, self.length, self.paths)
         )
 
-    def _handles(self, attended: Snapshot) -> StatePair:
+    def _packed_pair(self, snapshot: Snapshot) -> KVPair:
         (_, kv_heads, key_head_dim, _, _), (_, _, value_head_dim, _, _) = self._forms  # type: ignore[misc]
-        return handles(attended, kv_heads, (key_head_dim, value_head_dim))
+        return packed_pair(snapshot, kv_heads, (key_head_dim, value_head_dim))
 
-    def _history(self, count: int) -> KVSegments:
+    def _segments(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
         skipped = self.length - count
         if skipped:
-            before, packed = self._runs_without(skipped)
+            old = self._parts.old_segments(skipped)
         else:
-            if self._old_runs is None:
-                self._old_runs = self._runs_without(0)
-            before, packed = self._old_runs
-        recent = min(count, self._recent.length)
-        return KVSegments(before, packed, (DenseSegment(*self._recent.newest(recent)),) if recent else ())
+            if self._old_segments is None:
+                self._old_segments = self._parts.old_segments()
+            old = self._old_segments
+        return self._parts.segments(old, count)
 
-    def _runs_without(self, skipped: int) -> tuple[tuple[DenseSegment, ...], PackedSegment | None]:
-        """Sinks and packed tokens, but for the oldest `skipped` of them."""
-        sinks = max(self._sinks.length - skipped, 0)
-        before = (DenseSegment(*self._sinks.newest(sinks)),) if sinks else ()
-        packed = None if self._blocks is None else self._blocks.run(max(skipped - self._sinks.length, 0))
-        return before, packed
-
-    def _history_with(self, keys: Tensor, values: Tensor, past: int, front: StatePair | None) -> KVSegments:
-        """Those in front, where there are any, the newest `past` tokens that are held, and new ones."""
-        history = self._history(past)
-        new = DenseSegment(self._as_held(keys), self._as_held(values))
-        history = KVSegments(history.before, history.packed, (*history.after, new))
-        return history if front is None else history.behind(DenseSegment(*front))
+    def _segments_with(self, keys: Tensor, values: Tensor, past: int, prefix_states: KVPair | None) -> KVSegments:
+        """The prefix (if any), the newest `past` held tokens, and the new tokens."""
+        segments = self._segments(past)
+        new = DenseSegment(self._in_held_dtype(keys), self._in_held_dtype(values))
+        segments = KVSegments(segments.before, segments.packed, (*segments.after, new))
+        return segments if prefix_states is None else segments.with_prefix(DenseSegment(*prefix_states))
 
     # Dropping, cropping and the batch
 
     @override
     def drop_oldest(self, count: int) -> None:
-        from_sinks = min(count, self._sinks.length)
-        self._sinks.drop_oldest(from_sinks)
-        from_blocks = 0
-        if self._blocks:
-            from_blocks = min(count - from_sinks, self._blocks.tokens)
-            self._blocks.drop_oldest(from_blocks)
-        from_recent = count - from_sinks - from_blocks
-        self._recent.drop_oldest(from_recent)
+        from_residual = self._parts.drop_oldest(count)
         self._length -= count
-        self._recent_may_move = self._recent_may_move or from_recent > 0
-        # What was returned stays true, and only what is returned next has fewer tokens.
-        self._old_runs = self._held = None
+        self._residual_may_move = self._residual_may_move or from_residual > 0
+        # Returned states stay valid; only states that are returned from now on have fewer tokens.
+        self._old_segments = self._snapshot = None
 
     @override
     def truncate(self, length: int) -> None:
-        old = self._old_tokens
-        self._recent.truncate(max(length - old, 0))
-        if length < old:
-            sinks = min(length, self._sinks.length)
-            if self._blocks is not None:
-                self._blocks.truncate(length - sinks)
-            if sinks < self._sinks.length:
-                self._sinks.truncate(sinks)
-        self._recount()
-        self._changed()
+        self._parts.truncate(length)
+        self._length = self._parts.tokens
+        self._invalidate_snapshots()
 
     @override
     def reserve(self, tokens: int) -> None:
-        """Nothing: packed blocks and the residual grow by little."""
+        """Do nothing: packed blocks and the residual grow in small steps."""
 
     @override
     def shrink(self, tokens: int) -> None:
-        """Nothing: the residual is short, and packed blocks have next to no spare room to give back."""
+        """Do nothing: the residual is short, and packed blocks have almost no spare room."""
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None or self._blocks is None:
+        if self._forms is None or self._parts.blocks is None:
             return
-        # All of them before any is put in place: where there is no memory for one, nothing has changed.
-        sinks, recent = self._sinks.selected(indices), self._recent.selected(indices)
-        self._blocks, self._sinks, self._recent = self._blocks.selected(indices), sinks, recent
+        self._parts = self._parts.selected(indices)
         key_form, value_form = self._forms
         batch = indices.shape[0]
         self._forms = (batch, *key_form[1:]), (batch, *value_form[1:])
-        self._changed()
+        self._invalidate_snapshots()
 
     @override
     def clear(self) -> None:
-        self._sinks.clear()
-        self._recent.clear()
-        if self._blocks is not None:
-            self._blocks.clear()
+        self._parts.clear()
         self._length = 0
-        self._changed()
+        self._invalidate_snapshots()
 
-    def _changed(self) -> None:
-        """What was returned so far is no longer true."""
-        self._edition.advance()
-        self._forget_runs()
+    def _invalidate_snapshots(self) -> None:
+        """Make all states that were returned so far stale."""
+        self._version.advance()
+        self._forget_segments()
 
-    def _forget_runs(self) -> None:
-        """What is returned next is made anew; what was returned stays true."""
-        self._old_runs = self._held = None
-        self._recent_may_move = False
-        recent = self._recent
-        recent.length_hint = most_in_residual(self._room, self.length_hint, self._old_tokens, recent.length)
+    def _forget_segments(self) -> None:
+        """Build segments again for states that are returned from now on. Returned states stay valid."""
+        self._old_segments = self._snapshot = None
+        self._residual_may_move = False
+        parts = self._parts
+        hint = residual_length_hint(self._room, self.length_hint, parts.old_tokens, parts.residual.length)
+        parts.residual.length_hint = hint
 
-    # Copies
+    # Copies and state
+
+    def _twin(self, parts: QuantizedParts) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__getstate__())
+        twin._version, twin.paths, twin._parts = Version(), PathCounter(), parts
+        return twin
 
     @override
     def snapshot(self) -> Self:
-        twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__getstate__())
-        twin._edition, twin.ways = Version(), PathCounter()
-        twin._sinks, twin._recent = self._sinks.snapshot(), self._recent.snapshot()
-        twin._blocks = None if self._blocks is None else self._blocks.snapshot()
-        return twin
-
-    @override
-    def swap_buffers(self, move: Mover) -> None:
-        self._sinks.swap_buffers(move)
-        self._recent.swap_buffers(move)
-        if self._blocks is not None:
-            self._blocks.swap_buffers(move)
-        # What was returned keeps the buffers that it is of.
-        self._old_runs = self._held = None
+        return self._twin(self._parts.snapshot())
 
     @override
     def fork(self) -> Self:
-        twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__getstate__())
-        twin._edition, twin.ways = Version(), PathCounter()
-        twin._sinks, twin._recent = self._sinks.fork(), self._recent.fork()
-        twin._blocks = None if self._blocks is None else self._blocks.fork()
-        return twin
+        return self._twin(self._parts.fork())
+
+    @override
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        self._parts.swap_buffers(swap)
+        # Returned states keep the buffers that they are views of.
+        self._old_segments = self._snapshot = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Runs are views, and would travel as copies of what is in the stores.
-        return {**self.__dict__, "_old_runs": None, "_held": None, "_admitted": None}
+        # Segments are views; a copy of the store would contain copies of states that are in the parts already.
+        return {**self.__dict__, "_old_segments": None, "_snapshot": None, "_validated": None}
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        for part in (self._sinks, self._blocks, self._recent):
-            if part is not None:
-                yield from part.held_tensors()
+        yield from self._parts.held_tensors()
 
     @override
-    def settings(self) -> dict[str, Fact]:
-        return self.quantization.facts()
+    def describe(self) -> dict[str, Fact]:
+        return {"store": self.kind, **self.quantization.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(Quantization.from_facts(facts), context.length_hint)
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._forms is None or self._blocks is None:
-            return {}
-        tensors = {**self._recent.state(), **self._blocks.state()}
-        if self._sinks.length:
-            tensors.update({f"sink_{name}": states for name, states in self._sinks.state().items()})
-        return tensors
+        return {} if self._forms is None else self._parts.state()
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
-        packed = [name for name in PACKED_NAMES if name in tensors]
-        unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES}
-        if unknown or (tensors and "keys" not in tensors) or len(packed) not in (0, len(PACKED_NAMES)):
-            raise StateMismatchError(f"expected the state of a quantized store, but saw {sorted(tensors)}.")
-        tokens = check_dense_state({name: tensors[name] for name in ("keys", "values") if name in tensors})
-        if not tensors:
-            return 0
-        forms = form_of(tensors["keys"]), form_of(tensors["values"])
-        quantizers = self._quantizers_for(*forms)
-        sinks = {name: tensors[f"sink_{name}"] for name in ("keys", "values") if f"sink_{name}" in tensors}
-        sink_tokens = check_dense_state(sinks)
-        if sink_tokens > self.quantization.sink_tokens:
-            raise StateMismatchError(
-                f"expected a state of at most {self.quantization.sink_tokens} sinks, but saw {sink_tokens}: take the "
-                "state again."
-            )
-        tokens += sink_tokens
-        if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
-            raise StateMismatchError("expected sinks of the form of the other tokens: take the state again.")
-        return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)
+        return check_quantized_state(tensors, self.quantization)
 
     @override
     def load_state(self, tensors: dict[str, Tensor]) -> None:
@@ -526,40 +409,12 @@ class QuantizedStore(TokenStore):
             self.clear()
             return
         self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
+        parts = self._parts
         if "sink_keys" in tensors:
-            _put(self._sinks, (tensors["sink_keys"], tensors["sink_values"]))
-        if "block_ends" in tensors and self._blocks is not None:
-            self._blocks.load_state(tensors)
-            self._recent = residual_behind_blocks(self._blocks.block_tokens)
-        self._changed()
-        _put(self._recent, (tensors["keys"], tensors["values"]))
-        self._recount()
-
-
-def _of_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:
-    """The forms as they are held: where autocast has made keys and values of two dtypes, in that which holds both."""
-    dtype = torch.promote_types(key_form[3], value_form[3])
-    return (*key_form[:3], dtype, key_form[4]), (*value_form[:3], dtype, value_form[4])
-
-
-def _put(store: DenseStore, states: StatePair) -> None:
-    store.validate(*states)
-    store.append(*states)
-
-
-def _tokens_of(parts: list[StatePair], start: int, count: int) -> StatePair:
-    """Keys and values of `count` tokens from `start`, of those in all parts together."""
-    found: list[StatePair] = []
-    for keys, values in parts:
-        tokens = keys.shape[2]
-        begin, end = max(start, 0), min(start + count, tokens)
-        if begin < end:
-            found.append((keys[:, :, begin:end], values[:, :, begin:end]))
-        start -= tokens
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        keys, values = parts[0]
-        return keys[:, :, :0], values[:, :, :0]
-    keys, values = (torch.cat(side, dim=2) for side in zip(*found, strict=True))
-    return keys, values
+            append_states(parts.sinks, (tensors["sink_keys"], tensors["sink_values"]))
+        if "block_ends" in tensors and parts.blocks is not None:
+            parts.blocks.load_state(tensors)
+            parts.residual = residual_after_blocks(parts.blocks.block_tokens)
+        self._invalidate_snapshots()
+        append_states(parts.residual, (tensors["keys"], tensors["values"]))
+        self._length = parts.tokens

@@ -1,53 +1,56 @@
-"""Tokens that several sequences have in common, held once, and behind them those that each has of its own."""
+"""A prefix that several sequences share, held once, followed by the tokens of each sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.packed_ops import handles
+from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import Snapshot, Version, as_dense
-from kvlayers.attention.path_counter import PathCounter
 from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fidelity, Mover, StatePair, TokenStore
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import Fact
 from kvlayers.stores.validation import checked_forms, mismatch
 
 MINIMUM_GROWTH = 16
-"""Tokens by which each sequence's own part grows at least: there are many sequences, and they are short."""
+"""Fewest tokens by which the part of each sequence grows: there are many sequences, and they are short."""
 
 
 class SharedStore(TokenStore):
-    """A prefix that is held once for all sequences that begin with it, and a store of what comes behind it.
+    """A prefix, held once for all sequences that begin with it, and a store of the tokens after it.
 
-    Attention reads the prefix once for all of them. Where the prefix itself must change (a window that drops its oldest
-    tokens), each sequence gets a copy of it.
+    Attention reads the prefix once for all these sequences. If the prefix itself must change (because a window drops
+    its oldest tokens), each sequence gets a copy of it.
 
     Args:
-        prefix: tokens of a few sequences. It is not written to.
-        repeats: sequences that go on from each of them, side by side.
+        prefix: the prefixes; each is one sequence of its batch. It is not written to.
+        repeats: sequences that begin with each prefix, next to each other in the batch.
 
     Raises:
-        StateMismatchError: there is no token to share.
+        StateMismatchError: the prefix has no tokens.
     """
+
+    holds_tokens_apart = True
 
     def __init__(self, prefix: DenseStore, repeats: int) -> None:
         key_form, value_form = prefix.key_form, prefix.value_form
         if key_form is None or value_form is None or not prefix.length:
-            raise StateMismatchError("expected a prefix with tokens to share, but saw none: update the layer first.")
+            raise StateMismatchError("The prefix must have at least one token to share: update the layer first.")
         self._prefix: DenseStore | None = prefix
         self._prefix_of = tuple(row for row in range(key_form[0]) for _ in range(repeats))
         self._own = DenseStore(minimum_growth=MINIMUM_GROWTH)
         self._own.reserve_form(_of_batch(key_form, repeats), _of_batch(value_form, repeats))
-        self._edition = Version()
-        self._prefix_history: KVSegments | None = None
-        self._held: Snapshot | None = None
-        self.ways = PathCounter()
+        self._version = Version()
+        self._prefix_segments: KVSegments | None = None
+        self._snapshot: Snapshot | None = None
+        self.paths = PathCounter()
 
     @property
     @override
@@ -73,6 +76,11 @@ class SharedStore(TokenStore):
     def value_form(self) -> StateForm | None:
         return self._own.value_form
 
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.paths.counts
+
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
         forms = checked_forms(keys, values)
@@ -91,20 +99,20 @@ class SharedStore(TokenStore):
 
     @override
     def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, front: StatePair | None = None
-    ) -> StatePair:
+        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
+    ) -> KVPair:
         if self._prefix is None:
-            return self._own.extend(keys, values, past, front)
+            return self._own.extend(keys, values, past, prefix_states)
         self.append(keys, values)
         attended = self.newest(self.length if past is None else past + keys.shape[2])
-        return attended if front is None else _behind(front, attended)
+        return attended if prefix_states is None else _behind(prefix_states, attended)
 
     @override
     def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, front: StatePair | None = None
-    ) -> StatePair:
-        self._take_apart()
-        return self._own.extend_and_evict(keys, values, past, kept, front)
+        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        self._materialize()
+        return self._own.extend_and_evict(keys, values, past, kept, prefix_states)
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -115,40 +123,40 @@ class SharedStore(TokenStore):
         return self.newest(count)[1]
 
     @override
-    def newest(self, count: int) -> StatePair:
+    def newest(self, count: int) -> KVPair:
         if count <= self._own.length or self._prefix is None:
             return self._own.newest(count)
         if count < self.length or torch.compiler.is_compiling():
-            keys, values = (self._history().dense(side, form[3]) for side, form in self._sides())
+            keys, values = (self._segments().dense(side, form[3]) for side, form in self._sides())
             return keys[:, :, keys.shape[2] - count :], values[:, :, values.shape[2] - count :]
-        # Keys and values that are asked for one after the other must be handles of one history.
-        if self._held is None or self._held.length != self.length:
+        # Keys and values that are read one after the other must be of one snapshot.
+        if self._snapshot is None or self._snapshot.length != self.length:
             form = self._sides()[0][1]
-            self._held = Snapshot(
-                self._history(), form[3], form[4], self._edition, self._edition.number, self.length, self.ways
+            self._snapshot = Snapshot(
+                self._segments(), form[3], form[4], self._version, self._version.number, self.length, self.paths
             )
         (_, key_form), (_, value_form) = self._sides()
-        return handles(self._held, key_form[1], (key_form[2], value_form[2]))
+        return packed_pair(self._snapshot, key_form[1], (key_form[2], value_form[2]))
 
     @override
-    def hand_out(self) -> StatePair:
-        # Handles cannot be written to, and know when they have become untrue.
-        return self._own.hand_out() if self._prefix is None else self.newest(self.length)
+    def caller_views(self) -> KVPair:
+        # Packed states cannot be written to, and know when they have become stale.
+        return self._own.caller_views() if self._prefix is None else self.newest(self.length)
 
     def _sides(self) -> tuple[tuple[Any, StateForm], tuple[Any, StateForm]]:
         return ("keys", self.key_form), ("values", self.value_form)  # type: ignore[return-value]
 
-    def _history(self) -> SharedPrefixSegments:
+    def _segments(self) -> SharedPrefixSegments:
         if self._prefix is None:
-            raise StateMismatchError("expected a prefix, but it has been taken apart.")
-        if self._prefix_history is None:
-            self._prefix_history = KVSegments((DenseSegment(*self._prefix.newest(self._prefix.length)),), None, ())
+            raise StateMismatchError("The prefix is no longer shared: each sequence has a copy of it.")
+        if self._prefix_segments is None:
+            self._prefix_segments = KVSegments((DenseSegment(*self._prefix.newest(self._prefix.length)),), None, ())
         own = None
         if self._own.length:
             own = KVSegments((DenseSegment(*self._own.newest(self._own.length)),), None, ())
-        return SharedPrefixSegments(self._prefix_history, own, self._prefix_of)
+        return SharedPrefixSegments(self._prefix_segments, own, self._prefix_of)
 
-    def _take_apart(self) -> None:
+    def _materialize(self) -> None:
         """Give each sequence a copy of its prefix."""
         if self._prefix is None:
             return
@@ -162,16 +170,16 @@ class SharedStore(TokenStore):
 
     def _forget_prefix(self) -> None:
         self._prefix = None
-        self._changed()
+        self._invalidate_snapshots()
 
-    def _changed(self) -> None:
-        """What was returned so far is no longer true."""
-        self._edition.advance()
-        self._prefix_history = self._held = None
+    def _invalidate_snapshots(self) -> None:
+        """Make all states that were returned so far stale."""
+        self._version.advance()
+        self._prefix_segments = self._snapshot = None
 
     @override
     def drop_oldest(self, count: int) -> None:
-        self._take_apart()
+        self._materialize()
         self._own.drop_oldest(count)
 
     @override
@@ -185,7 +193,7 @@ class SharedStore(TokenStore):
             self._own.clear()
         else:
             self.clear()
-        self._changed()
+        self._invalidate_snapshots()
 
     @override
     def reserve(self, tokens: int) -> None:
@@ -206,12 +214,17 @@ class SharedStore(TokenStore):
                 prefix_of = tuple(map(used.index, prefix_of))
         self._own.select(indices)
         self._prefix, self._prefix_of = prefix, prefix_of
-        self._changed()
+        self._invalidate_snapshots()
 
     @override
     def clear(self) -> None:
         self._own.clear()
         self._forget_prefix()
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        # Each sequence is saved with a copy of what it shares.
+        return self._own.describe()
 
     @override
     def state(self) -> dict[str, Tensor]:
@@ -232,7 +245,7 @@ class SharedStore(TokenStore):
     def _twin(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._edition, twin.ways = Version(), PathCounter()
+        twin._version, twin.paths = Version(), PathCounter()
         return twin
 
     @override
@@ -248,17 +261,17 @@ class SharedStore(TokenStore):
         return twin
 
     @override
-    def swap_buffers(self, move: Mover) -> None:
+    def swap_buffers(self, swap: BufferSwap) -> None:
         if self._prefix is not None:
-            # Others may hold the prefix as well.
+            # Other stores may hold the prefix as well.
             self._prefix = self._prefix.snapshot()
-            self._prefix.swap_buffers(move)
-        self._own.swap_buffers(move)
-        self._prefix_history = self._held = None
+            self._prefix.swap_buffers(swap)
+        self._own.swap_buffers(swap)
+        self._prefix_segments = self._snapshot = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Histories are views, and would travel as copies of what is in the stores.
-        return {**self.__dict__, "_prefix_history": None, "_held": None}
+        # Segments are views; a copy of the store would contain copies of states that are in its parts already.
+        return {**self.__dict__, "_prefix_segments": None, "_snapshot": None}
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
@@ -271,6 +284,6 @@ def _of_batch(form: StateForm, repeats: int) -> StateForm:
     return (form[0] * repeats, *form[1:])
 
 
-def _behind(front: StatePair, attended: StatePair) -> StatePair:
-    keys, values = (torch.cat([own, as_dense(rest)], dim=2) for own, rest in zip(front, attended, strict=True))
+def _behind(prefix_states: KVPair, attended: KVPair) -> KVPair:
+    keys, values = (torch.cat([own, as_dense(rest)], dim=2) for own, rest in zip(prefix_states, attended, strict=True))
     return keys, values

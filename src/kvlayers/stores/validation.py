@@ -1,4 +1,4 @@
-"""Whether new states can be held at all, and beside those that are held."""
+"""Checks of new states: whether they can be held at all, and beside the held ones."""
 
 from operator import index
 
@@ -11,83 +11,83 @@ _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
 
 
 def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
-    """Forms of keys and values that are states of one forward pass.
+    """Forms of keys and values of one forward pass.
 
     Raises:
-        StateMismatchError: they are not.
+        StateMismatchError: keys and values do not have four dimensions, or have different numbers of tokens.
     """
     key_shape, value_shape = keys.shape, values.shape
     if len(key_shape) != 4 or len(value_shape) != 4:
         raise StateMismatchError(
-            "expected keys and values [batch, kv_heads, tokens, head_dim], but saw shapes "
-            f"{tuple(key_shape)} and {tuple(value_shape)}: reshape them before the update."
+            f"Keys and values must be [batch, kv_heads, tokens, head_dim], got shapes {tuple(key_shape)} and "
+            f"{tuple(value_shape)}: reshape them before the update."
         )
     if key_shape[2] != value_shape[2]:
         raise StateMismatchError(
-            f"expected keys and values of as many tokens, but saw {key_shape[2]} and {value_shape[2]}: pass the "
+            f"Keys and values must have the same number of tokens, got {key_shape[2]} and {value_shape[2]}: pass the "
             "states of one forward pass together."
         )
     return form_of(keys), form_of(values)
 
 
 def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
-    """Raise `StateMismatchError` where keys and values are of different batch sizes."""
+    """Raise `StateMismatchError` if keys and values have different batch sizes."""
     if key_form[0] != value_form[0]:
         raise StateMismatchError(
-            f"expected keys and values of one batch size, but saw {key_form[0]} and {value_form[0]}: pass the "
-            "states of one forward pass together."
+            f"Keys and values must have the same batch size, got {key_form[0]} and {value_form[0]}: pass the states of "
+            "one forward pass together."
         )
 
 
 def mismatch(
     seen: tuple[StateForm, StateForm], held: tuple[StateForm | None, StateForm | None], length: int
 ) -> StateMismatchError:
-    """The error for states of other forms than the `length` tokens that are held."""
+    """The error for states whose form differs from that of the `length` held tokens."""
     for side, new_form, held_form in zip(("keys", "values"), seen, held, strict=True):
         for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
             if new != old:
-                held_already = f"the {length} tokens that are held" if length else "the memory that is reserved"
-                way_out = (
+                held_already = f"the {length} held tokens" if length else "the reserved memory"
+                remedy = (
                     "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset "
                     "the cache first"
                 )
                 return StateMismatchError(
-                    f"expected {side} of {part} {old}, as {held_already}, but saw {part} {new}: convert the states, "
-                    f"{way_out if length else 'or make another cache'}."
+                    f"The {side} must have {part} {old}, like {held_already}, got {part} {new}: convert the states, "
+                    f"{remedy if length else 'or make another cache'}."
                 )
-    return StateMismatchError("the states do not match those that are held: reset the cache first.")
+    return StateMismatchError("The states do not match the held ones: reset the cache first.")
 
 
 def no_room_for_tokens(limit: int, held: int, tokens: int) -> CapacityError:
-    """The error for `tokens` more than the `limit` allows beside those that are held."""
-    # Compiled code that holds a number for one that varies writes it into a message only when it is told which it is.
+    """The error for `tokens` new tokens that exceed the limit, with `held` tokens held."""
+    # If compiled code treats a number as a symbol, `index` makes it an int, so that the message can show it.
     limit, held, tokens = index(limit), index(held), index(tokens)
     return CapacityError(
-        f"expected at most {limit} tokens, the size of the reservation, but saw {held} held and {tokens} new: reserve "
-        f"{held + tokens} or more (max_cache_len), or crop the cache first."
+        f"The reservation holds at most {limit} tokens, got {held} held and {tokens} new: reserve {held + tokens} or "
+        "more (max_cache_len), or crop the cache first."
     )
 
 
 def no_room_for_batch(limit: int, batch_size: int) -> CapacityError:
-    """The error for more sequences than were reserved for."""
+    """The error for more sequences than the reservation has room for."""
     limit, batch_size = index(limit), index(batch_size)
     return CapacityError(
-        f"expected at most {limit} sequences, the size of the reservation, but saw {batch_size}: make the cache with "
+        f"The reservation holds at most {limit} sequences, got {batch_size}: make the cache with "
         f"max_batch_size={batch_size} or more, or with grow=True."
     )
 
 
 def check_dense_state(tensors: dict[str, Tensor]) -> int:
-    """Tokens in `keys` and `values` of a state; 0 where it has neither.
+    """Tokens in `keys` and `values` of a state; 0 if it has neither.
 
     Raises:
-        StateMismatchError: they are not keys and values of as many tokens.
+        StateMismatchError: they are not keys and values of the same tokens.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     match = [len(shape) == 4 and (shape[0], shape[2]) for shape in shapes.values()]
     if shapes and (set(shapes) != {"keys", "values"} or not match[0] or match[0] != match[1]):
         raise StateMismatchError(
-            f"expected keys and values [batch, kv_heads, tokens, head_dim] of as many tokens, but saw {shapes}: "
-            "take the state again."
+            "A state must have keys and values [batch, kv_heads, tokens, head_dim] of the same tokens, got "
+            f"{shapes}: take the state again."
         )
     return int(shapes["keys"][2]) if shapes else 0

@@ -1,4 +1,4 @@
-"""Arithmetic of our own keeps the dtype that it is written in, whatever autocast is on around it."""
+"""Keeps kvlayers' own arithmetic in the dtype it is written in, even under autocast."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import torch
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Context in which matrix products on a device give what their operands say."""
+    """A context in which matrix products on a device have the dtype of their operands."""
     if not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)

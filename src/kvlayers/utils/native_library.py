@@ -1,6 +1,6 @@
-"""C++ of our own: compiled once for the machine that it runs on, kept on disk, and loaded.
+"""Loads kvlayers' C++ sources, each compiled once for this machine and kept on disk.
 
-The sources need no header but those of the language, so that compiling takes seconds and no build system.
+The sources use only headers of the language, so compiling takes seconds and no build system.
 """
 
 import ctypes
@@ -40,9 +40,9 @@ Made = TypeVar("Made")
 
 
 def once(make: Callable[[], Made]) -> Callable[[], Made]:
-    """Decorator for a function whose result is kept. Threads that call it first at the same time wait for one of them.
+    """Decorator for a function that runs once and keeps its result. Concurrent first calls wait for one of them.
 
-    (`functools.cache` lets each of them do the work.)
+    (`functools.cache` would let each of them do the work.)
     """
     making, made = threading.Lock(), list[Made]()
 
@@ -58,27 +58,27 @@ def once(make: Callable[[], Made]) -> Callable[[], Made]:
 
 
 def compiled_library(source: pathlib.Path, *functions: str) -> ctypes.CDLL | None:
-    """A source file, compiled for this CPU and loaded; `None` where that cannot be done, which is logged.
+    """A source file, compiled for this CPU and loaded; `None` if that fails, with the reason logged.
 
     Args:
         source: the file.
-        functions: what it must have.
+        functions: names of functions that it must have.
     """
     try:
         target = _compiled(source)
         try:
             return _loaded(target, functions)
         except (OSError, AttributeError):
-            # Whatever has become of the file: once more from the source.
+            # The compiled file is damaged: compile the source once more.
             target.unlink(missing_ok=True)
             return _loaded(_compiled(source), functions)
     except (OSError, AttributeError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         logger.warning(
-            "kvlayers does the work of %s in plain torch, which is slower, as it could not be compiled: install g++ "
-            "(or set CXX to a C++ compiler), and see that there is a directory to write to ($KVLAYERS_CACHE): %s",
+            "kvlayers does the work of %s in plain torch, which is slower, because it could not be compiled: install "
+            "g++ (or set CXX to a C++ compiler), and make the cache directory writable ($KVLAYERS_CACHE): %s",
             source.name,
-            said or error,
+            output or error,
         )
         return None
 
@@ -91,7 +91,7 @@ def _loaded(library: pathlib.Path, functions: Sequence[str]) -> ctypes.CDLL:
 
 
 def cache_directory() -> pathlib.Path:
-    """Where compiled kernels are kept: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
+    """Directory of compiled kernels: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
     if os.environ.get("KVLAYERS_CACHE"):
         return pathlib.Path(os.environ["KVLAYERS_CACHE"]).expanduser().resolve()
     if os.environ.get("XDG_CACHE_HOME"):
@@ -125,19 +125,19 @@ def _compiled(source: pathlib.Path) -> pathlib.Path:
             check=True,
             timeout=COMPILE_SECONDS,
         )
-        # In one step, as other processes may be doing the same.
+        # In one step, because other processes may do the same.
         made.replace(target)
     return target
 
 
 def _openmp_of_torch() -> list[str]:
-    """Link to the OpenMP runtime that torch brings: a second one would have threads of its own, in each other's way."""
+    """Options to link torch's OpenMP runtime: the threads of a second runtime would compete with those of the first."""
     brought = sorted(glob.glob(str(pathlib.Path(torch.__file__).parent / "lib" / "libgomp*.so*")))
     return ["-Wl,--no-as-needed", brought[0], "-Wl,--as-needed"] if brought else []
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The CPU features that -march=native depends on."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

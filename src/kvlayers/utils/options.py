@@ -1,4 +1,4 @@
-"""Options that are misspelt, or are none, are errors of ours that say what is right."""
+"""Checks of options: a misspelt or wrong option raises `OptionError`, which names the right ones."""
 
 import difflib
 import functools
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 def checks_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator for an initialiser: an option that it does not have is an `OptionError` which names those it has."""
+    """Decorator for an initialiser: an unknown option raises `OptionError`, which names the known ones."""
     accepted = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
@@ -41,40 +41,40 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def checked_device(device: object) -> torch.device:
-    """The device that an option names, where states can be on it.
+    """The device that an option names, if it can hold states.
 
     Raises:
-        OptionError: there is none of that name, or it holds nothing.
+        OptionError: no such device exists, or it holds no data.
     """
     try:
-        place = torch.empty(0, device=device).device  # type: ignore[call-overload]
+        found = torch.empty(0, device=device).device  # type: ignore[call-overload]
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(f"expected a device that there is, but saw {device!r}: {error}") from error
-    if place.type == "meta":
-        raise OptionError("expected a device that holds states, but saw 'meta': pass 'cpu', or leave it out.")
-    return torch.device(place)
+        raise OptionError(f"`device` must be a device of this machine, got {device!r}: {error}") from error
+    if found.type == "meta":
+        raise OptionError("`device` must hold data, got 'meta': pass 'cpu', or leave it out.")
+    return torch.device(found)
 
 
 def checked_dtype(given: object) -> torch.dtype:
     """The floating-point dtype that is given as itself or by its name: `torch.bfloat16`, or "bfloat16".
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is not a floating-point dtype.
     """
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise OptionError(
-            f"expected dtype to be a floating-point torch.dtype or its name, but saw {given!r}: pass, for example, "
+            f"`dtype` must be a floating-point torch.dtype or its name, got {given!r}: pass, for example, "
             "torch.bfloat16 or 'bfloat16'."
         )
     return found
 
 
 def check_accepted(dtype: object, device: object) -> None:
-    """Raise `OptionError` where what old code says of its states, and nothing follows from, is no such thing."""
+    """Raise `OptionError` if a dtype or device is wrong. Old code passes them to caches, which ignore them."""
     if isinstance(dtype, str):
         checked_dtype(dtype)
     elif dtype is not None and not isinstance(dtype, torch.dtype):
-        raise OptionError(f"expected dtype to be a torch.dtype, but saw {dtype!r}.")
+        raise OptionError(f"`dtype` must be a torch.dtype, got {dtype!r}.")
     if device is not None and not isinstance(device, str | int | torch.device):
-        raise OptionError(f"expected device to be a device of torch, but saw {device!r}.")
+        raise OptionError(f"`device` must be a device of torch, got {device!r}.")

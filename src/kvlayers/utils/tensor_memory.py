@@ -1,15 +1,15 @@
-"""The memory behind tensors, which several of them may share."""
+"""The memory of tensors, which several tensors may share."""
 
 from collections.abc import Iterable
 
 from torch import Tensor
 
 Storages = dict[int, int]
-"""Bytes of each piece of memory, by its address."""
+"""Bytes of each storage, by its address."""
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Storages:
-    """The memory that tensors keep alive, spare room behind views included.
+    """The storages that tensors keep alive, including the memory around views.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Bytes and tokens as people write and read them."""
+"""Numbers of bytes and tokens as people write and read them, and tables for people."""
 
 import html
 import re
@@ -19,7 +19,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def readable_bytes(count: float) -> str:
-    """Bytes in the largest unit of which there is one, in three digits or four.
+    """Bytes in the largest unit that gives at least 1, with three or four digits.
 
     Example:
         >>> readable_bytes(3 * 2**29), readable_bytes(1000 * 2**20), readable_bytes(10)
@@ -35,14 +35,14 @@ def readable_bytes(count: float) -> str:
 def tokens(given: int | str, name: str) -> int:
     """A number of tokens: 32768, or a text such as "32768", "32k" or "1M", by powers of 1024.
 
-    Anything but a text is returned as it is: callers check numbers.
+    A number is returned as it is, for the caller to check.
 
     Args:
         given: the number or the text.
         name: what a user calls the argument.
 
     Raises:
-        OptionError: a text that is no number of tokens.
+        OptionError: the text is not a number of tokens.
 
     Example:
         >>> tokens("32k", "max_cache_len"), tokens(100, "max_cache_len")
@@ -50,20 +50,20 @@ def tokens(given: int | str, name: str) -> int:
     """
     if not isinstance(given, str):
         return given
-    return _quantity(given, _TOKENS, f"{name} to be a number of tokens, such as 4096, 32k or 1M")
+    return _quantity(given, _TOKENS, f"`{name}` must be a number of tokens, such as 4096, 32k or 1M")
 
 
 def amount_of_bytes(given: int | str, name: str) -> int:
     """A number of bytes: 1024, or a text such as "24GiB", "24G" (the same), or "24GB" by powers of 1000.
 
-    Anything but a text is returned as it is: callers check numbers.
+    A number is returned as it is, for the caller to check.
 
     Args:
         given: the number or the text.
         name: what a user calls the argument.
 
     Raises:
-        OptionError: a text that is no number of bytes.
+        OptionError: the text is not a number of bytes.
 
     Example:
         >>> amount_of_bytes("1.5 GiB", "memory"), amount_of_bytes("2kB", "memory")
@@ -71,21 +71,21 @@ def amount_of_bytes(given: int | str, name: str) -> int:
     """
     if not isinstance(given, str):
         return given
-    return _quantity(given, _BYTES, f"{name} to be a number of bytes, such as 24GiB, 512MiB or 80GB")
+    return _quantity(given, _BYTES, f"`{name}` must be a number of bytes, such as 24GiB, 512MiB or 80GB")
 
 
-def _quantity(text: str, units: dict[str, int], expected: str) -> int:
+def _quantity(text: str, units: dict[str, int], requirement: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].lower() not in units:
-        raise OptionError(f"expected {expected}, but saw {text!r}.")
+        raise OptionError(f"{requirement}, got {text!r}.")
     amount = int(Fraction(found[1]) * units[found[2].lower()])
     if amount > MOST:
-        raise OptionError(f"expected {expected}, but saw more than any machine has: {text[:20]}.")
+        raise OptionError(f"{requirement}, got more than any machine has: {text[:20]}.")
     return amount
 
 
 def exact_bytes(count: float) -> str:
-    """Bytes as people read them, with the exact number if that says more, for errors that ask for so many.
+    """Bytes as people read them, with the exact number if it differs, for errors that name a size to pass.
 
     Example:
         >>> exact_bytes(3 * 2**29), exact_bytes(10), exact_bytes(4320.5)
@@ -96,12 +96,12 @@ def exact_bytes(count: float) -> str:
 
 
 def html_table(caption: str, rows: Sequence[tuple[str, ...]], bold: Sequence[int] = ()) -> str:
-    """Rows below a head as a table of HTML. Whatever a cell says is text.
+    """A table of HTML from a header and rows. Cells are escaped.
 
     Args:
-        caption: what stands above it.
-        rows: the head, and the rows.
-        bold: indices of rows, counted without the head, that stand out.
+        caption: text above the table.
+        rows: the header, then the rows.
+        bold: indices of rows in bold, counted without the header.
     """
 
     def row(cells: Sequence[str], tag: str, style: str = "") -> str:
@@ -117,7 +117,7 @@ def html_table(caption: str, rows: Sequence[tuple[str, ...]], bold: Sequence[int
 
 
 def plain_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows below a head, in columns as wide as they need: the first to the left, the others to the right."""
+    """A plain-text table from a header and rows: the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def aligned(row: tuple[str, ...]) -> str:

@@ -1,1 +1,1 @@
-"""Attention on a CPU: the compiled kernel and what calls it."""
+"""Attention on a CPU: the C++ kernel and its caller."""

@@ -1,10 +1,11 @@
 // Attention over packed keys and values, on a CPU.
 //
-// One pass over the history with an online softmax: of each block, the codes are multiplied as integers turned to
-// floats, and the scales are folded into what multiplies them (the query for keys, the probabilities for values). No
-// block is ever written out in full precision.
+// One pass over the tokens with an online softmax: the codes of each block are multiplied as integers converted to
+// floats, and the scales are folded into the other factor (the query for keys, the probabilities for values). No block
+// is ever written out in full precision.
 //
-// Compiled by `cpu.py` with -march=native: vectors of 16 floats are one register or several, as the machine has it.
+// `kernel.py` compiles this file with -march=native: a vector of 16 floats is one register or several, depending on the
+// machine.
 
 #include <algorithm>
 #include <cmath>
@@ -51,7 +52,7 @@ inline float sum(Floats vector) {
     return parts[0];
 }
 
-// Compilers make single moves of a conversion that widens, so the instruction for it is named where there is one.
+// Compilers turn a widening conversion into moves of single elements, so it is written as an intrinsic if there is one.
 inline Words widened(Bytes bytes) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
@@ -139,7 +140,7 @@ inline Floats exponential(Floats x) {
 
 extern "C" {
 
-// The fields below are those of the ctypes structures in `cpu.py`, in the same order.
+// The fields below match the ctypes structures in `kernel.py`, in the same order.
 
 struct Dense {
     const void* keys;
@@ -202,7 +203,7 @@ struct Integer {
 };
 
 struct Float8 {
-    // Exponent and fraction of e4m3 in place of those of a float, whose exponents are 120 higher.
+    // Exponent and fraction of e4m3 moved to those of a float, whose exponents are 120 higher.
     static inline Floats value(Words code) {
         const Words bits = ((code & 0x80u) << 24) | ((code & 0x7fu) << 20);
         const Floats scaled = (Floats)bits * 1.329227995784916e36f;
@@ -332,7 +333,7 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     const float* zero = scale + count;
 
     if (side.row_group == 1 && groups_hold_whole_vectors(side)) {
-        // A scale for each row and some columns of it: folded into the factors.
+        // Each row has a scale for each group of its columns: the scales are folded into the factors.
         const int64_t rows = end - begin;
         buffers.weights.resize(column_groups * rows * R);
         buffers.zeros.assign(R * column_groups, 0.0f);
@@ -360,7 +361,7 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
         return;
     }
 
-    // Scales that differ within a vector of columns: folded into the sums, once for each group of rows.
+    // Scales differ within a vector of columns: they are folded into the sums, once for each group of rows.
     for (int64_t row_begin = begin; row_begin < end;) {
         const int64_t row_group = row_begin / side.row_group;
         const int64_t row_end = std::min(end, (row_group + 1) * side.row_group), rows = row_end - row_begin;
@@ -431,13 +432,13 @@ void dense_combine(const State* values, int64_t token_stride, int64_t tokens, in
                     weights[i * weight_stride + token] * to_float(values[token * token_stride + rest]);
 }
 
-// The history as a run of units
+// The tokens as a sequence of units
 
 struct Unit {
     int64_t dense;  // index of the dense segment, -1 for a packed block
     int64_t index;  // first token within the segment, or the block
     int64_t begin, end;  // valid tokens within the unit
-    int64_t position;  // of the first valid token, in the mask
+    int64_t position;  // column of the first valid token in the mask
 };
 
 std::vector<Unit> units_of(const Call& call) {
@@ -468,7 +469,7 @@ inline float mask_entry(const Mask& mask, int64_t offset) {
     return ((const float*)mask.entries)[offset];
 }
 
-// The rotation of `hadamard.py`, which undoes itself: a fast Walsh-Hadamard transform in runs of `size` channels.
+// The rotation of `hadamard.py`, which is its own inverse: a fast Walsh-Hadamard transform of each `size` channels.
 void rotate(float* channels, int64_t count, int64_t size) {
     const float norm = 1.0f / std::sqrt(float(size));
     for (int64_t run = 0; run < count; run += size)
@@ -512,7 +513,7 @@ struct Head {
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
                 query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
         }
-        // Products stay what they are where both sides are rotated, so the keys need not be rotated back.
+        // Products stay the same if both sides are rotated, so the keys need not be rotated back.
         packed_query = query;
         if (call.packed.key_rotation > 1)
             for (int64_t row = 0; row < rows; ++row)
@@ -560,7 +561,7 @@ struct Head {
     }
 };
 
-// What a run of units comes to: sums over tokens weighted by e^(score - highest), for each row.
+// Result of one split of the units: sums over tokens weighted by e^(score - highest), for each row.
 struct Partial {
     std::vector<float> highest, total, dense, packed;
 };
@@ -581,7 +582,7 @@ void attend_unit(Head<State>& head, const Unit& unit, int64_t row, Partial& part
             is_nan |= std::isnan(scores[token]);
         }
         if (is_nan) highest = NAN;
-        // What lies before and behind the valid tokens must weigh nothing.
+        // Tokens before and after the valid ones must have no weight.
         for (int64_t token = 0; token < unit.begin; ++token) scores[token] = -INFINITY;
         const int64_t padded_end = rounded_up(unit.end);
         for (int64_t token = unit.end; token < padded_end; ++token) scores[token] = -INFINITY;
@@ -620,7 +621,7 @@ void attend_rows(Head<State>& head, const Unit& unit, Partial& partial) {
     }
 }
 
-// How many runs to cut the history into, so that every thread has work.
+// How many splits to make of the units, so that every thread has work.
 int64_t splits_for(const Call& call, int64_t units) {
     const int64_t heads = call.batch * call.kv_heads;
     if (call.threads <= 1 || heads % call.threads == 0) return 1;
@@ -670,7 +671,7 @@ void attend(const Call& call) {
             if (call.packed.value_rotation > 1) rotate(packed.data(), call.value_dim, call.packed.value_rotation);
             State* out = (State*)head.row_of(call.out, row, call.out_batch, call.out_head, call.out_token);
             for (int64_t channel = 0; channel < call.value_dim; ++channel) {
-                // As torch does: a query that may attend to nothing gets zeros.
+                // As in torch, a query that may attend to no token gets zeros.
                 const float state = total > 0 ? (dense[channel] + packed[channel]) / total : 0.0f;
                 from_float(is_nan || std::isnan(total) ? NAN : state, out + channel);
             }
@@ -678,7 +679,7 @@ void attend(const Call& call) {
     }
 }
 
-// Scores of every token, for attention that is written out: out is [batch, heads, query_tokens, tokens].
+// Scores of every token, for eager attention: out is [batch, heads, query_tokens, tokens].
 template <typename State, int R>
 void write_scores(Head<State>& head, const Unit& unit, int64_t row) {
     head.template score<R>(unit, row);

@@ -1,1 +1,1 @@
-"""Attention on a CUDA device: Triton kernels and what launches them."""
+"""Attention on a CUDA device: the Triton kernels and their caller."""

@@ -1,71 +1,54 @@
-"""Attention of few queries to packed keys and values on a CUDA device, without unpacking them to memory.
+"""Launches the Triton kernels: attention of few queries to packed keys and values, never unpacked to memory.
 
-The blocks are divided among so many programs that all multiprocessors have work (flash-decoding): each program attends
-to a run of blocks, and a second kernel merges what the runs give. All query heads and query tokens that share a kv head
-are rows of one product, so that its codes are read once. A scale that a whole row of keys shares is multiplied into the
-queries, and one that a whole row of values shares into the weights: what is done for every code is unpacking alone.
+The blocks are divided among enough programs to keep all multiprocessors busy (flash-decoding): each program attends to
+a split of the blocks, and a second kernel merges the results of the splits. All query heads and query tokens that share
+a kv head are rows of one product, so its codes are read once. A scale that a whole row of keys shares is multiplied
+into the queries, and one that a whole row of values shares into the weights: each single code is only unpacked.
 
-triton is imported by the first call, never by `import kvlayers`.
+The first call imports triton; `import kvlayers` never does.
 """
 
 import contextlib
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import math
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
+from kvlayers.attention.cuda.support import is_interpreted, supports
 from kvlayers.attention.cuda.unpacking import unpacking_instructions
 from kvlayers.errors import OptionError, StateMismatchError
-from kvlayers.quantizers.contract import CodeFormat, Side
-
-if TYPE_CHECKING:
-    # Stores import attention.
-    from kvlayers.quantizers.packed_side import PackedSide
-
-WIDTHS = (2, 4, 8)
-"""Bits of a code that the kernel unpacks."""
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of the states."""
-
-MINIMUM_VERSION = "3.5"
-"""Of triton. Earlier ones do not have all of the language that the kernels are written in."""
+from kvlayers.quantizers.packed_side import PackedSide
 
 MAXIMUM_ROWS = 64
 """Query heads of a group times query tokens that one program takes; more rows are divided among programs."""
 
 _TENSOR_CORE_ROWS = 16
 _MAXIMUM_SUMS = 8
-_LARGEST_HEAD_DIM = 256
 _SPLITS_MERGED_AT_ONCE = 16
 
 
 _FLOAT16_BOOSTS = {2: 1.0, 4: 4.0, 8: 64.0}
-"""Factors of scales of values in float16, for each width: weights times small scales would be subnormal.
+"""Factor of the value scales in float16, for each width of a code: weights times small scales would be subnormal.
 
-A scale is at most the range of float16 over the largest code, and is to stay finite.
+A scale is at most the range of float16 divided by the largest code, so it stays finite.
 """
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the work is laid over a device. No number changes what is computed, but for the order of sums.
+    """How the work is divided on a device. No number changes the result, apart from the order of sums.
 
     Attributes:
-        programs: programs that a multiprocessor is given; with fewer, memory waits for work.
-        minimum_blocks: blocks of a split at least, so that its partial result is small beside what it reads.
-        stages: blocks that are copied ahead, with the one that is worked on.
-        warps: warps of a program; `None` for one to each 16 rows, and four at least where a head_dim is more than 128
-            or states are float32.
-        assembly: codes are unpacked two at a time by inline assembly.
+        programs: programs for each multiprocessor; with fewer, memory bandwidth stays unused.
+        minimum_blocks: fewest blocks of a split, so that its partial result is small beside the codes it reads.
+        stages: blocks in the copy pipeline, including the current one.
+        warps: warps of a program; `None` for one per 16 rows, and at least four if a head_dim is above 128 or states
+            are float32.
+        assembly: whether inline assembly unpacks two codes at a time.
     """
 
     programs: int = 8
@@ -78,75 +61,10 @@ class Launch:
 DEFAULT_LAUNCH = Launch()
 
 
-def supports(
-    key_format: CodeFormat,
-    value_format: CodeFormat,
-    *,
-    key_head_dim: int,
-    value_head_dim: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Whether `attend_packed` takes packed states of such a kind; otherwise the caller has to unpack them.
-
-    Args:
-        key_format: what the codes of the keys mean.
-        value_format: what those of the values mean.
-        key_head_dim: channels of a key, and of a query.
-        value_head_dim: channels of a value.
-        block_tokens: tokens of a block.
-        dtype: of queries and parameters.
-        device: where the states are.
-    """
-    if not available(device) or dtype not in DTYPES:
-        return False
-    # Two tiles of scores are to have 16 columns.
-    if block_tokens & (block_tokens - 1) or block_tokens * key_format.bits < 128:
-        return False
-    sides: tuple[tuple[CodeFormat, Side, int], ...] = (
-        (key_format, "keys", key_head_dim),
-        (value_format, "values", value_head_dim),
-    )
-    return all(_supports_side(code_format, side, head_dim, block_tokens) for code_format, side, head_dim in sides)
-
-
-def _supports_side(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int) -> bool:
-    if code_format.bits not in WIDTHS or (code_format.floating and code_format.bits != 8):
-        return False
-    if head_dim > _LARGEST_HEAD_DIM or block_tokens % code_format.group_tokens or head_dim % code_format.group_channels:
-        return False
-    # Rows are read by words of two bytes.
-    return side == "keys" or code_format.bits != 8 or head_dim % 2 == 0
-
-
-@functools.lru_cache(maxsize=32)
-def available(device: torch.device) -> bool:
-    """Whether there is a triton that compiles for the device, or interprets kernels for it."""
-    if importlib.util.find_spec("triton") is None or _version() < Version(MINIMUM_VERSION):
-        return False
-    if _interpreted():
-        return True
-    # Products of bfloat16 came with compute capability 8.
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 8
-
-
-def _version() -> Version:
-    """Version of triton, without an import of it; that of nightly builds has another name."""
-    for name in ("triton", "pytorch-triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return Version(importlib.metadata.version(name))
-    return Version("0")
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 @functools.cache
 def _kernels() -> Any:
     """The module of the kernels: importing it imports triton."""
-    return importlib.import_module(".kernels", __package__)
+    return importlib.import_module(".triton_kernels", __package__)
 
 
 @functools.lru_cache(maxsize=32)
@@ -155,14 +73,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a device the current one, which triton launches on, wherever the pointers that it is given point."""
+    """Make a device the current one: triton launches there, whichever device its pointers belong to."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def attend_packed(
     query: Tensor,
-    keys: "PackedSide",
-    values: "PackedSide",
+    keys: PackedSide,
+    values: PackedSide,
     *,
     first: int = 0,
     ends: Tensor | None = None,
@@ -171,33 +89,33 @@ def attend_packed(
     scale: float | None = None,
     launch: Launch = DEFAULT_LAUNCH,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to the packed tokens of a history, and its log-sum-exp for `merging.merge`.
+    """Attention of queries to packed tokens, and its log-sum-exp for `reference.merge`.
 
-    There is no causal mask among the queries: all see all packed tokens, but for those that `mask` hides. Rotated
-    sides stay so: queries are to be rotated as the keys are, and what comes back is rotated as the values are.
+    There is no causal mask among the queries: all see every packed token that `mask` does not hide. The kernel rotates
+    nothing: pass queries rotated as the keys are; the result is rotated as the values are.
 
     Args:
         query: `[batch, heads, q_tokens, head_dim]`, heads a multiple of the kv_heads, in the dtype of the parameters.
         keys: packed keys of `blocks` blocks.
         values: packed values of as many, of the same block_tokens.
-        first: tokens at the front of the first block that are no longer part of the history.
-        ends: int32 `[blocks]`, the tokens of each block that are filled, the first `first` of the first block
-            included; `None` where all blocks are full.
-        starts: int32 `[blocks]`, the tokens of the history in front of each block, by which `mask` is indexed; `None`
-            to count them from `first` and `ends`.
+        first: tokens at the front of the first block that have been evicted.
+        ends: int32 `[blocks]`, the filled tokens of each block, counting the first `first` of the first block; `None`
+            if all blocks are full.
+        starts: int32 `[blocks]`, the tokens that are held in front of each block, by which `mask` is indexed; `None`
+            to compute them from `first` and `ends`.
         mask: bool (`True` is attended to) or float (added to the scores) of a shape that broadcasts to
-            `[batch, heads, q_tokens, tokens]`; tokens counts those of the history alone. A float below -2.3e38 hides
-            a token as `-inf` does.
+            `[batch, heads, q_tokens, tokens]`; evicted and unfilled tokens do not count. A float below -2.3e38 hides a
+            token as `-inf` does.
         scale: factor of the scores, `None` for `head_dim ** -0.5`.
-        launch: how the work is laid over the device.
+        launch: how the work is divided on the device.
 
     Returns:
-        The attended values, float32 `[batch, heads, q_tokens, value_head_dim]`, zeros where a query sees no token; and
-        the log-sum-exp of the scores, float32 `[batch, heads, q_tokens]`, `-inf` where a query sees no token.
+        The attended values, float32 `[batch, heads, q_tokens, value_head_dim]`, zeros if a query sees no token; and
+        the log-sum-exp of the scores, float32 `[batch, heads, q_tokens]`, `-inf` if a query sees no token.
 
     Raises:
-        StateMismatchError: the shapes, dtypes or numbers of blocks do not belong together.
-        OptionError: `supports` has these states as not supported, or `first` is not within the first block.
+        StateMismatchError: the shapes, dtypes or numbers of blocks do not match.
+        OptionError: `supports` is false for these states, or `first` is not within the first block.
     """
     _check(query, keys, values, first, ends)
     batch, heads, q_tokens, key_dim = query.shape
@@ -229,7 +147,7 @@ def attend_packed(
     words = values.row_bytes // 2 // chunks
     wide = max(key_dim, value_dim) > 128 or query.dtype == torch.float32
     warps = launch.warps or max(rows // _TENSOR_CORE_ROWS, 4 if wide else 1)
-    nothing = query  # A pointer that is never read.
+    unused = query  # A pointer that is never read.
 
     partial_outs = torch.empty((batch, heads, q_tokens, splits, value_dim), **options)
     partial_lses = torch.empty((batch, heads, q_tokens, splits), **options)
@@ -243,9 +161,9 @@ def attend_packed(
             keys.parameters,
             value_codes,
             values.parameters,
-            nothing if ends is None else ends,
-            nothing if starts is None else starts,
-            nothing if mask_states is None else mask_states,
+            unused if ends is None else ends,
+            unused if starts is None else starts,
+            unused if mask_states is None else mask_states,
             partial_outs,
             partial_lses,
             *query.stride()[:3],
@@ -287,7 +205,7 @@ def attend_packed(
             BOOST=_FLOAT16_BOOSTS[values.format.bits] if query.dtype == torch.float16 else 1.0,
             KEY_ASSEMBLY=_assembly(keys, launch),
             VALUE_ASSEMBLY=_assembly(values, launch),
-            EMULATED=_interpreted(),
+            EMULATED=is_interpreted(),
             num_warps=warps,
             num_stages=launch.stages,
             # Not the default of every version of triton.
@@ -308,25 +226,25 @@ def attend_packed(
     return outs, lses
 
 
-def _check(query: Tensor, keys: "PackedSide", values: "PackedSide", first: int, ends: Tensor | None) -> None:
+def _check(query: Tensor, keys: PackedSide, values: PackedSide, first: int, ends: Tensor | None) -> None:
     if query.dim() != 4 or query.shape[3] != keys.head_dim or query.shape[0] != keys.codes.shape[0]:
         raise StateMismatchError(
-            f"expected queries [{keys.codes.shape[0]}, heads, q_tokens, {keys.head_dim}], but saw "
-            f"{tuple(query.shape)}: pass the queries of the sequences that are held."
+            f"`query` must be [{keys.codes.shape[0]}, heads, q_tokens, {keys.head_dim}], got {tuple(query.shape)}: "
+            "pass the queries of the sequences that are held."
         )
     if keys.codes.shape[:3] != values.codes.shape[:3] or keys.block_tokens != values.block_tokens:
         raise StateMismatchError(
-            f"expected keys and values of the same blocks, but saw {tuple(keys.codes.shape[:3])} of "
-            f"{keys.block_tokens} tokens and {tuple(values.codes.shape[:3])} of {values.block_tokens}."
+            f"`keys` and `values` must have the same blocks, got {tuple(keys.codes.shape[:3])} of {keys.block_tokens} "
+            f"tokens and {tuple(values.codes.shape[:3])} of {values.block_tokens}."
         )
     if query.shape[1] % keys.codes.shape[1]:
         raise StateMismatchError(
-            f"expected heads that are a multiple of the {keys.codes.shape[1]} kv_heads, but saw {query.shape[1]}."
+            f"`query` must have a multiple of the {keys.codes.shape[1]} kv_heads, got {query.shape[1]} heads."
         )
     if not query.dtype == keys.parameters.dtype == values.parameters.dtype:
         raise StateMismatchError(
-            f"expected queries in the dtype of the parameters, {keys.parameters.dtype} and {values.parameters.dtype}, "
-            f"but saw {query.dtype}: convert the queries."
+            f"`query` must have the dtype of the parameters, {keys.parameters.dtype} and {values.parameters.dtype}, "
+            f"got {query.dtype}: convert the queries."
         )
     if not supports(
         keys.format,
@@ -337,28 +255,30 @@ def _check(query: Tensor, keys: "PackedSide", values: "PackedSide", first: int, 
         dtype=query.dtype,
         device=query.device,
     ):
-        raise OptionError("expected states that the kernel supports: ask `supports` first, and unpack the others.")
+        raise OptionError(
+            "The kernel does not support these states: call supports() first, and unpack the states if it is false."
+        )
     if not 0 <= first < keys.block_tokens:
-        raise OptionError(f"expected first to be within a block of {keys.block_tokens} tokens, but saw {first}.")
+        raise OptionError(f"`first` must be within a block of {keys.block_tokens} tokens, got {first}.")
     if ends is not None and ends.shape != (keys.blocks,):
-        raise StateMismatchError(f"expected ends of {keys.blocks} blocks, but saw {tuple(ends.shape)}.")
+        raise StateMismatchError(f"`ends` must have shape ({keys.blocks},), got {tuple(ends.shape)}.")
 
 
-def _kernel_scale(scale: float, keys: "PackedSide") -> float:
-    """Factor of what the kernel has as scores, which gives them in units of log2(e)."""
-    # Codes of float8 are 256 times what the kernel unpacks, and it multiplies that where it applies scales to them.
+def _kernel_scale(scale: float, keys: PackedSide) -> float:
+    """Factor that turns the kernel's products into scores in units of log2(e)."""
+    # Codes of float8 are 256 times the numbers that the kernel unpacks. It makes up for that when it applies scales.
     undone = 256 if keys.format.floating and keys.column_group == keys.block_tokens else 1
     return scale * undone * math.log2(math.e)
 
 
-def _assembly(packed: "PackedSide", launch: Launch) -> tuple[str, ...]:
-    if not launch.assembly or _interpreted():
+def _assembly(packed: PackedSide, launch: Launch) -> tuple[str, ...]:
+    if not launch.assembly or is_interpreted():
         return ()
     return unpacking_instructions(packed.format.bits, packed.format.floating, packed.parameters.dtype)
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is no less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -368,11 +288,11 @@ def _blocks_per_split(blocks: int, programs_of_a_split: int, device: torch.devic
     return -(-blocks // max(1, splits))
 
 
-def _value_plan(values: "PackedSide") -> tuple[bool, int]:
-    """Whether scales of values can be multiplied into the weights, and the parts that a row is read in for that.
+def _value_plan(values: PackedSide) -> tuple[bool, int]:
+    """Whether value scales can be multiplied into the weights, and the number of parts that rows are read in for that.
 
-    They can where the channels of a tile of codes all share a scale: those of the same slot of a row, or of a part.
-    In a row that is padded there are tiles which have no scale.
+    They can if all channels of a tile of codes share a scale: the channels of one slot of a row, or of a part of it.
+    A padded row has tiles without a scale.
     """
     row_bytes, group = values.row_bytes, values.column_group
     if row_bytes * 8 != values.head_dim * values.format.bits:
@@ -386,7 +306,7 @@ def _value_plan(values: "PackedSide") -> tuple[bool, int]:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Codes as words of two bytes; a copy only where a view cannot be, as it starts within a word."""
+    """Codes as words of two bytes: a view, or a copy if the codes start within a word."""
     *strides, _ = codes.stride()
     if codes.storage_offset() % 2 or any(stride % 2 for stride in strides):
         codes = codes.contiguous()
@@ -396,12 +316,12 @@ def _words(codes: Tensor) -> Tensor:
 def _mask_of(
     mask: Tensor | None, queries: tuple[int, int, int], tokens: int, query: Tensor
 ) -> tuple[int, Tensor | None]:
-    """Kind of a mask, 0 for none, 1 for bool, 2 for one that is added; and the mask as a kernel reads it."""
+    """The kind of a mask (0: no mask, 1: bool, 2: additive), and the mask as the kernel reads it."""
     if mask is None:
         return 0, None
     if mask.dim() != 4 or mask.device != query.device or mask.shape[3] > tokens:
         raise StateMismatchError(
-            f"expected a mask [batch, heads, q_tokens, tokens] of at most {tokens} tokens on {query.device}, but saw "
+            f"`mask` must be [batch, heads, q_tokens, tokens] with at most {tokens} tokens on {query.device}, got "
             f"{tuple(mask.shape)} on {mask.device}: leave out the columns of tokens that are not packed."
         )
     mask = mask.expand(*queries, mask.shape[3])

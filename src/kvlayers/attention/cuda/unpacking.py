@@ -1,8 +1,8 @@
-"""PTX that brings the codes of 16-bit words to a dtype that tensor cores take, for two words at a time.
+"""PTX that converts the codes of 16-bit words to a dtype for tensor cores, two words at a time.
 
-It has no conversion instructions, which a multiprocessor has few units for. A code is put behind the exponent of a
-power of two at which the lowest bit of the mantissa counts ones; subtracting that power, and half the range of a code,
-leaves `code - 2**(bits - 1)`, exactly. Float8 is moved behind a wider exponent; what that leaves is a factor.
+It uses no conversion instructions, for which a multiprocessor has few units. A code becomes the low bits of the
+mantissa of a power of two at which the lowest bit counts ones. Subtracting that power, and half the range of a code,
+leaves exactly `code - 2**(bits - 1)`. Float8 moves behind a wider exponent, which leaves a constant factor.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ import torch
 
 
 def unpacking_instructions(bits: int, floating: bool, dtype: torch.dtype) -> tuple[str, ...]:
-    """For each tile of words of packed codes, PTX from words `$1` to codes `$0`; nothing where there is none.
+    """For each tile of packed words, PTX from words `$1` to codes `$0`; empty for dtypes without PTX.
 
     Tile `i` holds the codes of byte `i % 2` of each word, of slot `i // 2` of that byte.
 
     Args:
-        bits: of a code: 2, 4 or 8.
-        floating: codes are float8 (e4m3fn), and what comes out is to be multiplied by 256.
-        dtype: of what comes out.
+        bits: bits of a code: 2, 4 or 8.
+        floating: whether codes are float8 (e4m3fn); the results must then be multiplied by 256.
+        dtype: dtype of the results.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return ()
@@ -36,9 +36,9 @@ def _both(half: int) -> str:
 
 
 def _masked(target: str, source: str, mask: int, exponent: int, table: int = 0xEA) -> str:
-    """Bits of the source under a mask, behind an exponent: `source & mask | exponent`, for the table that is given.
+    """One instruction for `source & mask | exponent`, or another logic function with another `table`.
 
-    As one instruction, which not every version of the assembler would make of two.
+    Not every version of the assembler would merge the two operations.
     """
     return f"lop3.b32 {target}, {source}, {_both(mask)}, {_both(exponent)}, 0x{table:02X}"
 
@@ -58,20 +58,20 @@ def _integers(shift: int, bits: int, dtype: torch.dtype) -> str:
         return _block(
             "code, offset", (*unpacked, f"mov.b32 offset, {_both(exponent + half)}", "sub.f16x2 $0, code, offset")
         )
-    # The sum of a product, as bfloat16 has a subtraction only from compute capability 9 on.
+    # A fused multiply-add, because bfloat16 has a subtraction only from compute capability 9 on.
     constants = f"mov.b32 one, {_both(0x3F80)}", f"mov.b32 offset, {_both(0x8000 + exponent + half)}"
     return _block("code, one, offset", (*unpacked, *constants, "fma.rn.bf16x2 $0, code, one, offset"))
 
 
 def _bytes_to_bfloat16(tile: int) -> str:
-    # The mantissa has room for seven bits. The eighth says whether 128 or 256 is to be subtracted from them and 128,
-    # and these two differ in the bit of the exponent that is in its place.
+    # The mantissa has room for seven bits. The eighth bit decides whether 128 or 256 must be subtracted from 128 plus
+    # the seven bits. These two numbers differ in the exponent bit that is in the eighth bit's place.
     return _block(
         "word, code, offset, minus",
         (
             f"shr.u32 word, $1, {tile * 8}",
             _masked("code", "word", 0x7F, 0x4300),
-            # This one has `~source` for `source`.
+            # With `~source` instead of `source`.
             _masked("offset", "word", 0x80, 0x4300, table=0xAE),
             f"mov.b32 minus, {_both(0xBF80)}",
             "fma.rn.bf16x2 $0, offset, minus, code",
@@ -80,7 +80,7 @@ def _bytes_to_bfloat16(tile: int) -> str:
 
 
 def _float8(tile: int, dtype: torch.dtype) -> str:
-    # float8 has four bits of exponent, and three of mantissa.
+    # float8 has four exponent bits and three mantissa bits.
     mantissa = 7 if dtype == torch.bfloat16 else 10
     magnitude = 0x7F << (mantissa - 3)
     distance = mantissa - 3 - tile * 8
@@ -89,8 +89,8 @@ def _float8(tile: int, dtype: torch.dtype) -> str:
     unpacked = (moved, f"and.b32 code, code, {_both(magnitude)}", *signs)
     if dtype == torch.float16:
         return _block("code, sign", (*unpacked, "or.b32 $0, code, sign"))
-    # The exponent is now 2**120 too small; all but 2**8 of that is made up for here. Minus zero, as plus zero as an
-    # addend would make minus zeros plus.
+    # The exponent is now 2**120 too small; this makes up for all but 2**8 of it. The addend is minus zero, because plus
+    # zero would turn minus zeros into plus zeros.
     constants = f"mov.b32 factor, {_both(0x7780)}", f"mov.b32 zero, {_both(0x8000)}"
     return _block(
         "code, sign, factor, zero",

@@ -1,1 +1,1 @@
-"""Generation that steps down to a smaller cache when memory runs out."""
+"""Generation that survives running out of memory: the ladder of caches, the attempts, and how one resumes another."""

@@ -1,4 +1,4 @@
-"""What `resilient_generate` tries, in order."""
+"""The caches that `resilient_generate` tries, in order."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ class Rung:
     """One rung of a ladder: the cache to generate with.
 
     Args:
-        name: a name of `cache_names()`, or `None` for what the call itself asks for.
-        options: options of that cache, as `cache_config` has them.
+        name: one of `cache_names()`, or `None` for the cache that the call itself asks for.
+        options: options of this cache, as in `cache_config`.
 
     Raises:
-        RegistryError: the name is empty, or no string.
-        OptionError: the options are no mapping from names, or belong to no cache.
+        RegistryError: `name` is empty, or not a string.
+        OptionError: `options` is not a mapping from names to values, or is given without a name.
 
     Example:
         >>> Rung("offloaded_quantized", {"nbits": 4})
@@ -32,55 +32,55 @@ class Rung:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
             raise registry.unknown_name(self.name)
         if not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
-            raise OptionError(f"expected the options of a rung by their names, but saw {self.options!r}.")
+            raise OptionError(f"`options` of a Rung must be a mapping from names to values, got {self.options!r}.")
         if self.name is None and self.options:
             raise OptionError(
-                f"expected options of a cache that has a name, but saw {dict(self.options)!r} for what was asked for: "
-                "pass them to generate() as cache_config."
+                f"`options` of a Rung need a `name`, got {dict(self.options)!r} without one: pass the options of the "
+                "call's own cache to generate() as cache_config."
             )
 
     def __str__(self) -> str:
         if self.name is None:
-            return "what was asked for"
+            return "the requested cache"
         return f"cache_implementation={self.name!r}" + (f" with {dict(self.options)!r}" if self.options else "")
 
 
-AS_ASKED = Rung()
+AS_REQUESTED = Rung()
 DEFAULT_LADDER = (
-    AS_ASKED,
+    AS_REQUESTED,
     Rung("int8"),
     Rung("int4"),
     Rung("offloaded"),
     Rung("offloaded_quantized", {"nbits": 4}),
 )
-"""As asked, then caches that hold less and less on the device."""
+"""The requested cache, then caches that hold less and less on the device."""
 
 RungLike = Rung | str | tuple[str, Mapping[str, Any]] | None
 
 
 def possible_rungs(ladder: Iterable[RungLike], model: Any) -> tuple[list[Rung], list[str]]:
-    """The rungs whose caches `model` can have, what was asked for first; and why others cannot be had.
+    """The rungs whose caches suit `model`, the requested cache first, and why the others do not suit.
 
-    A cache that cannot be had is an error where the caller chose it, and not where the default ladder did.
+    A cache that does not suit the model is an error if the caller chose the ladder, but not in the default ladder.
     """
     if isinstance(ladder, str | Rung) or not isinstance(ladder, Iterable):
-        raise OptionError(f"expected a sequence of rungs as the ladder, but saw {ladder!r}: put it in a list.")
+        raise OptionError(f"`ladder` must be a sequence of rungs, got {ladder!r}: put it in a list.")
     rungs = [_rung(entry) for entry in ladder]
     if not rungs:
-        raise OptionError("expected at least one rung in the ladder, but saw none: leave ladder out for the default.")
-    below = rungs[1:] if rungs[0] == AS_ASKED else rungs
-    if AS_ASKED in below:
+        raise OptionError("`ladder` must have at least one rung, got an empty one: leave it out for the default.")
+    below = rungs[1:] if rungs[0] == AS_REQUESTED else rungs
+    if AS_REQUESTED in below:
         raise OptionError(
-            "expected None, which is what the call asks for, as the first rung, but saw it further down: put it first."
+            "None in `ladder` stands for the requested cache, which comes first, but it is further down: put it first."
         )
     for rung in below:
         if rung.name is None or not registry.is_registered(rung.name):
             raise registry.unknown_name(rung.name)
-    possible: list[Rung] = [AS_ASKED]
+    possible: list[Rung] = [AS_REQUESTED]
     impossible: list[str] = []
     for rung in below:
         try:
-            # No memory is reserved before the first states come.
+            # A cache reserves no memory before its first states.
             registry.cache_for(str(rung.name), registry.CacheRequest(model.config, rung.options, length_hint=1))
             possible.append(rung)
         except KVLayersError as error:
@@ -98,12 +98,12 @@ def _rung(entry: object) -> Rung:
     if isinstance(entry, tuple) and len(entry) == 2:
         return Rung(*entry)
     raise OptionError(
-        f"expected a rung to be the name of a cache, a pair (name, options) or a Rung, but saw {entry!r}: for a cache "
-        "with options, write ('offloaded_quantized', {'nbits': 4})."
+        f"a rung must be the name of a cache, a pair (name, options) or a Rung, got {entry!r}: for a cache with "
+        "options, write ('offloaded_quantized', {'nbits': 4})."
     )
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """The class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

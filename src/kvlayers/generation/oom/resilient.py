@@ -1,4 +1,4 @@
-"""generate() that goes on with a smaller cache where memory runs out, from the token that it had come to."""
+"""`generate()` that continues with a smaller cache when memory runs out, from the last token it has reached."""
 
 import gc
 import traceback
@@ -20,11 +20,11 @@ OUT_OF_MEMORY_PHRASES = (
     "not enough memory",
     "alloc_failed",
 )
-"""What a RuntimeError says where a device has no class for it: MPS, the CPU's allocators, CUDA's libraries."""
+"""Messages of a RuntimeError for lack of memory that has no class: MPS, the CPU's allocators, CUDA's libraries."""
 
 
 class SteppedDownWarning(RuntimeWarning):
-    """Memory ran out, and `resilient_generate` goes on with another cache."""
+    """Memory ran out, and `resilient_generate` continues with another cache."""
 
 
 def resilient_generate(
@@ -33,27 +33,29 @@ def resilient_generate(
     ladder: Iterable[RungLike] = DEFAULT_LADDER,
     **kwargs: Any,
 ) -> Any:
-    """`model.generate(*args, **kwargs)`, which steps down to smaller caches where memory runs out.
+    """Call `model.generate(*args, **kwargs)`, and step down to a smaller cache whenever memory runs out.
 
-    Greedy decoding and sampling keep the tokens that they have; other ways of decoding start again from the prompt.
-    Each step down is a `SteppedDownWarning`. Smaller caches are made by kvlayers, whether or not it is installed.
+    Greedy decoding and sampling keep the tokens that they have generated; other decoding modes start again from the
+    prompt. Each step down warns with `SteppedDownWarning`. The smaller caches are kvlayers' caches, whether or not
+    kvlayers is installed.
 
     Args:
         model: a model of transformers.
         args: as for `model.generate`.
-        ladder: what to try, in order: names of caches, pairs of a name and its options, or `Rung`s. What the call
-            itself asks for comes first, whether or not the ladder begins with it (as `None`). Where that is a rung as
-            well, what follows is the rung below it.
+        ladder: the caches to try, in order: names of caches, pairs of a name and its options, or `Rung`s. The cache
+            that the call itself requests always comes first, and `None` as the first rung stands for it. If that
+            cache is itself a rung, the next one is the rung below it.
         kwargs: as for `model.generate`.
 
     Returns:
         What `model.generate` returns.
 
     Raises:
-        RegistryError: before anything is generated, a rung is empty, or names a cache that there is not.
-        OptionError: before anything is generated, the ladder is empty, or a rung's cache does not take its options.
-        KVLayersError: before anything is generated, the caller's own ladder has a cache that this model cannot have.
-        torch.OutOfMemoryError: memory ran out on every rung. The message says what was tried.
+        RegistryError: a rung has an empty or unknown name. This and the next two are raised before anything is
+            generated.
+        OptionError: `ladder` is empty, or a cache does not take the options of its rung.
+        KVLayersError: `ladder` is given, and has a cache that this model cannot use.
+        torch.OutOfMemoryError: memory ran out on every rung. The message lists the attempts.
 
     Example:
         >>> import torch, transformers
@@ -67,9 +69,9 @@ def resilient_generate(
         >>> output.shape
         torch.Size([1, 7])
     """
-    rungs, impossible = possible_rungs(ladder, model)
+    rungs, unsuitable = possible_rungs(ladder, model)
     call = GenerateCall(model, args, kwargs)
-    rung, *below = call.rungs_below_what_is_asked_for(rungs)
+    rung, *below = call.rungs_to_try(rungs)
     history: list[_Failure] = []
     while True:
         try:
@@ -79,10 +81,10 @@ def resilient_generate(
                 raise
             history.append(_Failure(rung, call.tokens_so_far, first_line(error)))
             if not below:
-                raise torch.OutOfMemoryError(_all_failed(error, history, impossible, call)) from error
-            _let_go_of_frames(error)
-        # Not in the except block, where Python still holds the error.
-        call.let_go_of_the_callers_cache()
+                raise torch.OutOfMemoryError(_all_failed(error, history, unsuitable, call)) from error
+            _clear_frames(error)
+        # Outside the except block, in which Python keeps the error alive.
+        call.drop_callers_cache()
         free_memory()
         rung, *below = below
         warnings.warn(_stepping_down(history[-1], rung, call), SteppedDownWarning, stacklevel=2)
@@ -101,16 +103,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Let go of what nobody needs: memory kept for the next call, garbage, and what the device's allocator keeps."""
+    """Free memory that is kept for the next call, garbage, and what the device's allocator keeps in reserve."""
     free_reservations()
     gc.collect()
-    # Whatever devices the model is on: there is one kind beside the CPU.
+    # There is only one kind of device besides the CPU.
     if torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
-def _let_go_of_frames(error: BaseException) -> None:
-    """Empty the frames that an error, and those before it, were raised through: they hold caches and activations."""
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error and of the errors that led to it, since they hold caches and activations."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:
@@ -123,15 +125,15 @@ def _let_go_of_frames(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A rung on which memory ran out. Keeps the error's words, and not the error, which would keep memory."""
+    """A rung on which memory ran out. It keeps the error's message, since the error itself would keep memory."""
 
     rung: Rung
     tokens: int | None
-    words: str
+    message: str
 
     def __str__(self) -> str:
         reached = "" if self.tokens is None else f", after {_tokens(self.tokens)}"
-        return f"{self.rung}{reached}: {self.words}"
+        return f"{self.rung}{reached}: {self.message}"
 
 
 def _tokens(count: int) -> str:
@@ -139,21 +141,21 @@ def _tokens(count: int) -> str:
 
 
 def _stepping_down(failure: _Failure, rung: Rung, call: GenerateCall) -> str:
-    if call.starts_again is not None:
-        how = f"It starts again from the prompt, as {call.starts_again}"
+    if call.restart_reason is not None:
+        how = f"It starts again from the prompt, as {call.restart_reason}"
     elif call.tokens_so_far:
-        how = f"It goes on after the {_tokens(call.tokens_so_far)} that it has"
+        how = f"It continues after the {_tokens(call.tokens_so_far)} that it has generated"
     else:
         how = "It starts from the prompt"
     return f"resilient_generate ran out of memory with {failure}. {how}, now with {rung}."
 
 
-def _all_failed(error: BaseException, history: list[_Failure], impossible: list[str], call: GenerateCall) -> str:
+def _all_failed(error: BaseException, history: list[_Failure], unsuitable: list[str], call: GenerateCall) -> str:
     lines = [str(error), "", "resilient_generate ran out of memory on every rung of its ladder:"]
     lines += [f"  {number}. {failure}" for number, failure in enumerate(history, 1)]
     if call.no_other_cache is not None:
         lines.append(f"No other cache was tried, as {call.no_other_cache}.")
-    elif impossible:
-        lines += ["Caches that this model cannot have:", *(f"  - {reason}" for reason in impossible)]
+    elif unsuitable:
+        lines += ["Caches that this model cannot use:", *(f"  - {reason}" for reason in unsuitable)]
     lines.append("Shorten the prompt, generate fewer tokens or sequences at once, or add smaller caches to the ladder.")
     return "\n".join(lines)

@@ -14,14 +14,14 @@ from transformers.generation.utils import (
     GenerationMixin,
 )
 
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import generate_calls, model_types
 
 
 class OncePerToken(BaseStreamer):  # type: ignore[misc]
-    """Passes on to the caller's streamer what it has not had: the prompt of the first attempt, and every token.
+    """Passes every token to the caller's streamer once, and the prompt in the first attempt only.
 
     Attributes:
-        tokens: tokens that were passed on since the prompt.
+        tokens: tokens that were passed on after the prompt.
     """
 
     def __init__(self, streamer: BaseStreamer) -> None:
@@ -31,11 +31,11 @@ class OncePerToken(BaseStreamer):  # type: ignore[misc]
         self.tokens = 0
 
     def begin_attempt(self) -> None:
-        """Take what comes next for the prompt."""
+        """Expect the prompt next."""
         self._prompt_comes_next = True
 
     def put(self, value: Tensor) -> None:
-        """A prompt `[batch, tokens]`, or one token of each sequence, `[batch]`, as `generate()` streams them."""
+        """Take a prompt `[batch, tokens]`, or one token of each sequence, `[batch]`, as `generate()` streams them."""
         if not self._prompt_comes_next:
             self._streamer.put(value)
             self.tokens += 1
@@ -46,26 +46,26 @@ class OncePerToken(BaseStreamer):  # type: ignore[misc]
             self._had_prompt = True
 
     def end(self) -> None:
-        """The end of what is streamed, which only an attempt that succeeds comes to."""
+        """End the stream. Only a successful attempt calls this."""
         self._streamer.end()
 
 
-class _Recorded(StoppingCriteriaList):  # type: ignore[misc]
-    """Criteria of a call, which note in a loop what tokens they have seen, and which sequences they have ended."""
+class _RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
+    """Stopping criteria that record in a loop the tokens they have seen, and the sequences they have ended."""
 
     def __init__(self, criteria: StoppingCriteriaList, loop: "ResumableLoop", ended: Tensor) -> None:
         super().__init__(criteria)
         self._loop, self._ended = loop, ended
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        # What ended before an earlier attempt failed has ended for good, whatever the criteria say of it now.
+        # A sequence that ended in an earlier attempt has ended for good, whatever the criteria say now.
         self._ended = super().__call__(input_ids, scores, **kwargs) | self._ended
-        self._loop.note(input_ids, self._ended)
+        self._loop.record(input_ids, self._ended)
         return self._ended
 
 
-class _PaddingFor(LogitsProcessor):  # type: ignore[misc]
-    """Leaves only the padding token to sequences that have ended."""
+class _PadEnded(LogitsProcessor):  # type: ignore[misc]
+    """Allows only the padding token in sequences that have ended."""
 
     def __init__(self, ended: Tensor, padding: Tensor) -> None:
         self._ended, self._padding = ended, padding
@@ -78,15 +78,16 @@ class _PaddingFor(LogitsProcessor):  # type: ignore[misc]
 
 
 class ResumableLoop:
-    """The decoding loop of transformers, which each attempt enters where the last one left it.
+    """The decoding loop of transformers, which each attempt enters where the last one stopped.
 
-    generate() is called with the caller's arguments in every attempt, and runs this in the place of its own loop. So
-    all that depends on where the prompt ends (lengths, masks, positions, logits processors) is as in the first one.
+    Every attempt calls `generate()` with the caller's arguments, and `generate()` runs this instead of its own loop.
+    Thus everything that depends on where the prompt ends (lengths, masks, positions, logits processors) is as in the
+    first attempt.
     """
 
     def __init__(self, streamer: OncePerToken | None, arguments: Mapping[str, Any]) -> None:
         self._streamer = streamer
-        # generate() gives these to its own loop alone.
+        # generate() passes these to its own loop only.
         self._synced_gpus = bool(arguments.get("synced_gpus"))
         self._tokenizer = arguments.get("tokenizer")
         self._prompt_length = 0
@@ -95,15 +96,15 @@ class ResumableLoop:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens behind the prompt that all criteria have seen."""
+        """Tokens after the prompt that all criteria have seen."""
         return 0 if self._sequences is None else self._sequences.shape[1] - self._prompt_length
 
-    def note(self, sequences: Tensor, ended: Tensor) -> None:
-        """Remember what there is, `[batch, tokens]`, and which sequences have ended, `[batch]`."""
+    def record(self, sequences: Tensor, ended: Tensor) -> None:
+        """Record the tokens so far, `[batch, tokens]`, and which sequences have ended, `[batch]`."""
         self._sequences, self._ended = sequences, ended
 
     def take_over_stop_strings(self, config: Any, arguments: dict[str, Any]) -> None:
-        """Give generate() the criterion for stop strings, which it makes itself only for its own loop."""
+        """Pass `generate()` the criterion for stop strings, which it makes itself only for its own loop."""
         if config.stop_strings is not None and self._tokenizer is not None:
             criterion = StopStringCriteria(stop_strings=config.stop_strings, tokenizer=self._tokenizer)
             arguments["stopping_criteria"] = StoppingCriteriaList(
@@ -111,7 +112,7 @@ class ResumableLoop:
             )
             arguments["stop_strings"] = None
 
-    # The names are those of generate()'s own loop: by others, it would take arguments away from the model.
+    # The argument names are those of generate()'s own loop: other names would take arguments away from the model.
     def __call__(
         self,
         model: Any,
@@ -123,39 +124,39 @@ class ResumableLoop:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What the loop of transformers returns, entered behind the tokens that there are."""
+        """Run the loop of transformers from the tokens so far, and return what it returns."""
         self._prompt_length = input_ids.shape[1]
         if self._sequences is None or self._ended is None:
             ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         else:
             prompt, input_ids, ended = input_ids, self._sequences, self._ended
-            self._stream_what_is_missing(input_ids)
+            self._stream_missing_tokens(input_ids)
             if bool(ended.all()):
                 return self._result(model, input_ids, generation_config, model_kwargs)
-            model_kwargs = compat.counted_on(model, prompt, model_kwargs, self.new_tokens)
-            # As the loop asks it. Without such a criterion, sequences that have ended go on until all have.
+            model_kwargs = generate_calls.model_kwargs_after(model, prompt, model_kwargs, self.new_tokens)
+            # As in the loop: without such a criterion, sequences that have ended continue until all have ended.
             if any(getattr(criterion, "eos_token_id", None) is not None for criterion in stopping_criteria):
-                padding = _PaddingFor(ended, generation_config._pad_token_tensor)
+                padding = _PadEnded(ended, generation_config._pad_token_tensor)
                 logits_processor = LogitsProcessorList([*logits_processor, padding])
         return GenerationMixin._sample(
             model,
             input_ids,
             logits_processor=logits_processor,
-            stopping_criteria=_Recorded(stopping_criteria, self, ended),
+            stopping_criteria=_RecordingCriteria(stopping_criteria, self, ended),
             generation_config=generation_config,
             synced_gpus=self._synced_gpus,
             streamer=self._streamer,
             **model_kwargs,
         )
 
-    def _stream_what_is_missing(self, sequences: Tensor) -> None:
-        """Stream tokens that the failed attempt had noted, and had not come to stream."""
+    def _stream_missing_tokens(self, sequences: Tensor) -> None:
+        """Stream tokens that the failed attempt had recorded but not streamed."""
         if self._streamer is not None:
             for position in range(self._prompt_length + self._streamer.tokens, sequences.shape[1]):
                 self._streamer.put(sequences[:, position].cpu())
 
     def _result(self, model: Any, sequences: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Any:
-        """What the loop returns at its end, where the failed attempt had come that far. The cache is empty."""
+        """What the loop returns at its end, if the failed attempt had come this far. The cache is empty."""
         if self._streamer is not None:
             self._streamer.end()
         if not config.return_dict_in_generate:

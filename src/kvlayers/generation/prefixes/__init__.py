@@ -1,1 +1,1 @@
-"""Generation that goes by a store of prefixes: which calls can, and what they look up and insert."""
+"""Generation with a prefix store: which calls can use one, what they look up, and what they insert."""

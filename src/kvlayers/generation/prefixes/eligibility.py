@@ -1,4 +1,4 @@
-"""Which calls of `generate()` can go by a store of prefixes: those whose states depend on tokens alone."""
+"""Which calls of `generate()` can use a prefix store: those whose states depend on tokens alone."""
 
 import dataclasses
 import inspect
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
-from kvlayers.generation.calls import generates_as_transformers
-from kvlayers.generation.prompt_batch import PromptRows, is_token_ids
+from kvlayers.generation.call_arguments import uses_transformers_generate
+from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
 from kvlayers.persistence.format import canonical
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import model_types
@@ -21,105 +21,119 @@ MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
-"""Ways of generating that pass a prompt to one model, as a whole."""
+"""Decoding modes that pass a whole prompt to one model."""
 
-UNRELATED = frozenset(("input_ids", "attention_mask", "tokenizer", "return_legacy_cache"))
-"""Arguments for the model, or beside it, on which no state depends but through the ids."""
+HARMLESS_ARGUMENTS = frozenset(("input_ids", "attention_mask", "tokenizer", "return_legacy_cache"))
+"""Arguments on which no state depends except through the ids."""
+
+PADDING_INDEPENDENT_OPTIONS = frozenset((
+    "bos_token_id", "cache_config", "cache_implementation", "compile_config", "disable_compile", "diversity_penalty",
+    "do_sample", "early_stopping", "eos_token_id", "epsilon_cutoff", "eta_cutoff", "forced_eos_token_id",
+    "length_penalty", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+    "pad_token_id", "prefill_chunk_size", "remove_invalid_values", "renormalize_logits", "suppress_tokens",
+    "temperature", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "use_cache",
+))  # fmt: skip
+"""Options that work the same wherever the padding is. (A repetition penalty expects it on the left, for example.)"""
+
+ID_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+"""Arguments that see the ids of a prompt, and may do anything with them."""
 
 
-class UnusableError(Exception):
-    """A call that cannot go by a store; the message says why. For this package alone."""
+class IneligibleError(Exception):
+    """A call cannot use a store, for the reason in the message. It never leaves kvlayers."""
 
 
 def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `UnusableError` where states of a model depend on more than tokens, or are not in its cache."""
+    """Raise `IneligibleError` if the states of a model depend on more than tokens, or are not in its cache."""
     name = type(model).__name__
-    if not generates_as_transformers(model, arguments):
-        raise UnusableError(f"{name} decodes in a way of its own, or one that was given (custom_generate)")
+    if not uses_transformers_generate(model, arguments):
+        raise IneligibleError(f"{name} has its own generate(), or was given one (custom_generate)")
     if model.config.is_encoder_decoder:
-        raise UnusableError(f"the states of {name} depend on an encoder's input")
+        raise IneligibleError(f"the states of {name} depend on an encoder's input")
     if model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs:
-        raise UnusableError(f"the states of {name} may depend on more than tokens")
+        raise IneligibleError(f"the states of {name} may depend on more than tokens")
     if model_types.cache_argument(model) not in inspect.signature(model.forward).parameters:
-        raise UnusableError(f"{name} takes no cache")
+        raise IneligibleError(f"{name} takes no cache")
     _check_modules(model)
     if not model._supports_default_dynamic_cache():
-        raise UnusableError(f"{name} makes a cache of its own")
+        raise IneligibleError(f"{name} makes its own cache")
     if model.config.model_type in model_types.KEEPS_STATES_IN_MODULES:
-        raise UnusableError(f"{name} keeps states outside of its cache")
+        raise IneligibleError(f"{name} keeps states outside its cache")
     if depends_on_length(model.config):
-        raise UnusableError(f"{name} rotates keys by how long their prompt is (its rope_type)")
+        raise IneligibleError(f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)")
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        # Which layer's states belong where, neither a file nor a config says.
-        raise UnusableError(f"the weights of {name} are on several devices")
+        # Neither a file nor a config says which device the states of a layer belong to.
+        raise IneligibleError(f"the weights of {name} are on several devices")
     if arguments.get(model_types.cache_argument(model)) is not None:
-        raise UnusableError("it is given a cache")
+        raise IneligibleError("it is given a cache")
 
 
 def _check_modules(model: Any) -> None:
-    """Raise `UnusableError` where a module computes something else than its class and its weights say."""
+    """Raise `IneligibleError` if a module may compute something else than its class and its weights say."""
     if "prepare_inputs_for_generation" in vars(model):
-        # As PEFT does for prompt tuning.
-        raise UnusableError(f"its prepare_inputs_for_generation is not that of {type(model).__name__}")
+        # PEFT replaces it for prompt tuning.
+        raise IneligibleError(f"its prepare_inputs_for_generation is not the one of {type(model).__name__}")
     for path, module in model.named_modules():
-        own = vars(module)
-        # Dropout: the next call would be given other states for the same tokens.
+        attributes = vars(module)
+        # With dropout, the same tokens have other states in every call.
         if module.training:
-            raise UnusableError(f"{path or 'the model'} is in training mode: call model.eval()")
-        # accelerate replaces forward() to bring weights, and notes its hook.
-        if "forward" in own and "_hf_hook" not in own:
-            raise UnusableError(f"forward() of {path or 'the model'} is not that of its class")
-        # What is done to the outside of the model is none of its states'.
+            raise IneligibleError(f"{path or 'the model'} is in training mode: call model.eval()")
+        # accelerate replaces forward() to load weights, and sets `_hf_hook`.
+        if "forward" in attributes and "_hf_hook" not in attributes:
+            raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
+        # Hooks of the model as a whole do not change its states.
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
-            raise UnusableError(f"{path} has hooks, on which states may depend")
+            raise IneligibleError(f"{path} has hooks, on which states may depend")
 
 
 def check_options(config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:
-    """Raise `UnusableError` where a call does not pass its prompt to the model, and nothing else.
+    """Raise `IneligibleError` if a call passes anything but its prompt to the model.
 
     Args:
-        config: its options, with their defaults.
-        arguments: what it was given.
-        model_kwargs: what of that is meant for the model.
+        config: the full `GenerationConfig` of the call.
+        arguments: arguments of the call.
+        model_kwargs: the arguments among them that are passed to the model.
     """
-    others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in UNRELATED)
+    given = {name for name, value in model_kwargs.items() if value is not None}
+    others = sorted(given - HARMLESS_ARGUMENTS)
     if others:
-        raise UnusableError(f"states may depend on {', '.join(others)}")
+        raise IneligibleError(f"states may depend on {', '.join(others)}")
     if arguments.get("assistant_model") is not None or config.is_assistant:
-        raise UnusableError("it decodes with an assistant, or as one")
+        raise IneligibleError("it decodes with an assistant model, or is one")
     if config.cache_implementation == "paged":
-        raise UnusableError("it is one of continuous batches")
+        raise IneligibleError("it uses continuous batching")
     mode = config.get_generation_mode()
     if mode not in MODES:
-        raise UnusableError(f"it decodes by {mode.value}")
+        raise IneligibleError(f"its decoding mode is {mode.value}")
     if config.use_cache is False:
-        raise UnusableError("use_cache is False")
+        raise IneligibleError("use_cache is False")
     if config.token_healing:
-        raise UnusableError("token_healing changes the prompt")
+        raise IneligibleError("token_healing changes the prompt")
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        raise UnusableError("what the prompt's tokens attend to, or their hidden states, are to be returned")
+        raise IneligibleError("the attentions or hidden states of the prompt must be returned")
 
 
 def ids_name(arguments: Mapping[str, Any]) -> str:
-    """Under which name a call was given its ids."""
+    """Name of the argument in which a call was given its ids."""
     return "inputs" if arguments.get("inputs") is not None else "input_ids"
 
 
-def prompts_of(config: Any, arguments: Mapping[str, Any]) -> PromptRows:
+def prompts_of(config: Any, arguments: Mapping[str, Any]) -> PromptBatch:
     """The prompts of a call.
 
     Raises:
-        UnusableError: it was given none, or it is not clear which of their tokens are padding.
+        IneligibleError: there are no prompts, or it is not clear which of their tokens are padding.
     """
     ids, mask = arguments.get(ids_name(arguments)), arguments.get("attention_mask")
     if not is_token_ids(ids) or not (mask is None or isinstance(mask, Tensor)):
-        raise UnusableError("its prompts are no ids of tokens, int64 [rows, tokens]")
+        raise IneligibleError("its prompts are not token ids, int64 [rows, tokens]")
     ids = torch.as_tensor(ids)
     if mask is None and config.pad_token_id is not None and bool((ids == config.pad_token_id).any()):
-        raise UnusableError("the prompts have a pad token, and no attention_mask says whether it is padding")
-    prompts = PromptRows.of(ids, mask)
+        raise IneligibleError("the prompts contain the pad token, and no attention_mask says whether it is padding")
+    prompts = PromptBatch.from_mask(ids, mask)
     if prompts is None:
-        raise UnusableError("its attention_mask leaves out other tokens than padding on the left")
+        raise IneligibleError("its attention_mask excludes other tokens than padding on the left")
     return prompts
 
 
@@ -127,26 +141,26 @@ def options_of(config: Any) -> dict[str, Any]:
     """The options of a call's cache.
 
     Raises:
-        UnusableError: they are none.
+        IneligibleError: they are not a mapping from names to values.
     """
     options = config.cache_config
     if options is None:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise UnusableError("its cache_config is no mapping of options by their names")
+        raise IneligibleError("its cache_config is not a mapping from names to values")
     return dict(options)
 
 
 def options_as_text(options: Mapping[str, Any]) -> str:
-    """The options of a cache as a text that is the same for the same ones, in every process.
+    """The options of a cache as text. Equal options have the same text in every process.
 
     Raises:
-        UnusableError: one of them cannot be written.
+        IneligibleError: an option cannot be written as text.
     """
     try:
         return canonical({name: _plain(value) for name, value in options.items()})
     except (TypeError, ValueError):
-        raise UnusableError("the options of its cache cannot be compared with those of others") from None
+        raise IneligibleError("the options of its cache cannot be written as text, and so not be compared") from None
 
 
 def _plain(value: Any) -> Any:

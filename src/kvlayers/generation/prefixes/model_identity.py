@@ -1,4 +1,4 @@
-"""What tells the states of one model from those of another: its weights, and what is switched on."""
+"""What distinguishes the states of one model from those of another: its weights, adapters and autocast."""
 
 import sys
 from collections.abc import Iterator
@@ -11,13 +11,14 @@ from kvlayers.persistence.format import canonical
 
 
 def model_identity(model: torch.nn.Module) -> str:
-    """A text that is another one where a model would compute other states: its weights, adapters and autocast.
+    """A text that differs between models that compute different states.
 
-    The weights are hashed anew where torch has counted a write to one of them, or a few elements of each are not what
-    they were, as after a step of training or a merged adapter; see `weights_id`.
+    It depends on the weights, the active adapters and autocast. Weights are hashed again if torch has counted a write
+    to one of them, or if a few sampled elements have changed, as after a training step or after merging an adapter; see
+    `weights_id`.
 
     Raises:
-        ConfigError: weights that are not in memory.
+        ConfigError: the weights are not in memory.
     """
     weights = weights_id(model)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -26,10 +27,10 @@ def model_identity(model: torch.nn.Module) -> str:
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
-    """Which adapters of PEFT each layer has switched on: their weights are the model's, this is not."""
+    """The PEFT adapters that are active in each layer. Their weights are weights of the model; this is not."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
-        # Nothing can be of a class that nobody has imported.
+        # No module can be of a class that nobody has imported.
         return
     for name, module in model.named_modules():
         if isinstance(module, tuners.BaseTunerLayer):

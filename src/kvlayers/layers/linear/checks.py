@@ -4,15 +4,18 @@ from torch import Tensor
 
 from kvlayers.errors import LayerIndexError, OptionError, StateMismatchError
 
+MOST_STATES = 1024
+"""States that a layer may have. Models have one or two, and a file may claim any number."""
+
 
 def check_number_of_states(number: object) -> int:
-    """`number` where a layer can have so many states.
+    """`number` if a layer can have so many states.
 
     Raises:
-        OptionError: it is no whole number, or less than one.
+        OptionError: it is not a whole number from 1 to `MOST_STATES`.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise OptionError(f"expected number_of_states to be a whole number, at least 1, but saw {number!r}.")
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_STATES:
+        raise OptionError(f"`number_of_states` must be a whole number from 1 to {MOST_STATES}, got {number!r}.")
     return number
 
 

@@ -1,7 +1,7 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,12 +22,15 @@ from kvlayers.layers.linear.saving import check_linear_state, linear_state, read
 from kvlayers.layers.linear.states import LinearStates, StatesByIndex
 from kvlayers.layers.linear.token_count import TokenCount
 from kvlayers.layers.operations import LayerOperations, LayerState, whole_number
+from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
 from kvlayers.utils.options import checks_options
 
 
+@register_layer
 class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
     """Convolution states and recurrent states, at a fixed address, and how many tokens they have seen.
 
@@ -61,6 +64,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     supports_early_init = False
     attends = False
     is_recurrent = True
+    can_be_stacked = True
     capacity: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -372,12 +376,28 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         yield from self._count.tensors()
 
     @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "number_of_states": self.number_of_states,
+            "checkpoint_every": self.checkpoints.every,
+            "most_checkpoints": self.checkpoints.most,
+            "tokens_at_once": self.tokens_at_once,
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        checkpoints = Checkpoints(given["checkpoint_every"], given["most_checkpoints"])
+        return cls(given["number_of_states"], checkpoints, given["tokens_at_once"])
+
+    @override
     def state(self) -> LayerState:
-        return linear_state(type(self).__name__, self._states, self._count, self._past.history)
+        return linear_state(self.kind, self.describe(), self._states, self._count, self._past.history)
 
     @override
     def check_state(self, state: LayerState) -> None:
-        check_linear_state(state, type(self).__name__, self.number_of_states)
+        check_linear_state(state, self.kind, self.number_of_states)
 
     @override
     def load_state(self, state: LayerState) -> None:

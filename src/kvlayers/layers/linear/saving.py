@@ -10,14 +10,16 @@ from kvlayers.layers.linear.checkpoints import Checkpoint, StateHistory
 from kvlayers.layers.linear.states import LinearStates, kept
 from kvlayers.layers.linear.token_count import TokenCount
 from kvlayers.layers.operations import LayerState
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import Fact, Facts
 
 
-def linear_state(kind: str, states: LinearStates, count: TokenCount, history: StateHistory) -> LayerState:
+def linear_state(
+    kind: str, described: Facts, states: LinearStates, count: TokenCount, history: StateHistory
+) -> LayerState:
     """Copies of all states and checkpoints, with names that say which is which."""
     conv, recurrent = states.live()
     tensors = _named("", conv, recurrent)
-    facts: dict[str, Fact] = {"number_of_states": len(states.conv), "checkpoints": len(history), **count.facts()}
+    facts: dict[str, Fact] = {**described, "checkpoints": len(history), **count.facts()}
     facts |= {f"conv_kernel_size.{index}": held.shape[-1] for index, held in conv.items()}
     facts |= {f"has_recurrent_state.{index}": True for index in recurrent}
     facts["length"] = count.length

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.stores.buffer import COUNT_DTYPE
-from kvlayers.stores.contract import Fact
+from kvlayers.stores.description import Fact
 
 
 class TokenCount:

@@ -1,6 +1,6 @@
-"""Where the files of a prefix store are: a local directory, a file system of fsspec, a Redis or Valkey server."""
+"""Storage backends for prefix stores: local directories, file systems of fsspec, Redis and Valkey servers."""
 
 from kvlayers.prefix.backends.contract import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.resolve import place_for
+from kvlayers.prefix.backends.resolve import backend_for
 
-__all__ = ["GoneError", "StorageBackend", "StoredFile", "UnreachableError", "place_for"]
+__all__ = ["GoneError", "StorageBackend", "StoredFile", "UnreachableError", "backend_for"]

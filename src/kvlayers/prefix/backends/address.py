@@ -1,4 +1,4 @@
-"""Where a place is, and how that is said without what lets somebody in."""
+"""URLs of storage backends, and how they are shown without credentials."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,16 +6,16 @@ from urllib.parse import unquote
 
 from kvlayers.prefix.backends.contract import UnreachableError
 
-MOST_DETAIL = 300
-"""Characters of another library's message that are passed on."""
+MAX_DETAIL = 300
+"""Characters of another library's error message that are passed on."""
 
 
 class Address:
-    """A URL, and the options that go with it.
+    """A URL and the options for the library that reaches it.
 
     Args:
-        url: with a scheme.
-        options: for the library that reaches it.
+        url: a URL with a scheme.
+        options: options of the library.
 
     Example:
         >>> Address("redis://me:secret@host:6379/0?ssl_password=other", {})
@@ -33,37 +33,37 @@ class Address:
         elif rest.count("@") == 1 and "@" in host:
             self.shown = f"{self.scheme}://***@{visible.partition('@')[2]}"
         else:
-            # A password with a character that should have been escaped may end anywhere.
+            # If a password contains a character that should have been escaped, its end is unknown.
             self.shown = f"{self.scheme}://***"
-        self._secrets = {secret for secret in (*_parts(rest), *_texts(self.options)) if secret}
+        self._secrets = {secret for secret in (*_parts(rest), *_strings(self.options)) if secret}
 
     def __repr__(self) -> str:
         return self.shown
 
     def path_of(self, name: str) -> str:
-        """What a file there is called."""
+        """The URL of a file below this one, without credentials."""
         return f"{self.shown}/{name}"
 
     def detail(self, error: BaseException) -> str:
-        """What another library says, on one line; its kind alone where that repeats what is not to be shown."""
-        kind, text = type(error).__name__, " ".join(str(error).split())[:MOST_DETAIL]
+        """The error of another library on one line; only its class if the message repeats a secret."""
+        kind, text = type(error).__name__, " ".join(str(error).split())[:MAX_DETAIL]
         if not text or not text.isprintable() or any(secret in text for secret in self._secrets):
             return kind
         return f"{kind}: {text.rstrip('.')}"
 
     def unreachable(self, error: BaseException) -> UnreachableError:
-        """The error for a place that another library does not reach.
+        """The error to raise if another library cannot reach the URL.
 
-        Raise it `from None`: what led to it may repeat credentials.
+        Raise it `from None`, since the original error may contain credentials.
         """
         return UnreachableError(
-            f"expected to reach {self.shown}, but saw {self.detail(error)}: see that it is there, and that it may be "
-            "read and written to from here."
+            f"cannot reach {self.shown}, got {self.detail(error)}: check that it exists, and that it can be read and "
+            "written to from here."
         )
 
 
 def _parts(rest: str) -> Iterator[str]:
-    """The texts of a URL that may let somebody in: before the host, and after a question mark."""
+    """The parts of a URL that may be credentials: before the host, and after a question mark."""
     credentials, _, _ = rest.rpartition("@")
     query = rest.partition("?")[2]
     found = [credentials, *re.split("[:/]+", credentials), *(text.partition("=")[2] for text in query.split("&"))]
@@ -71,13 +71,13 @@ def _parts(rest: str) -> Iterator[str]:
         yield from (text, unquote(text))
 
 
-def _texts(options: object) -> Iterator[str]:
-    """All texts in options, however deep."""
+def _strings(options: object) -> Iterator[str]:
+    """All strings in options, at any depth."""
     if isinstance(options, str):
         yield options
     elif isinstance(options, Mapping):
         for value in options.values():
-            yield from _texts(value)
+            yield from _strings(value)
     elif isinstance(options, list | tuple):
         for value in options:
-            yield from _texts(value)
+            yield from _strings(value)

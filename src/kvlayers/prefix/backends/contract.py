@@ -1,4 +1,4 @@
-"""What a prefix store asks of the place where its files are."""
+"""The contract of a storage backend: where the files of a prefix store are."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,11 +9,11 @@ from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile
 
 SUFFIX = ".safetensors"
-"""What the names of entries' files end with; others are left alone."""
+"""Suffix of the files of entries. Other files are left alone."""
 
 
 class UnreachableError(CachePathError):
-    """A place does not answer now, which says nothing of whether a file is there."""
+    """A backend does not answer now, so that it is unknown whether a file exists."""
 
 
 class GoneError(CachePathError):
@@ -22,13 +22,13 @@ class GoneError(CachePathError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a place, as it is listed.
+    """A file in the listing of a backend.
 
     Attributes:
-        name: what it is called there.
-        nbytes: its size.
-        version: differs from that of another content under the same name, as far as the place can tell them apart.
-        used: when it was last read or written, as far as the place knows, in nanoseconds since 1970.
+        name: its name.
+        nbytes: its size in bytes.
+        version: differs between different contents under the same name, as far as the backend can tell.
+        used: time of the last read or write, as far as the backend knows, in nanoseconds since 1970.
     """
 
     name: str
@@ -38,45 +38,45 @@ class StoredFile:
 
 
 class StorageBackend(Protocol):
-    """Files by their names. Of each there is the whole or nothing, as far as what is underneath can do that.
+    """Files by name. A file exists completely or not at all, as far as the underlying storage can ensure that.
 
-    Methods raise `UnreachableError` where nobody can say whether a file is there.
+    Methods raise `UnreachableError` if it is unknown whether a file exists.
     """
 
     def path_of(self, name: str) -> str:
-        """What users are told that a file is called: it ends with the name, and has no credentials."""
+        """The path of a file in messages to users: it ends with the name, and has no credentials."""
 
     def files(self) -> list[StoredFile]:
-        """All files whose names end with `SUFFIX`, in no order."""
+        """All files whose names end with `SUFFIX`, in no particular order."""
 
     def find(self, name: str) -> StoredFile | None:
-        """One of them as it is now, `None` where there is none."""
+        """One file as it is now, `None` if it does not exist."""
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """For each file what it says of itself, or what is wrong with it: one must not keep the others from view."""
+        """For each file, its header, or the error that reading it raised. One file must not hide the others."""
 
-    def reading(self, name: str, most: int) -> AbstractContextManager[str]:
-        """The path of a local file with what is in the file, for as long as the context lasts.
+    def reading(self, name: str, max_bytes: int) -> AbstractContextManager[str]:
+        """The path of a local file with the content of `name`, for the length of the context.
 
         Args:
-            name: the file, which counts as used now.
-            most: bytes beyond which it cannot be what is expected.
+            name: name of the file, which counts as used now.
+            max_bytes: size that the expected file cannot exceed.
 
         Raises:
-            CacheFileError: a part of it is missing, or it is too large. Such errors of the context's body are given the
-                name by which users know the file.
-            GoneError: there is none.
+            CacheFileError: a part of the file is missing, or it is too large. If the body of the context raises such
+                an error, its message gets the path that users know.
+            GoneError: the file does not exist.
         """
 
     def writing(self, name: str) -> AbstractContextManager[str]:
-        """The path of a local file to be written, which takes the place of `name` when the context ends without error.
+        """The path of a local file to write to. It replaces `name` when the context ends without error.
 
         Raises:
-            CachePathError: it cannot be written.
+            CachePathError: the file cannot be written.
         """
 
-    def uses(self) -> Mapping[str, int]:
-        """By name, when files were last read or written, in nanoseconds since 1970."""
+    def last_uses(self) -> Mapping[str, int]:
+        """Time of the last read or write of each file, by name, in nanoseconds since 1970."""
 
     def delete(self, name: str) -> None:
-        """Delete a file, where there is one."""
+        """Delete a file, if it exists."""

@@ -1,4 +1,4 @@
-"""Files in any file system that fsspec reaches."""
+"""Files in any file system that fsspec supports."""
 
 import contextlib
 import time
@@ -14,23 +14,23 @@ from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.prefix.backends.address import Address
 from kvlayers.prefix.backends.contract import SUFFIX, StoredFile, UnreachableError
-from kvlayers.prefix.backends.objects import Range
+from kvlayers.prefix.backends.object_store import ByteRange
 
 Result = TypeVar("Result")
 
 MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
-"""What file systems call the time of the last change; where there are several, the first of these is meant."""
+"""Names that file systems use for the time of the last change. If there are several, the first one counts."""
 
 
-class FsspecObjects:
+class FsspecObjectStore:
     """The files directly below a URL.
 
     Args:
-        address: the URL, and the options of its file system.
+        address: the URL and the options of its file system.
 
     Raises:
-        OptionError: fsspec does not know the scheme, its package is not installed, or it has other options.
-        CachePathError: it cannot be reached, or not be written to.
+        OptionError: fsspec does not know the scheme, its package is not installed, or it does not have these options.
+        CachePathError: it cannot be reached, or cannot be written to.
     """
 
     def __init__(self, address: Address) -> None:
@@ -38,7 +38,7 @@ class FsspecObjects:
         self._fs, path = _filesystem(address)
         self._root = path.rstrip("/")
         self._uses: dict[str, int] = {}
-        self._asked(self._probe)
+        self._call(self._probe)
 
     def _probe(self) -> None:
         path = self._at(temporary_name())
@@ -49,18 +49,18 @@ class FsspecObjects:
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _asked(self, call: Callable[[], Result]) -> Result:
-        """What a call returns that may fail as file systems do: each has errors of its own."""
+    def _call(self, call: Callable[[], Result]) -> Result:
+        """The result of a call to the file system. Each file system has its own errors."""
         try:
             return call()
         except Exception as error:
             raise self._address.unreachable(error) from None
 
     def files(self) -> list[StoredFile]:
-        """As `Objects.files`."""
+        """As `ObjectStore.files`."""
 
         def listed() -> list[dict[str, Any]]:
-            # Listings are kept by some, and others write here too.
+            # Some file systems cache listings, but other processes write here, too.
             self._fs.invalidate_cache(self._root)
             try:
                 found: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
@@ -69,14 +69,14 @@ class FsspecObjects:
                 return []
             return found
 
-        infos = self._asked(listed)
+        infos = self._call(listed)
         files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIX)]
         for file in files:
             self._uses[file.name] = max(file.used, self._uses.get(file.name, 0))
         return files
 
     def find(self, name: str) -> StoredFile | None:
-        """As `Objects.find`."""
+        """As `ObjectStore.find`."""
         path = self._at(name)
 
         def found() -> dict[str, Any] | None:
@@ -87,11 +87,11 @@ class FsspecObjects:
                 return None
             return info
 
-        info = self._asked(found)
+        info = self._call(found)
         return None if info is None or info["type"] != "file" else _stored(info)
 
-    def ranges(self, wanted: Sequence[Range]) -> list[bytes | UnreachableError]:
-        """As `Objects.ranges`: at once, where the file system can do that."""
+    def ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+        """As `ObjectStore.ranges`; concurrently, if the file system can do that."""
         paths = [self._at(file.name) for file, _, _ in wanted]
         starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
 
@@ -99,7 +99,7 @@ class FsspecObjects:
             found: list[bytes | Exception] = self._fs.cat_ranges(paths, starts, ends, on_error="return")
             return found
 
-        return [self._content(each) for each in self._asked(read)]
+        return [self._content(each) for each in self._call(read)]
 
     def _content(self, found: bytes | Exception) -> bytes | UnreachableError:
         if isinstance(found, FileNotFoundError):
@@ -107,50 +107,50 @@ class FsspecObjects:
         return self._address.unreachable(found) if isinstance(found, Exception) else bytes(found)
 
     def upload(self, path: str, name: str) -> None:
-        """As `Objects.upload`."""
-        self._asked(lambda: self._fs.put_file(path, self._at(name)))
+        """As `ObjectStore.upload`."""
+        self._call(lambda: self._fs.put_file(path, self._at(name)))
         self.touch(name)
 
     def delete(self, name: str) -> None:
-        """As `Objects.delete`."""
+        """As `ObjectStore.delete`."""
 
         def deleted() -> None:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(name))
 
-        self._asked(deleted)
+        self._call(deleted)
         self._uses.pop(name, None)
 
-    def uses(self) -> Mapping[str, int]:
-        """When files were last written, or used by this store: few file systems keep when they were read."""
+    def last_uses(self) -> Mapping[str, int]:
+        """When files were last written, or used by this store, since few file systems record reads."""
         return self._uses
 
     def touch(self, name: str) -> None:
-        """As `Objects.touch`."""
+        """As `ObjectStore.touch`."""
         self._uses[name] = time.time_ns()
 
 
 def _filesystem(address: Address) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
+    """The file system of a URL, and the path within it."""
     try:
         return url_to_fs(address.url, **address.options)  # type: ignore[no-any-return]
     except ImportError:
         known = known_implementations.get(address.scheme, {})
         raise OptionError(
-            f"expected the package that reaches {address.scheme}://, but it is not installed "
-            f"({known.get('err', 'fsspec does not say which')}): install it, or choose another directory."
+            f"the package that reaches {address.scheme}:// is not installed "
+            f"({known.get('err', 'fsspec does not say which it is')}): install it, or choose another directory."
         ) from None
     except ValueError as error:
         if address.scheme in fsspec.available_protocols():
             raise address.unreachable(error) from None
         raise OptionError(
-            f"expected a directory, redis://, or a scheme that fsspec knows, but saw {address.scheme}://: see "
-            "fsspec.available_protocols()."
+            f"`directory` must be a path, or a URL of redis:// or a scheme that fsspec knows, got {address.scheme}://: "
+            "see fsspec.available_protocols()."
         ) from None
     except TypeError as error:
         raise OptionError(
-            f"expected storage_options that {address.scheme}:// takes, but saw {address.detail(error)}: see the "
-            "options of its file system in fsspec."
+            f"`storage_options` must be options of {address.scheme}://, got {address.detail(error)}: see the "
+            "documentation of its file system in fsspec."
         ) from None
     except Exception as error:
         raise address.unreachable(error) from None
@@ -163,7 +163,7 @@ def _stored(info: Mapping[str, Any]) -> StoredFile:
 
 
 def _nanoseconds(time_of: object) -> int:
-    """A time as file systems say it, in nanoseconds since 1970; 0 where they do not."""
+    """A time in any form that file systems return, in nanoseconds since 1970; 0 if there is none."""
     if isinstance(time_of, str):
         try:
             time_of = datetime.fromisoformat(time_of.replace("Z", "+00:00"))

@@ -16,45 +16,47 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from kvlayers.errors import OptionError
 from kvlayers.prefix.backends.address import Address
 from kvlayers.prefix.backends.contract import SUFFIX, StoredFile, UnreachableError
-from kvlayers.prefix.backends.objects import Range
+from kvlayers.prefix.backends.object_store import ByteRange
 
 Result = TypeVar("Result")
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
-"""What the client calls each scheme."""
+"""The scheme that the client knows for each scheme of a URL."""
 
 DEFAULT_PREFIX = "kvlayers:prefix"
 
 PART_BYTES = 16 * 2**20
-LEAST_PART_BYTES = 2**16
-MOST_PART_BYTES = 2**29
-"""Of a part, that is written here, and that is believed of a manifest: a server takes no more, and fewer are many."""
+MIN_PART_BYTES = 2**16
+MAX_PART_BYTES = 2**29
+"""Sizes of parts: what this module writes, and the limits that it accepts in a manifest. A server takes no larger
+values, and smaller parts would be too many."""
 
-MOST_PARTS = 2**16
-"""Of a file that is believed in: a terabyte, and their keys take little memory."""
+MAX_PARTS = 2**16
+"""The most parts that are accepted in a manifest: with them a file can have a terabyte, and their keys take little
+memory."""
 
-MOST_MANIFEST_BYTES = 512
+MAX_MANIFEST_BYTES = 512
 
 ABANDONED_SECONDS = 3600
-"""How long parts live that no manifest names yet: those of a writer that was killed go by themselves."""
+"""How long parts live without a manifest, so that the parts of a killed writer disappear by themselves."""
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 30
-"""How long is waited for a server, unless the options or the URL say otherwise."""
+"""Timeouts, unless the options or the URL set others."""
 
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What is kept under the key of a file, once all of its parts are there."""
+    """The value under the key of a file, written once all of its parts exist."""
 
     nonce: str
     nbytes: int
     part_bytes: int
 
     @classmethod
-    def of(cls, text: bytes | None) -> "_Manifest | None":
-        """From what a server returns; `None` where that is nothing, or nothing of ours."""
-        if text is None or len(text) > MOST_MANIFEST_BYTES:
+    def parse(cls, text: bytes | None) -> "_Manifest | None":
+        """The manifest that a server has returned; `None` if it is missing or not a valid manifest."""
+        if text is None or len(text) > MAX_MANIFEST_BYTES:
             return None
         try:
             manifest = cls(**json.loads(text))
@@ -65,27 +67,27 @@ class _Manifest:
             return None
         if not all(type(size) is int for size in sizes):
             return None
-        if not LEAST_PART_BYTES <= manifest.part_bytes <= MOST_PART_BYTES:
+        if not MIN_PART_BYTES <= manifest.part_bytes <= MAX_PART_BYTES:
             return None
-        return manifest if 0 <= manifest.nbytes <= MOST_PARTS * manifest.part_bytes else None
+        return manifest if 0 <= manifest.nbytes <= MAX_PARTS * manifest.part_bytes else None
 
     def stored(self, name: str, used: int = 0) -> StoredFile:
         return StoredFile(name, self.nbytes, f"{self.nonce} {self.part_bytes}", used)
 
 
-class RedisObjects:
-    """Files under keys that begin with a prefix: an index, manifests, and the parts that these name.
+class RedisObjectStore:
+    """Files under keys with a common prefix: an index, manifests, and the parts that the manifests name.
 
-    A manifest is written last, together with the index, and what it replaces is deleted in the same transaction: so
-    each file is there as a whole or not at all, whoever writes or is killed meanwhile.
+    A manifest is written last, together with the index, and the parts that it replaces are deleted in the same
+    transaction. Thus each file exists completely or not at all, whoever else writes, and whenever a writer is killed.
 
     Args:
-        address: `redis://`, `rediss://`, `valkey://` or `valkeys://`, with `?prefix=` for other keys, and the options
-            of `redis.Redis.from_url`.
+        address: a URL `redis://`, `rediss://`, `valkey://` or `valkeys://`, with `?prefix=` for another prefix of
+            keys, and options of `redis.Redis.from_url`.
 
     Raises:
-        OptionError: the package `redis` is not installed, or the URL or the options are none of its.
-        CachePathError: the server cannot be reached, or not be written to.
+        OptionError: the package `redis` is not installed, or it does not accept the URL or the options.
+        CachePathError: the server cannot be reached, or cannot be written to.
     """
 
     def __init__(self, address: Address) -> None:
@@ -94,7 +96,7 @@ class RedisObjects:
         url, self._prefix = _split(address)
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1)
         failures = [self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError]
-        # Once more at once, as a server that was restarted has closed all connections; waiting is not for a look-up.
+        # Retry once immediately, as a restarted server has closed all connections. A lookup should not wait longer.
         options = {
             "socket_connect_timeout": CONNECT_SECONDS,
             "socket_timeout": ANSWER_SECONDS,
@@ -105,23 +107,23 @@ class RedisObjects:
         try:
             self._client: Any = self._redis.Redis.from_url(url, **options)
             settings = self._client.get_connection_kwargs()
-            self._asked(self._probe)
+            self._call(self._probe)
         except (TypeError, ValueError) as error:
-            # Not from it, nor with what it says of the URL: a port that is none may be a piece of a password.
-            seen = address.detail(error) if isinstance(error, TypeError) else "others"
+            # Without its cause and its message about the URL, since an invalid port may be a part of a password.
+            seen = address.detail(error) if isinstance(error, TypeError) else "an invalid URL or option"
             raise OptionError(
-                f"expected a URL and options that redis.Redis.from_url() takes, but saw {seen}: see its documentation, "
-                "and escape what is special in a password with urllib.parse.quote()."
+                f"the URL and `storage_options` must be valid for redis.Redis.from_url(), got {seen}: see its "
+                "documentation, and escape special characters in a password with urllib.parse.quote()."
             ) from None
         if settings.get("decode_responses"):
-            raise OptionError("expected a server that returns bytes, but saw decode_responses: leave it out.")
+            raise OptionError("the server must return bytes, got decode_responses: leave it out.")
 
     def _probe(self) -> None:
         key = f"{self._prefix}:probe:{secrets.token_hex(16)}"
         self._client.set(key, b"", ex=60)
         self._client.unlink(key)
 
-    def _asked(self, call: Callable[[], Result]) -> Result:
+    def _call(self, call: Callable[[], Result]) -> Result:
         try:
             return call()
         except (self._redis.exceptions.RedisError, OSError) as error:
@@ -129,7 +131,7 @@ class RedisObjects:
 
     @property
     def _index(self) -> str:
-        """The key of a sorted set: names by their last use, in microseconds, which a double holds exactly."""
+        """Key of a sorted set: names by their last use, in microseconds, which a double represents exactly."""
         return f"{self._prefix}:index"
 
     def _key(self, name: str) -> str:
@@ -143,22 +145,22 @@ class RedisObjects:
         return f"{self._prefix}:part:{nonce}:{number}"
 
     def files(self) -> list[StoredFile]:
-        """As `Objects.files`."""
-        uses = self.uses()
+        """As `ObjectStore.files`."""
+        uses = self.last_uses()
         names = [name for name in uses if name.endswith(SUFFIX)]
-        texts = self._asked(lambda: self._many([("GET", self._key(name)) for name in names]))
+        texts = self._call(lambda: self._many([("GET", self._key(name)) for name in names]))
         files = []
         for name, text in zip(names, texts, strict=True):
-            manifest = _Manifest.of(text)
+            manifest = _Manifest.parse(text)
             if manifest is not None:
                 files.append(manifest.stored(name, uses[name]))
             elif text is None:
-                # The server has evicted it, as it may be set up to.
-                self._asked(partial(self._unlist, name))
+                # The server has evicted the manifest, if it is configured to evict keys.
+                self._call(partial(self._unlist, name))
         return files
 
     def _many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What a server answers to several commands that are sent at once."""
+        """The answers of the server to several commands that are sent together."""
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -175,12 +177,12 @@ class RedisObjects:
         self._client.transaction(unlist, self._key(name))
 
     def find(self, name: str) -> StoredFile | None:
-        """As `Objects.find`."""
-        manifest = _Manifest.of(self._asked(lambda: self._client.get(self._key(name))))
+        """As `ObjectStore.find`."""
+        manifest = _Manifest.parse(self._call(lambda: self._client.get(self._key(name))))
         return None if manifest is None else manifest.stored(name)
 
-    def ranges(self, wanted: Sequence[Range]) -> list[bytes | UnreachableError]:
-        """As `Objects.ranges`: a part that is missing has no bytes."""
+    def ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+        """As `ObjectStore.ranges`. A missing part has no bytes."""
         commands: list[tuple[Any, ...]] = []
         owners: list[int] = []
         for number, (file, start, end) in enumerate(wanted):
@@ -191,34 +193,34 @@ class RedisObjects:
                 commands.append(("GETRANGE", self._part(nonce, part), first, last))
                 owners.append(number)
         pieces: list[list[bytes]] = [[] for _ in wanted]
-        for owner, piece in zip(owners, self._asked(lambda: self._many(commands)), strict=True):
+        for owner, piece in zip(owners, self._call(lambda: self._many(commands)), strict=True):
             pieces[owner].append(piece)
         return [b"".join(each) for each in pieces]
 
     def upload(self, path: str, name: str) -> None:
-        """As `Objects.upload`."""
+        """As `ObjectStore.upload`."""
         manifest = _Manifest(secrets.token_hex(16), os.path.getsize(path), PART_BYTES)
         parts = self._parts(manifest)
         try:
             with open(path, "rb") as file:
                 for part in parts:
-                    self._asked(partial(self._client.set, part, file.read(PART_BYTES), ex=ABANDONED_SECONDS))
+                    self._call(partial(self._client.set, part, file.read(PART_BYTES), ex=ABANDONED_SECONDS))
         except UnreachableError:
-            # They would go by themselves, but a server that is full needs the room now.
+            # The parts would expire by themselves, but a server that is full needs the memory now.
             with contextlib.suppress(UnreachableError):
-                self._asked(lambda: self._client.unlink(*parts))
+                self._call(lambda: self._client.unlink(*parts))
             raise
-        self._asked(lambda: self._commit(name, manifest))
+        self._call(lambda: self._commit(name, manifest))
 
     def _commit(self, name: str, manifest: _Manifest) -> None:
         parts = self._parts(manifest)
         text = json.dumps(asdict(manifest))
 
         def commit(transaction: Any) -> None:
-            old = _Manifest.of(transaction.get(self._key(name)))
+            old = _Manifest.parse(transaction.get(self._key(name)))
             there = transaction.exists(*parts) if parts else 0
             if there != len(parts):
-                raise TimeoutError(f"parts of a file did not live until it was written, {ABANDONED_SECONDS} s at most")
+                raise TimeoutError(f"parts of a file expired before all of it was written, in {ABANDONED_SECONDS} s")
             transaction.multi()
             for part in parts:
                 transaction.persist(part)
@@ -229,30 +231,30 @@ class RedisObjects:
         self._client.transaction(commit, self._key(name))
 
     def delete(self, name: str) -> None:
-        """As `Objects.delete`."""
+        """As `ObjectStore.delete`."""
 
         def delete(transaction: Any) -> None:
-            old = _Manifest.of(transaction.get(self._key(name)))
+            old = _Manifest.parse(transaction.get(self._key(name)))
             transaction.multi()
             transaction.unlink(self._key(name))
             transaction.zrem(self._index, name)
             self._unlink_parts(transaction, old)
 
-        self._asked(lambda: self._client.transaction(delete, self._key(name)))
+        self._call(lambda: self._client.transaction(delete, self._key(name)))
 
     def _unlink_parts(self, transaction: Any, manifest: _Manifest | None) -> None:
         if manifest is not None and manifest.nbytes:
             transaction.unlink(*self._parts(manifest))
 
-    def uses(self) -> Mapping[str, int]:
-        """As `Place.uses`: those of all stores."""
-        found = self._asked(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
+    def last_uses(self) -> Mapping[str, int]:
+        """As `StorageBackend.last_uses`; uses by all stores count."""
+        found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
         return {name.decode("utf-8", "replace"): int(score) * 1000 for name, score in found}
 
     def touch(self, name: str) -> None:
-        """As `Objects.touch`."""
-        # Nothing that was deleted meanwhile is to be listed again.
-        self._asked(lambda: self._client.zadd(self._index, {name: _now()}, xx=True))
+        """As `ObjectStore.touch`."""
+        # `xx`, since a file that was deleted meanwhile must not be listed again.
+        self._call(lambda: self._client.zadd(self._index, {name: _now()}, xx=True))
 
 
 def _now() -> int:
@@ -264,23 +266,23 @@ def _package(address: Address) -> Any:
         return importlib.import_module("redis")
     except ImportError as error:
         raise OptionError(
-            f"expected the package redis, which reaches {address.scheme}://, but importing it failed ({error}): run "
+            f"the package redis, which reaches {address.scheme}://, cannot be imported ({error}): run "
             '`pip install "kvlayers[redis]"`.'
         ) from error
 
 
 def _split(address: Address) -> tuple[str, str]:
-    """The URL as the client takes it, and the prefix of the keys."""
+    """The URL for the client, and the prefix of the keys."""
     try:
         parts = urlsplit(address.url)
         query = parse_qsl(parts.query, keep_blank_values=True)
     except ValueError:
         raise OptionError(
-            "expected a URL such as redis://user:password@host:6379/0, but saw one that cannot be read: escape what is "
-            "special in a password with urllib.parse.quote()."
+            "`directory` must be a URL such as redis://user:password@host:6379/0, got one that cannot be parsed: "
+            "escape special characters in a password with urllib.parse.quote()."
         ) from None
     prefixes = [value for name, value in query if name == "prefix"] or [DEFAULT_PREFIX]
     if len(prefixes) > 1 or not prefixes[0]:
-        raise OptionError("expected one prefix of keys in the URL, but saw several, or an empty one: leave it out.")
+        raise OptionError("the URL must have one prefix of keys, got several, or an empty one: leave it out.")
     others = urlencode([(name, value) for name, value in query if name != "prefix"])
     return urlunsplit(parts._replace(scheme=SCHEMES[address.scheme], query=others)), prefixes[0]

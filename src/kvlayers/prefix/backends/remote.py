@@ -1,4 +1,4 @@
-"""Files that are not on this machine: a few of their bytes are read to know them, all to load them."""
+"""Files on other machines: a few bytes are read to inspect a file, and all bytes to load it."""
 
 import contextlib
 import os
@@ -10,32 +10,35 @@ from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile, inspect_ranges
 from kvlayers.prefix.backends.address import Address
 from kvlayers.prefix.backends.contract import GoneError, StoredFile, UnreachableError
-from kvlayers.prefix.backends.objects import Objects, Range
+from kvlayers.prefix.backends.object_store import ByteRange, ObjectStore
 
 HEAD_BYTES = 128 * 2**10
 TAIL_BYTES = 64 * 2**10
-"""Read of each file at once: mostly, its header and the ids are in the one, and the digests in the other."""
+"""Bytes that are read of each file first. The head usually has the header and the ids, the tail the digests."""
 
-FILES_AT_ONCE = 64
-"""Whose ends are asked for together: they take 12 MiB."""
+FILES_PER_REQUEST = 64
+"""Files whose heads and tails are requested together, which take 12 MiB."""
 
 CHUNK_BYTES = 8 * 2**20
 CHUNKS_AT_ONCE = 4
-"""Of a file that is loaded, in memory at once."""
+"""Chunks of a loaded file that are in memory at the same time."""
 
 ATTEMPTS = 3
-"""At a file that is replaced by another writer while it is read."""
+"""Attempts to read a file that other processes replace meanwhile."""
+
+KnownRanges = Mapping[ByteRange, bytes | UnreachableError]
+"""Ranges that were read already, or the error that reading them raised."""
 
 
-class Remote:
-    """Files elsewhere. They come through files of this machine's temporary directory, which are deleted in every case.
+class RemoteBackend:
+    """Files on other machines. They are copied to temporary files on this machine, which are always deleted.
 
     Args:
-        objects: what reaches them.
-        address: where they are.
+        objects: the object store.
+        address: its URL.
     """
 
-    def __init__(self, objects: Objects, address: Address) -> None:
+    def __init__(self, objects: ObjectStore, address: Address) -> None:
         self._objects = objects
         self._address = address
 
@@ -44,26 +47,26 @@ class Remote:
         return self._address.path_of(name)
 
     def files(self) -> list[StoredFile]:
-        """As `Place.files`."""
-        # Names come from elsewhere: those that a terminal might obey are none of ours.
+        """As `StorageBackend.files`."""
+        # Names come from outside: a name with control characters, which a terminal might obey, is not of kvlayers.
         return [file for file in self._objects.files() if file.name.isprintable()]
 
     def find(self, name: str) -> StoredFile | None:
-        """As `Place.find`."""
+        """As `StorageBackend.find`."""
         return self._objects.find(name)
 
-    def uses(self) -> Mapping[str, int]:
-        """As `Place.uses`."""
-        return self._objects.uses()
+    def last_uses(self) -> Mapping[str, int]:
+        """As `StorageBackend.last_uses`."""
+        return self._objects.last_uses()
 
     def delete(self, name: str) -> None:
-        """As `Place.delete`."""
+        """As `StorageBackend.delete`."""
         self._objects.delete(name)
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """As `Place.inspect`."""
-        for start in range(0, len(files), FILES_AT_ONCE):
-            batch = files[start : start + FILES_AT_ONCE]
+        """As `StorageBackend.inspect`."""
+        for start in range(0, len(files), FILES_PER_REQUEST):
+            batch = files[start : start + FILES_PER_REQUEST]
             ends = [each for file in batch for each in _ends(file)]
             found = dict(zip(ends, self._objects.ranges(ends), strict=True))
             for file in batch:
@@ -72,11 +75,11 @@ class Remote:
                 except (CacheFileError, CachePathError) as error:
                     yield error
 
-    def _inspected(self, file: StoredFile, known: Mapping[Range, bytes | UnreachableError]) -> CacheFile:
+    def _inspected(self, file: StoredFile, known: KnownRanges) -> CacheFile:
         for _ in range(ATTEMPTS):
             try:
                 seen = inspect_ranges(self.path_of(file.name), file.nbytes, partial(self._read, file, known))
-                # They are checked now, when it can still be told whether the file was replaced meanwhile.
+                # Checked now, while it can still be found out whether the file was replaced meanwhile.
                 seen.token_ids()
                 return seen
             except (CacheFileError, UnreachableError):
@@ -86,7 +89,9 @@ class Remote:
                 file, known = now, {}
         raise self._keeps_changing(file.name)
 
-    def _read(self, file: StoredFile, known: Mapping[Range, bytes | UnreachableError], start: int, end: int) -> bytes:
+    def _read(
+        self, file: StoredFile, known: Mapping[ByteRange, bytes | UnreachableError], start: int, end: int
+    ) -> bytes:
         end = min(end, file.nbytes)
         if start >= end:
             return b""
@@ -95,30 +100,30 @@ class Remote:
                 if isinstance(content, UnreachableError):
                     raise content
                 return content[start - each.start : end - each.start]
-        (content,) = self._objects.ranges([Range(file, start, end)])
+        (content,) = self._objects.ranges([ByteRange(file, start, end)])
         if isinstance(content, UnreachableError):
             raise content
         return content
 
     @contextlib.contextmanager
-    def reading(self, name: str, most: int) -> Iterator[str]:
-        """As `Place.reading`."""
+    def reading(self, name: str, max_bytes: int) -> Iterator[str]:
+        """As `StorageBackend.reading`."""
         with self._temporary(name) as path:
-            self._download(name, path, most)
+            self._download(name, path, max_bytes)
             yield path
         with contextlib.suppress(UnreachableError):
             self._objects.touch(name)
 
-    def _download(self, name: str, path: str, most: int) -> None:
+    def _download(self, name: str, path: str, max_bytes: int) -> None:
         for _ in range(ATTEMPTS):
             file = self._existing(name)
-            if file.nbytes > most:
+            if file.nbytes > max_bytes:
                 raise CacheFileError(
-                    f"expected a file of at most {most} bytes, but {self.path_of(name)} has {file.nbytes}: it was "
-                    "replaced by another one."
+                    f"{self.path_of(name)} must have at most {max_bytes} bytes, got {file.nbytes}: it was replaced by "
+                    "another file."
                 )
             failure = self._copy(file, path)
-            # What was replaced while it was read may be parts of two, or have ended too soon.
+            # A copy of a file that was replaced meanwhile may be a mixture of two, or too short.
             if self._existing(name) == file:
                 if failure is not None:
                     raise failure
@@ -126,9 +131,9 @@ class Remote:
         raise self._keeps_changing(name)
 
     def _copy(self, file: StoredFile, path: str) -> CacheFileError | UnreachableError | None:
-        """Write a file to `path`, and say why that was not all of it."""
+        """Write a file to `path`, and return the error if it is incomplete."""
         starts = range(0, file.nbytes, CHUNK_BYTES)
-        chunks = [Range(file, start, min(start + CHUNK_BYTES, file.nbytes)) for start in starts]
+        chunks = [ByteRange(file, start, min(start + CHUNK_BYTES, file.nbytes)) for start in starts]
         with open(path, "wb") as copy:
             for number in range(0, len(chunks), CHUNKS_AT_ONCE):
                 wanted = chunks[number : number + CHUNKS_AT_ONCE]
@@ -137,15 +142,14 @@ class Remote:
                         return content
                     if len(content) != chunk.end - chunk.start:
                         return CacheFileError(
-                            f"expected {file.nbytes} bytes, but a part of {self.path_of(file.name)} is missing: it is "
-                            "damaged."
+                            f"{self.path_of(file.name)} is damaged: a part of its {file.nbytes} bytes is missing."
                         )
                     copy.write(content)
         return None
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """As `Place.writing`."""
+        """As `StorageBackend.writing`."""
         with self._temporary(name) as path:
             yield path
             self._objects.upload(path, name)
@@ -153,18 +157,17 @@ class Remote:
     def _existing(self, name: str) -> StoredFile:
         file = self._objects.find(name)
         if file is None:
-            raise GoneError(f"expected a file at {self.path_of(name)}, but there is none: it was deleted.")
+            raise GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
         return file
 
     def _keeps_changing(self, name: str) -> UnreachableError:
         return UnreachableError(
-            f"expected a file that stays what it is while it is read, but {self.path_of(name)} was replaced "
-            f"{ATTEMPTS} times: look again later."
+            f"{self.path_of(name)} was replaced {ATTEMPTS} times while it was read: try again later."
         )
 
     @contextlib.contextmanager
     def _temporary(self, name: str) -> Iterator[str]:
-        """The path of a temporary file, which errors do not name: it is not there any more when they are read."""
+        """The path of a temporary file. Errors name the remote file instead, as the temporary one is deleted."""
         try:
             with tempfile.TemporaryDirectory(prefix="kvlayers-") as directory:
                 path = os.path.join(directory, "file")
@@ -177,13 +180,13 @@ class Remote:
             if isinstance(error, CachePathError):
                 raise
             raise UnreachableError(
-                f"expected room for a copy of {self.path_of(name)} in {tempfile.gettempdir()}, but saw "
-                f"{error.strerror}: make some, or set TMPDIR."
+                f"cannot copy {self.path_of(name)} to {tempfile.gettempdir()} ({error.strerror}): free some space, or "
+                "set TMPDIR."
             ) from error
 
 
-def _ends(file: StoredFile) -> list[Range]:
-    """What is read of a file first. Nothing is asked of an empty one: servers refuse that."""
+def _ends(file: StoredFile) -> list[ByteRange]:
+    """The ranges of a file that are read first. There are none for an empty file, as servers refuse empty ranges."""
     if file.nbytes <= HEAD_BYTES + TAIL_BYTES:
-        return [Range(file, 0, file.nbytes)] if file.nbytes else []
-    return [Range(file, 0, HEAD_BYTES), Range(file, file.nbytes - TAIL_BYTES, file.nbytes)]
+        return [ByteRange(file, 0, file.nbytes)] if file.nbytes else []
+    return [ByteRange(file, 0, HEAD_BYTES), ByteRange(file, file.nbytes - TAIL_BYTES, file.nbytes)]

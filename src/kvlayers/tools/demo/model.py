@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from kvlayers.errors import KVLayersError
-from kvlayers.rope.parameters import rope_parameters
+from kvlayers.rope.from_config import rope_parameters
 from kvlayers.tools.names import DEMO_MODEL, HUB_NAME
 from kvlayers.upstream import compat
 

@@ -12,7 +12,7 @@ from kvlayers.generation.registry import make_cache
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
-from kvlayers.upstream import compat
+from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_types import config_of
 
 Key = tuple[str, str]
@@ -88,5 +88,5 @@ def is_installed(name: str) -> bool:
 
 def exact_names(config: Any) -> list[str]:
     """Names of kvlayers' caches that keep the states that the model attends to as they came."""
-    has_windows = any(spec.layer_type in WINDOWED for spec in compat.layer_specs(config))
+    has_windows = any(spec.layer_type in WINDOWED for spec in model_layers.layer_specs(config))
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]

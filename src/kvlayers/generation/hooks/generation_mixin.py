@@ -1,0 +1,232 @@
+"""What replaces methods of `GenerationMixin`. Each function makes a replacement from the method that it replaces."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.utils import GenerationMixin, GenerationMode
+from transformers.utils import ModelOutput
+
+from kvlayers.caches.base import Cache
+from kvlayers.errors import LegacyFormatError
+from kvlayers.generation import (
+    assisted,
+    chunked_prefill,
+    empty_caches,
+    known_ids,
+    legacy_tuples,
+    registry,
+    shared_prefill,
+    static_pool,
+    validate_cache,
+)
+from kvlayers.generation.hooks import generation_config as config_hooks
+from kvlayers.generation.hooks import make_cache
+from kvlayers.generation.prefixes import active_store, prefixed_call
+from kvlayers.upstream import compat, generate_calls, model_types
+
+Method = Callable[..., Any]
+
+
+def generate(original: Method) -> Method:
+    """For `generate`: takes cache names, legacy tuples and caches, and uses the active prefix store."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        registry.move_name_to_option(model_types.cache_argument(self), kwargs)
+        active = active_store.CURRENT.get()
+        if active is None:
+            return generate_without_store(self, *args, **kwargs)
+        return prefixed_call.generate(active, functools.partial(generate_without_store, self), self, args, kwargs)
+
+    def generate_without_store(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        # A draft model gets the same cache several times within one call, and rolls it back in between.
+        is_assistant = config is not None and config.is_assistant
+        returns_tuples = _pop_return_legacy_cache(self, config, kwargs)
+        cache_argument = model_types.cache_argument(self)
+        past = kwargs.get(cache_argument)
+        if isinstance(past, tuple | list):
+            legacy_tuples.warn_of_tuples(cache_argument)
+            past = kwargs[cache_argument] = legacy_tuples.cache_for_generate(self.config, past)
+        input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
+            validate_cache.check_whole_sequence(past, input_ids)
+        if not is_assistant:
+            kwargs.update(validate_cache.decoder_mask(self, past, kwargs))
+        if type(past) in empty_caches.CLASSES:
+            empty_caches.replace_layers(past, self)
+        was_recording = _is_recording(past)
+        mask_mode = make_cache.mask_mode(past)
+        was_compiled = mask_mode is not None and mask_mode.compiled
+        cache_sees_ids = (
+            cache_argument == "past_key_values"
+            and not self.config.is_encoder_decoder
+            and not is_assistant
+            and kwargs.get("inputs_embeds") is None
+            and not prefixed_call.is_from_store(past)
+        )
+        record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, kwargs.get("attention_mask"))
+        try:
+            with static_pool.tracking() as acquired, known_ids.recording(record):
+                output = original(self, *args, **kwargs)
+        finally:
+            if mask_mode is not None:
+                mask_mode.compiled = was_compiled
+        cache = output.get(cache_argument) if isinstance(output, ModelOutput) else past
+        if isinstance(cache, Cache) and not was_recording and not is_assistant:
+            cache.deactivate_past_recording()
+        record.end(output, cache)
+        if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
+            output[cache_argument] = legacy_tuples.to_tuples(cache)
+        static_pool.remember_lengths(self, acquired)
+        if isinstance(output, Tensor):
+            # Nobody but the pool refers to the caches now.
+            del cache
+            static_pool.release(self, acquired)
+        return output
+
+    return generate
+
+
+def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is to return legacy tuples. The argument takes precedence over the config.
+
+    Raises:
+        LegacyFormatError: it is, but the model has its own `generate()`.
+    """
+    in_config = vars(config or model.generation_config).get("return_legacy_cache", False)
+    returns_tuples = bool(kwargs.pop("return_legacy_cache", in_config))
+    if in_config and compat.CONVERTS_TO_TUPLES:
+        # transformers must return the cache itself, from which kvlayers makes the tuples.
+        kwargs["return_legacy_cache"] = False
+    if returns_tuples and type(model).generate is not GenerationMixin.generate:
+        raise LegacyFormatError(
+            f"return_legacy_cache needs the generate() of transformers, but {type(model).__name__} has its own, which "
+            "takes the cache apart before it returns: leave return_legacy_cache out."
+        )
+    return returns_tuples
+
+
+def _is_recording(cache: Any) -> bool:
+    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.adapted_layers())
+
+
+def prepare_generation_config(original: Method) -> Method:
+    """For `_prepare_generation_config`: keeps the name "hybrid", which transformers drops even if the user gave it."""
+
+    def prepare_generation_config(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("cache_implementation")
+        if name is None and generation_config is not None:
+            name = generation_config.cache_implementation
+        if name is not None:
+            config_hooks.check_name(name)
+        prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
+        if name is not None and prepared.cache_implementation is None:
+            prepared.cache_implementation = name
+        if model_kwargs.get(model_types.cache_argument(self)) is None:
+            config_hooks.use_saved_name(prepared)
+        return prepared, model_kwargs
+
+    return prepare_generation_config
+
+
+def prepare_cache_for_generation(original: Method) -> Method:
+    """For `_prepare_cache_for_generation`: checks the cache that the user passed, or makes a cache by name."""
+
+    def prepare_cache_for_generation(
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        cache_argument = model_types.cache_argument(self)
+        past = model_kwargs.get(cache_argument)
+        name = generation_config.cache_implementation or "dynamic"
+        _prepare_passed_cache(self, past, generation_config, model_kwargs)
+        mask_mode = make_cache.mask_mode(past)
+        # A cache of transformers does not say itself whether it is compiled around.
+        if mask_mode is not None and (generation_config.compile_config is not None or not isinstance(past, Cache)):
+            mask_mode.compiled = make_cache.will_be_compiled(self, generation_config, generation_mode, past)
+        if (
+            past is not None
+            or generation_config.use_cache is False
+            or not self._supports_default_dynamic_cache()
+            or not registry.is_registered(name)
+            or generate_calls.makes_own_static_cache(self, name)
+        ):
+            original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return
+        cache = make_cache.for_call(
+            self, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
+            generation_config.cache_implementation = None
+        prefixed_call.note_bypass(cache)
+        model_kwargs[cache_argument] = cache
+
+    return prepare_cache_for_generation
+
+
+def _prepare_passed_cache(model: Any, past: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Check the cache that a call was given, and adapt the call to it."""
+    if prefixed_call.is_from_store(past):
+        # The name has been applied already, when this cache was made.
+        generation_config.cache_implementation = None
+    if isinstance(past, Cache) and generation_config.use_cache is False:
+        # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
+        generation_config.use_cache = model_kwargs["use_cache"] = True
+    attention_mask = validate_cache.padding_mask(model_kwargs)
+    # A draft model gets its own cache several times within one call.
+    outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
+    encoded = None if outputs is None else outputs[0]
+    total_tokens = generate_calls.sequence_length(generation_config, attention_mask)
+    validate_cache.validate(model, past, attention_mask, total_tokens, encoded)
+    record = known_ids.current_record()
+    if record is not None:
+        record.begin(past, generation_config, attention_mask)
+    if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
+        # The new tokens are read in one pass instead.
+        generation_config.prefill_chunk_size = None
+
+
+def validate_generation_mode(original: Method) -> Method:
+    """For `_validate_generation_mode`: admits assisted decoding for models whose states kvlayers can roll back."""
+
+    def validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        model = assisted.view_for_mode_check(self, generation_config) if is_assisted else self
+        original(model, generation_mode, generation_config, *args, **kwargs)
+
+    return validate_generation_mode
+
+
+def assisted_decoding(original: Method) -> Method:
+    """For `_assisted_decoding`: see `assisted`."""
+
+    def assisted_decoding(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return assisted.decode(original, self, input_ids, kwargs)
+
+    return assisted_decoding
+
+
+def prefill(original: Method) -> Method:
+    """For `_prefill`: see `chunked_prefill` and `shared_prefill`."""
+
+    def prefill(
+        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+        output = chunked_prefill.prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
+        if output is None:
+            output = shared_prefill.prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
+        return transformers_prefill(input_ids, model_kwargs) if output is None else output
+
+    return prefill

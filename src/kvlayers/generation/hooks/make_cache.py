@@ -1,0 +1,135 @@
+"""The cache that a call of `generate()` asks for by name, and whether transformers will compile a model around it."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import transformers
+from transformers.generation.utils import GenerationMode
+
+from kvlayers.caches.base import Cache
+from kvlayers.caches.from_config import fixed_layers
+from kvlayers.generation import assisted, registry, static_pool, validate_cache
+from kvlayers.generation.call_arguments import sequences_per_prompt
+from kvlayers.stores.masking import MaskMode
+from kvlayers.upstream import compat, generate_calls, model_types
+
+COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+"""Decoding modes whose steps transformers compiles. With a chunked prefill, it compiles the prefill in every mode."""
+
+
+def for_call(
+    model: Any,
+    name: str,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+) -> transformers.Cache:
+    """The cache called `name` for one call of `generate()`.
+
+    Args:
+        model: the model that generates.
+        name: a registered name.
+        generation_config: config of the call.
+        model_kwargs: arguments of the model for the prompt.
+        generation_mode: how the call decodes.
+        batch_size: number of prompts.
+        max_cache_length: most tokens that the call may reach.
+
+    Raises:
+        KVLayersError: as `registry.make_cache` and `validate_cache.check_rope_dtype`.
+    """
+    drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
+    encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
+    # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
+    own_name = generation_config.cache_implementation
+    foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
+    options = None if foreign_options else generation_config.cache_config
+    request = registry.CacheRequest(
+        model.config,
+        {} if options is None else options,
+        batch_size=batch_size * sequences_per_prompt(generation_config),
+        length_hint=generate_calls.most_tokens(generation_config, max_cache_length)
+        + (_draft_length(generation_config) if drafts else 0),
+        device=model.device,
+        dtype=model.dtype,
+        encoder_length=None if encoder is None else encoder[0].shape[1],
+        attention_mask=validate_cache.padding_mask(model_kwargs),
+    )
+    cache = _acquire(model, name, request, generation_config, generation_mode)
+    if isinstance(cache, Cache) and cache.rotates_keys:
+        validate_cache.check_rope_dtype(model)
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+        cache = assisted.as_draft_cache(cache)
+    return cache  # type:
+
+
+def _acquire(
+    model: Any, name: str, request: registry.CacheRequest, generation_config: Any, generation_mode: GenerationMode
+) -> transformers.Cache:
+    cache = registry.cache_for(name, request)
+    if mask_mode(cache) is None:
+        return cache
+    compiled = will_be_compiled(model, generation_config, generation_mode, cache)
+    if compiled and request.length_hint is not None:
+        # Another length would have another shape, for which the model would be compiled again.
+        longest = static_pool.longest_length(model, request)
+        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=longest))
+    cache = static_pool.acquire(model, cache, request)
+    if compiled and generation_config.prefill_chunk_size is not None:
+        compiled = _reserve_early(model, cache, request)
+    mode = mask_mode(cache)
+    if mode is not None:
+        mode.compiled = compiled
+    return cache
+
+
+def mask_mode(cache: Any) -> MaskMode | None:
+    """How attention masks are made for the self-attention of a static cache; `None` for any other cache.
+
+    The layers of kvlayers in one static cache share this object. The cache itself may be one of transformers.
+    """
+    part = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
+    fixed = fixed_layers(part.layers) if isinstance(part, transformers.StaticCache) else []
+    return fixed[0].reserved.mask_extent.mode if fixed else None
+
+
+def _reserve_early(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
+    """Reserve memory before a compiled prefill, which would otherwise own the memory, and return whether it worked."""
+    shape = None if request.config.is_encoder_decoder else generate_calls.static_shape(model)
+    if shape is None or request.batch_size is None:
+        return False
+    cache.early_initialization(request.batch_size, *shape, model.dtype, model.device)
+    return True
+
+
+def will_be_compiled(
+    model: Any, generation_config: Any, generation_mode: GenerationMode, cache: transformers.Cache
+) -> bool:
+    """Whether `generate()` is going to compile the forward pass around a static cache."""
+    mode = mask_mode(cache)
+    if mode is None or model_types.counts_on_the_whole_reservation(model.config):
+        return False
+    if generation_mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
+        return False
+    if generation_config.compile_config is not None:
+        # transformers does not compile for a CPU otherwise, even if it is asked to.
+        generation_config.compile_config = copy.copy(generation_config.compile_config)
+        generation_config.compile_config._compile_all_devices = True
+    was_compiled, mode.compiled = mode.compiled, True
+    try:
+        arguments = {model_types.cache_argument(model): cache}
+        return bool(model._valid_auto_compile_criteria(arguments, generation_config)) and (
+            # Some models ask for their forward pass uncompiled.
+            model.get_compiled_call(generation_config.compile_config) != model.__call__
+        )
+    finally:
+        mode.compiled = was_compiled
+
+
+def _draft_length(generation_config: Any) -> int:
+    """How many tokens a draft may reach beyond the end of the sequence before it is rolled back."""
+    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)

@@ -1,0 +1,78 @@
+"""The forward pass of a model while kvlayers is installed: it takes caches, cache names and legacy tuples.
+
+`PreTrainedModel.__call__` is patched because every forward pass of every model goes through it, and because the patch
+costs next to nothing per token.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from kvlayers.caches.base import Cache
+from kvlayers.generation import empty_caches, known_ids, legacy_tuples, registry
+from kvlayers.generation.patching import Patch
+
+_is_active: Callable[[], bool] | None = None
+
+
+def apply_patch(is_active: Callable[[], bool]) -> None:
+    """From now on, look at the caches that models are given.
+
+    Args:
+        is_active: whether kvlayers is to handle a forward pass, asked in the thread of that pass.
+    """
+    global _is_active
+    _is_active = is_active
+    _patch.apply()
+
+
+def remove_patch() -> None:
+    """Undo `apply_patch`."""
+    global _is_active
+    _is_active = None
+    _patch.remove()
+
+
+def _call(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read once: another thread may uninstall kvlayers meanwhile.
+        is_active = _is_active
+        if is_active is None:
+            return original(self, *args, **kwargs)
+        past = kwargs.get(legacy_tuples.ARGUMENT)
+        if past is None:
+            past = kwargs.get("cache_params")
+        if isinstance(past, tuple | list):
+            return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
+        for argument in args:
+            if isinstance(argument, tuple | list):
+                return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
+        # Eager code prepares caches before a model is compiled.
+        if past is None or torch.compiler.is_compiling() or not is_active():
+            return original(self, *args, **kwargs)
+        return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
+
+    return call
+
+
+_patch = Patch(PreTrainedModel, "__call__", _call)
+
+
+def _forward_with_cache(
+    forward: Callable[..., Any], model: Any, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if type(past) in empty_caches.CLASSES:
+        empty_caches.replace_layers(past, model)
+    elif isinstance(past, str):
+        kwargs = {**kwargs, legacy_tuples.ARGUMENT: registry.make_cache(past, model)}
+    else:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        # Only for prompts, since it would cost something at each token of a decode loop.
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1 and isinstance(past, Cache):
+            return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
+    return forward(*args, **kwargs)

@@ -1,0 +1,148 @@
+"""Changes to classes of transformers that can be taken back: what replaces a method, and for how long."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Method = Callable[..., Any]
+
+
+class Patch:
+    """A replacement for one method of a class, which coexists with replacements by other libraries.
+
+    Args:
+        owner: the class.
+        name: name of the method.
+        wrap: makes the replacement from the method that it replaces. The replacement must set `__wrapped__`, as
+            `functools.wraps` does, and must call the replaced method whenever it has nothing to do itself.
+    """
+
+    def __init__(self, owner: type, name: str, wrap: Callable[[Method], Method]) -> None:
+        self._owner, self._name, self._wrap = owner, name, wrap
+        self._replacement: Method | None = None
+        self._replaced: Method | None = None
+
+    def apply(self) -> None:
+        """Replace the method, unless it is replaced already."""
+        current = getattr(self._owner, self._name)
+        # If another library has wrapped the replacement, the replacement is still called underneath.
+        if self._replacement is None or self._replacement not in _unwrapped(current):
+            # `None` if the class inherits the method.
+            self._replaced, self._replacement = vars(self._owner).get(self._name), self._wrap(current)
+            setattr(self._owner, self._name, self._replacement)
+
+    def remove(self) -> None:
+        """Restore the method, unless another library has wrapped the replacement: then it stays underneath."""
+        if self._replacement is None or vars(self._owner).get(self._name) is not self._replacement:
+            return
+        if self._replaced is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._replaced)
+        self._replacement = self._replaced = None
+
+
+def _unwrapped(method: Method) -> list[Method]:
+    """A method and every method that it wraps, as far as `__wrapped__` tells."""
+    found = [method]
+    while "__wrapped__" in found[-1].__dict__:
+        found.append(found[-1].__dict__["__wrapped__"])
+    return found
+
+
+class Activation:
+    """When a set of changes is in place: between explicit calls, during `with` blocks, and until running calls end.
+
+    The changes are active while `activate` or a `block` asks for them. They stay in place a little longer if a call
+    that began while they were active still runs. It is true while the changes are active.
+
+    Args:
+        apply: makes the changes. It is also called when they are in place already.
+        remove: undoes whatever changes are in place.
+    """
+
+    def __init__(self, apply: Callable[[], None], remove: Callable[[], None]) -> None:
+        self._apply, self._remove = apply, remove
+        self._lock = threading.RLock()
+        self._explicit = False
+        self._blocks: set[object] = set()
+        self._calls: set[object] = set()
+
+    def __bool__(self) -> bool:
+        return self._explicit or bool(self._blocks)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the changes are active, or a call that began while they were active still runs."""
+        return bool(self) or bool(self._calls)
+
+    @contextmanager
+    def call(self) -> Iterator[bool]:
+        """Lasts for one call, and yields whether the changes are active. If so, they stay in place until it ends.
+
+        Thus no other thread can remove them in the middle of the call.
+        """
+        token = object()
+        try:
+            with self._lock:
+                is_active = bool(self)
+                if is_active:
+                    self._calls.add(token)
+            yield is_active
+        finally:
+            self._end_call(token)
+
+    @contextmanager
+    def private_call(self) -> Iterator[None]:
+        """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
+        token = object()
+        try:
+            with self._lock:
+                self._calls.add(token)
+                self._apply()
+            yield
+        finally:
+            self._end_call(token)
+
+    def _end_call(self, token: object) -> None:
+        with self._lock:
+            if token in self._calls:
+                self._calls.discard(token)
+                self._remove_if_unused()
+
+    def activate(self) -> None:
+        """Make the changes, until `deactivate`."""
+        with self._lock:
+            before, self._explicit = self._explicit, True
+            try:
+                self._apply()
+            except BaseException:
+                self._explicit = before
+                self._remove_if_unused()
+                raise
+
+    def deactivate(self) -> None:
+        """Remove the changes as soon as no running call needs them, even inside a block."""
+        with self._lock:
+            self._explicit = False
+            self._blocks.clear()
+            self._remove_if_unused()
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """`activate` for the length of a `with` block. Blocks nest and overlap: the last one to end deactivates."""
+        token = object()
+        try:
+            with self._lock:
+                self._blocks.add(token)
+                self._apply()
+            yield
+        finally:
+            with self._lock:
+                self._blocks.discard(token)
+                self._remove_if_unused()
+
+    def _remove_if_unused(self) -> None:
+        if not self.is_in_place:
+            self._remove()

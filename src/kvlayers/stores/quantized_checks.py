@@ -1,0 +1,69 @@
+"""Checks of states that are to be quantized, and of the saved state of a quantized store."""
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.contract import Quantizer, Side
+from kvlayers.stores.buffer import StateForm, form_of
+from kvlayers.stores.packed_blocks import PACKED_NAMES, check_packed_state
+from kvlayers.stores.quantization import Quantization, block_tokens
+from kvlayers.stores.validation import check_dense_state, check_one_batch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of states that can be quantized. The arithmetic is in float32."""
+
+
+def in_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:
+    """The forms in which states are held: if autocast gave keys and values two dtypes, in the wider one."""
+    dtype = torch.promote_types(key_form[3], value_form[3])
+    return (*key_form[:3], dtype, key_form[4]), (*value_form[:3], dtype, value_form[4])
+
+
+def checked_quantizers(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> dict[Side, Quantizer]:
+    """Quantizers for states of these forms.
+
+    Raises:
+        StateMismatchError: keys and values do not match each other.
+    """
+    check_one_batch(key_form, value_form)
+    if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):
+        raise StateMismatchError(
+            f"Keys and values must have the same kv_heads, dtype and device, and a head_dim of at least 1, got "
+            f"{key_form} and {value_form}: pass the states of one forward pass together."
+        )
+    if key_form[3] not in DTYPES:
+        raise StateMismatchError(
+            f"The dtype of states must be one of {', '.join(map(str, DTYPES))}, got {key_form[3]}: convert the "
+            "states first, or use a DynamicCache."
+        )
+    return quantization.quantizers(key_form[2], value_form[2])
+
+
+def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization) -> int:
+    """Tokens in the state of a quantized store.
+
+    Raises:
+        StateMismatchError: it is not the state of a store with this quantization.
+    """
+    packed = [name for name in PACKED_NAMES if name in tensors]
+    unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES}
+    if unknown or (tensors and "keys" not in tensors) or len(packed) not in (0, len(PACKED_NAMES)):
+        raise StateMismatchError(
+            f"The tensors {sorted(tensors)} are not the state of a quantized store: take the state again."
+        )
+    tokens = check_dense_state({name: tensors[name] for name in ("keys", "values") if name in tensors})
+    if not tensors:
+        return 0
+    forms = form_of(tensors["keys"]), form_of(tensors["values"])
+    quantizers = checked_quantizers(quantization, *forms)
+    sinks = {name: tensors[f"sink_{name}"] for name in ("keys", "values") if f"sink_{name}" in tensors}
+    sink_tokens = check_dense_state(sinks)
+    if sink_tokens > quantization.sink_tokens:
+        raise StateMismatchError(
+            f"The state must have at most {quantization.sink_tokens} sinks, got {sink_tokens}: take the state again."
+        )
+    tokens += sink_tokens
+    if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
+        raise StateMismatchError("The sinks of a state must have the form of its other tokens: take it again.")
+    return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)

@@ -1,0 +1,221 @@
+"""The three parts of a quantized store: sinks in full precision, packed blocks, and the residual in full precision."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.errors import StateMismatchError
+from kvlayers.stores.contract import BufferSwap, KVPair
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.packed_blocks import BLOCKS_AT_ONCE, PackedBlocks
+
+RESIDUAL_GROWTH_DIVISOR = 16
+"""A full residual behind packed blocks grows by its size divided by this."""
+
+GROWTHS_PER_BLOCK = 2
+"""How often the residual grows while a block fills, at most. Packing the first block frees nearly half of its bytes or
+more, so with half a block of spare room the store takes no more bytes than the tokens take in full precision."""
+
+
+def residual_after_blocks(block_tokens: int) -> DenseStore:
+    """An empty residual that follows blocks of `block_tokens` tokens."""
+    return DenseStore(growth_divisor=RESIDUAL_GROWTH_DIVISOR, minimum_growth=block_tokens // GROWTHS_PER_BLOCK)
+
+
+def residual_length_hint(room: int, length_hint: int | None, old_tokens: int, held: int = 0) -> int:
+    """The most tokens that a residual is expected to hold.
+
+    Args:
+        room: tokens of a full residual.
+        length_hint: the most tokens that the whole store is expected to hold, if known.
+        old_tokens: tokens before the residual.
+        held: tokens in the residual. If they exceed the length hint, it no longer holds.
+    """
+    if length_hint is None or length_hint - old_tokens < held:
+        return room
+    return min(room, length_hint - old_tokens)
+
+
+class QuantizedParts:
+    """Sinks, packed blocks and residual, in the order of their tokens.
+
+    Until the first block is packed, all tokens are in the residual.
+
+    Attributes:
+        sinks: the oldest tokens, in full precision.
+        blocks: the packed tokens, `None` before the first states.
+        residual: the newest tokens, in full precision.
+    """
+
+    def __init__(self, sinks: DenseStore, blocks: PackedBlocks | None, residual: DenseStore) -> None:
+        self.sinks = sinks
+        self.blocks = blocks
+        self.residual = residual
+
+    @property
+    def old_tokens(self) -> int:
+        """Tokens before the residual."""
+        return self.sinks.length + (0 if self.blocks is None else self.blocks.tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all parts."""
+        return self.old_tokens + self.residual.length
+
+    # Packing
+
+    def pack(
+        self, keys: Tensor, values: Tensor, count: int, sinks: int, residual_length: int, length_hint: int | None
+    ) -> None:
+        """Take in states, and pack `count` blocks of the oldest full-precision tokens after the new sinks.
+
+        Args:
+            keys: `[batch, kv_heads, new, key_head_dim]`.
+            values: `[batch, kv_heads, new, value_head_dim]`.
+            count: blocks to pack.
+            sinks: tokens at the front of the residual that become sinks.
+            residual_length: tokens that stay in the residual at least.
+            length_hint: the most tokens that the store is expected to hold, if known.
+        """
+        blocks = self.blocks
+        if blocks is None:
+            raise StateMismatchError("The store is empty, so it has no states to pack: update the layer first.")
+        held = self.residual.length
+        states = [*([self.residual.newest(held)] if held else []), (keys, values)]
+        size = blocks.block_tokens
+        packed = sinks + count * size
+        # Everything that can fail comes first, and goes into new memory: held and returned states stay valid.
+        quantized = [
+            blocks.quantized(*_tokens_of(states, sinks + done * size, min(BLOCKS_AT_ONCE, count - done) * size))
+            for done in range(0, count, BLOCKS_AT_ONCE)
+        ]
+        new_sinks = self.sinks
+        if sinks:
+            new_sinks = self.sinks.fork()
+            append_states(new_sinks, _tokens_of(states, 0, sinks))
+        rest = held + keys.shape[2] - packed
+        residual = residual_after_blocks(size)
+        residual.length_hint = residual_length_hint(residual_length + size, length_hint, self.old_tokens + packed, rest)
+        append_states(residual, _tokens_of(states, packed, rest))
+        blocks.reserve(count)
+        before = blocks.tokens
+        try:
+            for codes in quantized:
+                blocks.append(codes)
+        except BaseException:
+            # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
+            blocks.truncate(before)
+            raise
+        self.sinks, self.residual = new_sinks, residual
+
+    # Reading
+
+    def old_segments(self, skipped: int = 0) -> tuple[tuple[DenseSegment, ...], PackedSegment | None]:
+        """Sinks and packed tokens, without the oldest `skipped` tokens."""
+        sinks = max(self.sinks.length - skipped, 0)
+        before = (DenseSegment(*self.sinks.newest(sinks)),) if sinks else ()
+        packed = None if self.blocks is None else self.blocks.segment(max(skipped - self.sinks.length, 0))
+        return before, packed
+
+    def segments(self, old: tuple[tuple[DenseSegment, ...], PackedSegment | None], count: int) -> KVSegments:
+        """The segments `old`, and the residual's tokens among the newest `count` of the store."""
+        recent = min(count, self.residual.length)
+        return KVSegments(*old, (DenseSegment(*self.residual.newest(recent)),) if recent else ())
+
+    # Dropping, cropping and the batch
+
+    def drop_oldest(self, count: int) -> int:
+        """Forget the oldest `count` tokens; return how many of them were in the residual."""
+        from_sinks = min(count, self.sinks.length)
+        self.sinks.drop_oldest(from_sinks)
+        from_blocks = 0
+        if self.blocks:
+            from_blocks = min(count - from_sinks, self.blocks.tokens)
+            self.blocks.drop_oldest(from_blocks)
+        from_residual = count - from_sinks - from_blocks
+        self.residual.drop_oldest(from_residual)
+        return from_residual
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the oldest `length` tokens."""
+        old = self.old_tokens
+        self.residual.truncate(max(length - old, 0))
+        if length < old:
+            sinks = min(length, self.sinks.length)
+            if self.blocks is not None:
+                self.blocks.truncate(length - sinks)
+            if sinks < self.sinks.length:
+                self.sinks.truncate(sinks)
+
+    def selected(self, indices: Tensor) -> Self:
+        """Parts of the selected sequences, in memory of their own. If there is no memory, this one has not changed."""
+        sinks, residual = self.sinks.selected(indices), self.residual.selected(indices)
+        return self.__class__(sinks, None if self.blocks is None else self.blocks.selected(indices), residual)
+
+    def clear(self) -> None:
+        """Forget all tokens; keep the memory."""
+        self.sinks.clear()
+        self.residual.clear()
+        if self.blocks is not None:
+            self.blocks.clear()
+
+    # Copies and state
+
+    def snapshot(self) -> Self:
+        """See `TokenStore.snapshot`."""
+        blocks = None if self.blocks is None else self.blocks.snapshot()
+        return self.__class__(self.sinks.snapshot(), blocks, self.residual.snapshot())
+
+    def fork(self) -> Self:
+        """Independent parts with the same tokens."""
+        blocks = None if self.blocks is None else self.blocks.fork()
+        return self.__class__(self.sinks.fork(), blocks, self.residual.fork())
+
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self.sinks.swap_buffers(swap)
+        self.residual.swap_buffers(swap)
+        if self.blocks is not None:
+            self.blocks.swap_buffers(swap)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """See `TokenStore.held_tensors`."""
+        for part in (self.sinks, self.blocks, self.residual):
+            if part is not None:
+                yield from part.held_tensors()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all held tensors; empty before the first states."""
+        if self.blocks is None:
+            return {}
+        tensors = {**self.residual.state(), **self.blocks.state()}
+        if self.sinks.length:
+            tensors.update({f"sink_{name}": states for name, states in self.sinks.state().items()})
+        return tensors
+
+
+def append_states(store: DenseStore, states: KVPair) -> None:
+    """Validate keys and values, and append them."""
+    store.validate(*states)
+    store.append(*states)
+
+
+def _tokens_of(parts: list[KVPair], start: int, count: int) -> KVPair:
+    """Keys and values of `count` tokens from `start`, counted over all parts."""
+    found: list[KVPair] = []
+    for keys, values in parts:
+        tokens = keys.shape[2]
+        begin, end = max(start, 0), min(start + count, tokens)
+        if begin < end:
+            found.append((keys[:, :, begin:end], values[:, :, begin:end]))
+        start -= tokens
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        keys, values = parts[0]
+        return keys[:, :, :0], values[:, :, :0]
+    keys, values = (torch.cat(side, dim=2) for side in zip(*found, strict=True))
+    return keys, values

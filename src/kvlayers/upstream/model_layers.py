@@ -1,0 +1,191 @@
+"""The layers of a model, as its config describes them to the caches of the installed version of transformers."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import transformers.cache_utils as upstream
+from packaging.version import Version
+
+# Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
+from transformers import PretrainedConfig
+
+from kvlayers.errors import ConfigError
+from kvlayers.upstream.compat import (
+    HAS_LINEAR_LAYERS,
+    INDEXERS_DEPEND_ON_CHUNKS,
+    LAYER_CLASSES_TAKE_CONFIG,
+    STATES_BY_INDEX,
+    TRANSFORMERS,
+)
+from kvlayers.upstream.model_types import decoder_config
+
+INDEXED = "deepseek_sparse_attention"
+"""The layer type with an indexer."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a model config says about one layer.
+
+    Attributes:
+        layer_type: the type, by the name that transformers has for it.
+        options: what the layer of a cache must know, as arguments of transformers' own layers.
+        index: index of the layer in the cache.
+    """
+
+    layer_type: str
+    options: dict[str, Any]
+    index: int
+
+
+TAKES_CACHES_SINCE: dict[str, Version | None] = {
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
+         "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"),
+        Version("5.5"),
+    ),
+    "olmo_hybrid": Version("5.15"),
+    **dict.fromkeys(("minimax", "reformer", "xlstm"), None),
+}  # fmt: skip
+"""Model types that need, or once needed, their own class of cache, and the version since which they take other caches
+(`None` for not yet)."""
+
+MODELS_WITH_OWN_CACHE = tuple(
+    model_type for model_type, since in TAKES_CACHES_SINCE.items() if since is None or since > TRANSFORMERS
+)
+"""The types among them that need their own class of cache in this version, so that no other cache works."""
+
+
+def layer_specs(config: object) -> list[LayerSpec]:
+    """One spec for each layer that has a cache, in order.
+
+    Raises:
+        ConfigError: `config` is not a model config, or lacks a field that describes how its layers attend.
+    """
+    decoder = decoder_config(config)
+    if decoder.model_type in MODELS_WITH_OWN_CACHE:
+        since = TAKES_CACHES_SINCE[decoder.model_type]
+        newer = "" if since is None else f", or use transformers {since} or newer"
+        raise ConfigError(
+            f"expected a model whose cache holds all of its states, but on transformers {TRANSFORMERS} models of type "
+            f"'{decoder.model_type}' make a cache of their own: leave it to generate(){newer}."
+        )
+    try:
+        layer_types, options = _LAYER_TYPES_OF(decoder)
+    # Before 5.0, a config may have a word in the place of a number.
+    except (AttributeError, TypeError) as missing:
+        raise ConfigError(
+            f"expected a config that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
+            f"attention_chunk_size if layers differ), but in {type(decoder).__name__} {missing}: pass the config of "
+            "the model itself, or make the cache without a config."
+        ) from missing
+    per_layer = options if isinstance(options, list) else [options] * len(layer_types)
+    shared = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
+    return [
+        LayerSpec(layer_type, {**_without_window(layer_type, own), **shared}, index)
+        for index, (layer_type, own) in enumerate(zip(layer_types, per_layer, strict=True))
+    ]
+
+
+def _without_window(layer_type: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a layer without the window of other layers, in versions with one dict for all layers."""
+    has_no_window = layer_type in ("full_attention", "linear_attention", "conv", "hybrid")
+    return {name: value for name, value in options.items() if not (has_no_window and name == "sliding_window")}
+
+
+def layer_configs(config: object) -> list[PretrainedConfig]:
+    """The config of each layer of the decoder. Fields that differ between layers are single numbers in it."""
+    decoder = decoder_config(config)
+    # Since 5.14, a config can have other values for single layers.
+    if STATES_BY_INDEX:
+        return list(decoder.per_layer_config)
+    return [decoder] * decoder.num_hidden_layers
+
+
+def _described_layers(decoder: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The layer type of each layer and its options, from the config of an older version, in the names of today.
+
+    Fields are read as attributes, since configs may map them to other names.
+    """
+    sliding_window = getattr(decoder, "sliding_window", None)
+    chunk = getattr(decoder, "attention_chunk_size", None)
+    found = getattr(decoder, "layer_types", None)
+    if found is None:
+        only_type = "full_attention" if sliding_window is chunk is None else "sliding_attention"
+        found = [only_type] * decoder.num_hidden_layers
+    # The last layers of some models read what earlier layers hold.
+    found = found[: len(found) - (getattr(decoder, "num_kv_shared_layers", None) or 0)]
+    layer_types = [_OLD_LAYER_TYPES.get(layer_type, layer_type) for layer_type in found]
+    window = {"sliding_window": sliding_window or chunk}
+    options = [window if layer_type in ("sliding_attention", "chunked_attention") else {} for layer_type in layer_types]
+    return layer_types, options
+
+
+_OLD_LAYER_TYPES = {"attention": "full_attention", **dict.fromkeys(("mamba", "moe", "mlp"), "linear_attention")}
+"""Layer types of before 5.14 in today's names. A layer that holds nothing is a recurrent layer that stays empty."""
+
+# From 5.19 on, options come as one dict per layer if layers differ; before, as one dict for all.
+_LAYER_TYPES_OF = upstream.get_layer_types_and_kwargs if STATES_BY_INDEX else _described_layers
+
+
+def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
+    """transformers' own layer for a type that kvlayers does not have; a static layer if `max_cache_len` is given.
+
+    Raises:
+        ConfigError: transformers does not know the type either.
+    """
+    makers = _layer_makers(max_cache_len)
+    if spec.layer_type not in makers:
+        raise ConfigError(
+            f"expected a layer type that transformers {TRANSFORMERS} has a cache for ({', '.join(sorted(makers))}), "
+            f"but saw '{spec.layer_type}': import the module of the model that defines it first, or leave the cache to "
+            "generate() if the model makes its own."
+        )
+    return makers[spec.layer_type](spec.options)
+
+
+def _layer_makers(max_cache_len: int | None) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """For each layer type that transformers has a class for, a function from the options of a spec to a layer."""
+    is_static = max_cache_len is not None
+    size = {"max_cache_len": max_cache_len} if is_static else {}
+    if STATES_BY_INDEX:
+        classes = upstream.STATIC_LAYER_TYPE_MAPPING if is_static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
+        wrong = {INDEXED} if is_static and INDEXERS_DEPEND_ON_CHUNKS else set()
+        return {
+            name: functools.partial(_from_options, layer_class, size)
+            for name, layer_class in classes.items()
+            if name not in wrong
+        }
+    recurrent: dict[str, Any] = {}
+    if HAS_LINEAR_LAYERS:
+        linear, hybrid = upstream.LinearAttentionLayer, upstream.LinearAttentionAndFullAttentionLayer
+        recurrent = {"linear_attention": linear, "conv": linear, "hybrid": hybrid}
+    makers: dict[str, Callable[[dict[str, Any]], Any]] = {
+        name: functools.partial(_without_options, layer_class, {}) for name, layer_class in recurrent.items()
+    }
+    if is_static:
+        static = _extra_static_layers()
+        makers |= {name: functools.partial(_without_options, layer_class, size) for name, layer_class in static.items()}
+    if LAYER_CLASSES_TAKE_CONFIG and not is_static:
+        classes = upstream.LAYER_TYPE_CACHE_MAPPING
+        makers |= {name: functools.partial(_from_config, layer_class) for name, layer_class in classes.items()}
+    return makers
+
+
+def _from_options(layer_class: Any, size: dict[str, Any], options: dict[str, Any]) -> Any:
+    return layer_class(**size, **options)
+
+
+def _without_options(layer_class: Any, size: dict[str, Any], options: dict[str, Any]) -> Any:
+    return layer_class(**size)
+
+
+def _from_config(layer_class: Any, options: dict[str, Any]) -> Any:
+    return layer_class(options["config"])
+
+
+def _extra_static_layers() -> dict[str, Any]:
+    """Classes of static layers besides those of full and sliding attention, in 5.12 and 5.13."""
+    return dict(upstream.LAYER_TYPE_STATIC_CACHE_MAPPING) if Version("5.12") <= TRANSFORMERS else {}

@@ -1,0 +1,69 @@
+"""Scripts in processes of their own that have imported transformers, and nothing of kvlayers.
+
+torch and transformers take seconds to import: one process does so once, and forks for each script.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from typing import IO, Any
+
+BEFORE = "import torch, transformers"
+
+
+def run(script: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python code in a fresh process, to its end."""
+    if not hasattr(os, "fork"):
+        command = [sys.executable, "-c", f"{BEFORE}\n{script}"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(script), file=server.stdin, flush=True)
+    return subprocess.CompletedProcess([script], **json.loads(server.stdout.readline()))
+
+
+@functools.cache
+def _server() -> "subprocess.Popen[str]":
+    # It ends with the process that has its standard input.
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _serve() -> None:
+    exec(BEFORE, {})
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = os.fork()
+            if not child:
+                _run(json.loads(line), out, err)
+            returncode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(json.dumps({"returncode": returncode, "stdout": _read(out), "stderr": _read(err)}), flush=True)
+
+
+def _run(script: str, out: IO[Any], err: IO[Any]) -> None:
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    code: Any = 0
+    try:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+if __name__ == "__main__":
+    _serve()

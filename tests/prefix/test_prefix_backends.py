@@ -1,0 +1,640 @@
+"""Wherever a prefix store's files are: what is found is what was put there, and nothing else is touched."""
+
+import json
+import logging
+import os
+import pathlib
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
+
+import kvlayers
+from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, held, large, put
+from kvlayers import CachePathError, OptionError, PrefixStore
+from kvlayers.persistence.checksums import checksum, first_rows
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
+from kvlayers.prefix.backends import redis
+from kvlayers.prefix.backends.address import Address
+from kvlayers.prefix.backends.fsspec import FsspecObjectStore
+from kvlayers.prefix.backends.remote import CHUNK_BYTES, CHUNKS_AT_ONCE, HEAD_BYTES
+from models import prompt, tiny_model
+from redis_server import running, why_not
+
+ROOM = 2**30
+SUFFIX = ".safetensors"
+
+
+@pytest.fixture(scope="module")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if why_not():
+        pytest.skip(why_not())
+    with running(tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _empty_memory() -> None:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    Failing.reset()
+
+
+@pytest.fixture(params=["local", "memory", "redis"])
+def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Files:
+    if request.param == "local":
+        (tmp_path / "files").mkdir()
+        return LocalFiles(tmp_path / "files")
+    if request.param == "memory":
+        return FilesystemFiles("memory://bucket/team")
+    monkeypatch.setattr(redis, "PART_BYTES", PART)
+    found = ServerFiles(request.getfixturevalue("server_url"))
+    found.client.flushall()
+    return found
+
+
+class Failing(MemoryFileSystem):
+    """A file system that does not do what it is told not to, and repeats in its errors all that it was told."""
+
+    protocol = "failing"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs: list[str] = [""]  # noqa: RUF012
+    fails: set[str] = set()  # noqa: RUF012
+    half: bool = False
+    asked: list[tuple[int, int]] = []  # noqa: RUF012
+    cachable = False
+
+    def __init__(self, token: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.token = token
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.store.clear()
+        cls.pseudo_dirs[:] = [""]
+        cls.fails, cls.half, cls.asked = set(), False, []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("failing://").rpartition("@")[2].strip("/")
+
+    def _try(self, what: str) -> None:
+        if what in self.fails:
+            raise ConnectionError(f"failing://me:hunter2@host/ with {self.token} does not {what}")
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self._try("ls")
+        return super().ls(path, detail, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._try("info")
+        return super().info(path, **options)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
+        self._try("read")
+        self.asked.append((start, end))
+        content: bytes = super().cat_file(path, start, end, **options)
+        if not content:
+            raise OSError("no server answers with nothing")
+        return content
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        self._try("write")
+        super().pipe_file(path, value, **options)
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
+        self._try("write")
+        content = pathlib.Path(lpath).read_bytes()
+        super().pipe_file(rpath, content[: len(content) // 2] if self.half else content)
+        if self.half:
+            raise ConnectionError("the line is gone")
+
+    def rm_file(self, path: str) -> None:
+        self._try("delete")
+        super().rm_file(path)
+
+
+fsspec.register_implementation("failing", Failing, clobber=True)
+
+
+@pytest.fixture
+def failing() -> FilesystemFiles:
+    return FilesystemFiles("failing://me:hunter2@host/team")
+
+
+# What all places have in common
+
+
+def test_a_model_goes_on_from_what_was_spilled_before_a_restart(files: Files) -> None:
+    model = tiny_model("llama")
+    ids, more = prompt(tokens=19), prompt(tokens=5, seed=1)
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        PrefixStore(ROOM, files.url).insert(ids, cache, config=model.config)
+        store = PrefixStore(ROOM, files.url)
+        assert len(store) == 0
+        store.insert(ids, cache, config=model.config)
+        store.flush()
+        again = PrefixStore(ROOM, files.url)
+        hit = again.lookup(torch.cat([ids, more], dim=1), config=model.config)
+        assert (hit.covered, again.statistics.bytes > 0) == (19, True)
+        for step in more.split(1, dim=1):
+            seen = model(step, past_key_values=hit.cache).logits
+            expected = model(step, past_key_values=cache).logits
+            torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+
+
+def test_what_leaves_memory_is_found_again_whole_and_in_part(files: Files) -> None:
+    store = PrefixStore(filled([1, 2, 3]).nbytes, files.url)
+    for first in (1, 2, 3):
+        store.insert(torch.tensor([first, 5, 6]), filled([first, 5, 6]), model="m")
+    store.flush()
+    for each in (store, PrefixStore(ROOM, files.url)):
+        for first in (1, 2, 3, 1):
+            assert covered(each, [first, 5, 6]) == 3
+            assert covered(each, [first, 5, 9]) == 2
+    assert len(files.names()) == 3
+
+
+def test_a_file_of_several_parts_and_chunks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.CHUNK_BYTES", 100_000)
+    ids = list(range(1, 9))
+    put(PrefixStore(ROOM, files.url), ids, large(ids))
+    (name,) = files.names()
+    assert len(files.read(name)) > 8 * PART
+    store = PrefixStore(ROOM, files.url)
+    assert covered(store, ids) == 8
+    assert store.statistics.file_bytes == len(files.read(name))
+
+
+def test_nothing_of_one_namespace_is_found_by_another(files: Files) -> None:
+    store = PrefixStore(ROOM, files.url)
+    put(store, [1, 2, 3], namespace="a")
+    for each in (store, PrefixStore(ROOM, files.url)):
+        assert [covered(each, [1, 2, 3], name) for name in ("a", "b", "")] == [3, 0, 0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "states", "header", "ids", "empty", "not ours", "gone"])
+def test_damaged_files_are_skipped_reported_once_and_written_anew(
+    damage: str, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PrefixStore(ROOM, files.url)
+    put(store, [1, 5, 6])
+    (one,) = files.names()
+    put(store, [2, 5, 6])
+    (other,) = set(files.names()) - {one}
+    content = bytearray(files.read(other))
+    positions = {"header": 20, "ids": content.find(struct.pack("<3q", 2, 5, 6)), "states": -1}
+    positions["states"] = content.find(struct.pack("<f", held(filled([2, 5, 6]))[2]))
+    if damage == "gone":
+        files.delete(other)
+    elif damage in positions:
+        assert positions[damage] > 0
+        content[positions[damage]] ^= 1
+        files.write(other, bytes(content))
+    else:
+        files.write(other, {"cut": bytes(content[:-5]), "empty": b"", "not ours": b"x" * 400}[damage])
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        for each in (store, PrefixStore(ROOM, files.url)):
+            for _ in range(2):
+                assert covered(each, [2, 5, 6]) == 0
+                assert covered(each, [1, 5, 6]) == 3
+                each.refresh()
+            now = each.statistics
+            assert (now.damaged, now.failed_reads) == (damage != "gone", 0)
+    assert len(caplog.records) == (0 if damage == "gone" else 2)
+    assert all(tempfile.gettempdir() + "/kvlayers-" not in text for text in caplog.messages)
+    put(store, [2, 5, 6])
+    assert covered(PrefixStore(ROOM, files.url), [2, 5, 6]) == 3
+
+
+def test_a_file_of_other_tokens_is_not_believed(files: Files) -> None:
+    store = PrefixStore(ROOM, files.url)
+    for first in (1, 2):
+        put(store, [first, 5, 6])
+    one, other = files.names()
+    files.write(other, files.read(one))
+    assert sorted(covered(store, [first, 5, 6]) for first in (1, 2)) == [0, 3]
+    assert store.statistics.damaged == 1
+
+
+def test_several_stores_and_threads_may_write_the_same_entries(files: Files) -> None:
+    stores = [PrefixStore(ROOM, files.url) for _ in range(2)]
+    sequences = [[first, 5, 6, 7] for first in range(1, 6)]
+    errors: list[BaseException] = []
+
+    def write(store: PrefixStore) -> None:
+        try:
+            for ids in sequences:
+                store.insert(torch.tensor(ids), filled(ids), model="m")
+                store.flush()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(store,)) for store in [*stores, *stores]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(files.names()) == len(sequences)
+    for store in (*stores, PrefixStore(ROOM, files.url)):
+        assert store.statistics.failed_writes == 0
+        store.evict()
+        assert [covered(store, ids) for ids in sequences] == [4] * 5
+        assert store.statistics.damaged == 0
+
+
+def test_files_used_longest_ago_go_first(files: Files) -> None:
+    store = PrefixStore(ROOM, files.url)
+    for first in range(3):
+        put(store, [first, 0, 0])
+    size = store.statistics.file_bytes // 3
+    assert covered(store, [0, 0, 0]) == 3
+    store.evict()
+    assert store.refresh() == 0
+    store._index.directory_max_bytes = 2 * size + 100
+    put(store, [3, 0, 0])
+    assert [covered(store, [first, 0, 0]) for first in range(4)] == [3, 0, 0, 3]
+    assert len(files.names()) == 2
+    assert len(PrefixStore(ROOM, files.url, directory_max_bytes=size + 100)) == len(files.names()) == 1
+
+
+def test_clear_deletes_what_is_its_own_and_nothing_else(files: Files, tmp_path: pathlib.Path) -> None:
+    kvlayers.save_cache(filled([1, 2]), tmp_path / "mine", token_ids=torch.tensor([[1, 2]]))
+    PrefixStore(ROOM, files.url)
+    files.write("mine.safetensors", (tmp_path / "mine").read_bytes())
+    files.write("notes.txt", b"mine too")
+    store = PrefixStore(ROOM, files.url)
+    assert (len(store), store.statistics.damaged) == (0, 0)
+    put(store, [1, 5, 6])
+    assert len(files.names()) == 3
+    store.clear()
+    assert files.names() == ["mine.safetensors", "notes.txt"]
+    assert files.read("notes.txt") == b"mine too"
+
+
+def test_refresh_finds_what_others_wrote_and_forgets_what_they_deleted(files: Files) -> None:
+    store, other = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
+    assert store.refresh() == 0
+    put(other, [1, 5, 6])
+    put(other, [2, 5, 6])
+    assert covered(store, [1, 5, 6]) == 0
+    assert store.refresh() == 2
+    assert store.refresh() == 0
+    assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [3, 3]
+    put(store, [3, 5, 6])
+    store.lookup(torch.tensor([1, 5, 6, 7]), model="m")
+    other.clear()
+    assert (len(store), store.refresh(), len(store)) == (3, 0, 2)
+    # What is in memory is written again when it leaves it, and what is not has gone.
+    store.evict()
+    assert [covered(store, [first, 5, 6]) for first in (1, 2, 3)] == [3, 0, 3]
+    with pytest.raises(OptionError, match="a store with a directory"):
+        PrefixStore(ROOM).refresh()
+
+
+def test_an_entry_in_memory_takes_a_file_of_another_process_for_its_own(files: Files) -> None:
+    store, other = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
+    store.insert(torch.tensor([1, 5, 6]), filled([1, 5, 6]), model="m")
+    put(other, [1, 5, 6])
+    assert (store.refresh(), len(store)) == (0, 1)
+    store.evict()
+    assert (store.statistics.spilled, covered(store, [1, 5, 6])) == (0, 3)
+
+
+def test_no_temporary_file_stays(files: Files, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(apart))
+    store = PrefixStore(ROOM, files.url)
+    put(store, [1, 5, 6])
+    put(store, [2, 5, 6])
+    assert covered(store, [1, 5, 6]) == 3
+    for each in files.names():
+        files.write(each, files.read(each)[:-1] + b"?")
+    store = PrefixStore(ROOM, files.url)
+    assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [0, 0]
+    assert list(apart.iterdir()) == []
+
+
+# What goes wrong on the way
+
+
+def test_a_place_that_does_not_answer_loses_nothing(failing: FilesystemFiles, caplog: pytest.LogCaptureFixture) -> None:
+    store = PrefixStore(ROOM, failing.url)
+    put(store, [1, 5, 6])
+    put(store, [1, 5, 7])
+    store.insert(torch.tensor([2, 5, 6]), filled([2, 5, 6]), model="m")
+    for what in ("info", "read"):
+        Failing.fails = {what}
+        before = store.statistics.failed_reads
+        with caplog.at_level(logging.WARNING, logger="kvlayers"):
+            hit = store.lookup(torch.tensor([1, 5, 8, 9]), model="m")
+        assert (hit.cache, hit.covered) == (None, 0)
+        assert "could not be reached" in hit.reason
+        # One of the two files was tried: who waits for one server twice waits twice as long.
+        assert store.statistics.failed_reads == before + 1
+        assert covered(store, [2, 5, 6]) == 3
+    assert len(caplog.records) == 2
+    Failing.fails = set()
+    assert (covered(store, [1, 5, 6]), len(store), store.statistics.damaged) == (3, 3, 0)
+
+
+def test_a_place_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles) -> None:
+    store = PrefixStore(ROOM, failing.url)
+    put(store, [1, 5, 6])
+    Failing.fails = {"ls"}
+    with pytest.raises(CachePathError, match=r"cannot reach failing://\*\*\*@host/team, got ConnectionError: check"):
+        store.refresh()
+    Failing.fails = {"read"}
+    put(PrefixStore(ROOM, failing.url), [2, 5, 6])
+    assert (store.refresh(), store.statistics.failed_reads) == (0, 1)
+    Failing.fails = set()
+    assert (store.refresh(), covered(store, [1, 5, 6]), covered(store, [2, 5, 6])) == (1, 3, 3)
+
+
+def test_what_cannot_be_written_is_counted_and_half_of_it_is_damaged(failing: FilesystemFiles) -> None:
+    store = PrefixStore(ROOM, failing.url)
+    Failing.fails = {"write"}
+    put(store, [1, 5, 6])
+    assert (store.statistics.failed_writes, len(store), failing.names()) == (1, 0, [])
+    Failing.fails, Failing.half = set(), True
+    put(store, [1, 5, 6])
+    assert (store.statistics.failed_writes, len(failing.names())) == (2, 1)
+    Failing.half = False
+    other = PrefixStore(ROOM, failing.url)
+    assert (covered(other, [1, 5, 6]), other.statistics.damaged) == (0, 1)
+    put(other, [1, 5, 6])
+    assert (covered(PrefixStore(ROOM, failing.url), [1, 5, 6]), len(failing.names())) == (3, 1)
+
+
+def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: pytest.LogCaptureFixture) -> None:
+    store = PrefixStore(ROOM, failing.url)
+    put(store, [1, 5, 6])
+    size = store.statistics.file_bytes
+    store._index.directory_max_bytes = size
+    Failing.fails = {"delete"}
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        put(store, [2, 5, 6])
+    assert (len(store), store.statistics.file_bytes) == (2, 2 * size)
+    assert "was not deleted" in caplog.text
+    Failing.fails = set()
+    assert store.refresh() == 0
+    assert (len(store), store.statistics.file_bytes) == (1, size)
+
+
+@pytest.mark.parametrize("what", ["write", "delete", "ls"])
+def test_a_place_that_cannot_be_used_is_refused_at_once(what: str, failing: FilesystemFiles) -> None:
+    Failing.fails = {what}
+    with pytest.raises(CachePathError, match=r"reach failing://\*\*\*@host/team, got ConnectionError: check that"):
+        PrefixStore(ROOM, failing.url)
+
+
+def test_a_place_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such_bucket(self: Any, path: str, value: bytes, **options: Any) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Failing, "pipe_file", no_such_bucket)
+    with pytest.raises(CachePathError, match="got FileNotFoundError: /host/team"):
+        PrefixStore(ROOM, "failing://host/team")
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: FilesystemFiles, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.CHUNK_BYTES", 100_000)
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.CHUNKS_AT_ONCE", 1)
+    ids = list(range(1, 9))
+    put(PrefixStore(ROOM, failing.url), ids, large(ids))
+    (name,) = failing.names()
+    store, content = PrefixStore(ROOM, failing.url), failing.read(name)
+    original, count = Failing.cat_file, [0]
+
+    def replaced_once(self: Any, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
+        count[0] += 1
+        if count[0] == 2:
+            self.pipe_file(path, b"damaged")
+        if count[0] == 3:
+            self.pipe_file(path, content)
+        return original(self, path, start, end, **options)
+
+    monkeypatch.setattr(Failing, "cat_file", replaced_once)
+    assert (covered(store, ids), store.statistics.damaged) == (8, 0)
+
+
+# Files that were made to do harm
+
+
+def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tmp_path: pathlib.Path) -> None:
+    put(PrefixStore(ROOM, failing.url), [1, 5, 6])
+    (name,) = failing.names()
+    content = failing.read(name)
+    terabyte = 2**40
+
+    class Endless(Failing):
+        """Every file is as long as it says, and has nothing but zeros behind what was written."""
+
+        protocol = "endless"
+        header = b""
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return "/" + path.removeprefix("endless://").rpartition("@")[2].strip("/")
+
+        def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+            return [{**info, "size": terabyte} for info in super().ls(path, True, **options)]
+
+        def info(self, path: str, **options: Any) -> Any:
+            return {**super().info(path, **options), "size": terabyte}
+
+        def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
+            self.asked.append((start, end))
+            if end - start > 2**30:
+                raise MemoryError
+            return self.header[start:end].ljust(end - start, b"\0")
+
+    fsspec.register_implementation("endless", Endless, clobber=True)
+    claims = {
+        "a header of 2**60 bytes": struct.pack("<Q", 2**60),
+        "a header of 4 MiB of nothing": struct.pack("<Q", 2**22),
+        "ids of nearly a terabyte": _endless(content, "token_ids", terabyte),
+        "digests of nearly a terabyte": _endless(content, "digests", terabyte),
+        "a file of other bytes": content,
+    }
+    for what, header in claims.items():
+        Endless.header, Endless.asked = header, []
+        store = PrefixStore(ROOM, "endless://host/team")
+        assert (what, len(store), store.statistics.damaged) == (what, 0, 1)
+        assert sum(end - start for start, end in Endless.asked) < 80 * 2**20, what
+
+
+def _endless(content: bytes, which: str, nbytes: int) -> bytes:
+    """The header of a file of so many bytes, nearly all of one tensor, whose checksum is right if the digests are 0."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    sizes = {name: int(claim["data_offsets"][1] - claim["data_offsets"][0]) for name, claim in header.items()}
+    row = {"token_ids": 8, "digests": 32}[which]
+    room = 2**16 - 8
+    # The header is filled up, so that what is left is a whole number of rows.
+    left = nbytes - 8 - room - sum(size for name, size in sizes.items() if name != which)
+    room += left % row
+    sizes[which] = left - left % row
+    header[which]["shape"] = [1, sizes[which] // 8] if which == "token_ids" else [sizes[which] // 32, 32]
+    end = 0
+    for name, claim in header.items():
+        claim["data_offsets"] = [end, end + sizes[name]]
+        end += sizes[name]
+    entries = {
+        name: TensorEntry(DTYPES[claim["dtype"]], tuple(claim["shape"]))
+        for name, claim in header.items()
+        if name != "digests"
+    }
+    digests = torch.zeros(first_rows(entries)[""], 32, dtype=torch.uint8)
+    metadata["checksum"] = checksum(metadata["description"], entries, digests)
+    text = json.dumps({"__metadata__": metadata, **header}).encode().ljust(room)
+    assert 8 + len(text) + end == nbytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -> None:
+    store = PrefixStore(ROOM, failing.url)
+    put(store, [1, 5, 6])
+    (name,) = failing.names()
+    failing.write(name, failing.read(name) + bytes(5 * 2**20))
+    Failing.asked = []
+    assert (covered(store, [1, 5, 6]), store.statistics.damaged, Failing.asked) == (0, 1, [])
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"\x08" + bytes(7)])
+def test_nothing_is_asked_for_behind_the_end_of_a_file(content: bytes, failing: FilesystemFiles) -> None:
+    store = PrefixStore(ROOM, failing.url)
+    failing.write("it.safetensors", content)
+    assert (store.refresh(), store.statistics.damaged, store.statistics.failed_reads) == (0, 1, 0)
+
+
+def test_only_a_little_of_each_file_is_read_at_first(failing: FilesystemFiles) -> None:
+    ids = list(range(1, 9))
+    put(PrefixStore(ROOM, failing.url), ids, large(ids))
+    (name,) = failing.names()
+    size = len(failing.read(name))
+    Failing.asked = []
+    store = PrefixStore(ROOM, failing.url)
+    assert sum(end - start for start, end in Failing.asked) <= 2 * HEAD_BYTES < size
+    Failing.asked = []
+    assert covered(store, ids) == 8
+    assert sum(end - start for start, end in Failing.asked) == size
+    assert max(end - start for start, end in Failing.asked) <= CHUNK_BYTES * CHUNKS_AT_ONCE
+
+
+# Addresses and options
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://me:hunter2@host/0", "redis://***@host/0"),
+        ("redis://:hunter2@host", "redis://***@host"),
+        ("redis://host/0?password=hunter2", "redis://host/0"),
+        ("redis://host/0?password=hunt@er2", "redis://***"),
+        ("redis://me:hun/ter2@host/0", "redis://***"),
+        ("redis://me:hun#ter2@host/0", "redis://***"),
+        ("redis://me:hun?ter2@host/0", "redis://***"),
+        ("redis://me:hun@ter2@host/0", "redis://***"),
+        ("s3://bucket/team/", "s3://bucket/team"),
+        ("s3://bucket/me@home", "s3://***"),
+        ("zip://x::sftp://me:hunter2@host/y", "zip://***"),
+    ],
+)
+def test_addresses_are_shown_without_what_lets_somebody_in(url: str, shown: str) -> None:
+    address = Address(url, {"secret": "s3cr3t", "client_kwargs": {"keys": ["dee9"]}})
+    assert repr(address) == address.shown == shown
+    secrets = {text for text in ("hunter2", "hunt@er2", "hun/ter2") if text in url}
+    for secret in {*secrets, "s3cr3t", "dee9"}:
+        assert address.detail(ValueError(f"no such {secret}")) == "ValueError"
+    assert address.detail(OSError(5, "no\nline")) == "OSError: [Errno 5] no line"
+
+
+def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.LogCaptureFixture) -> None:
+    messages = []
+    with caplog.at_level(logging.DEBUG, logger="kvlayers"):
+        store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
+        put(store, [1, 5, 6])
+        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index)]
+        for what in ("info", "read", "write", "delete"):
+            Failing.fails = {what}
+            covered(store, [1, 5, 6])
+            store.insert(torch.tensor([2, 5, 6]), filled([2, 5, 6]), model="m")
+            store.flush()
+            store.clear() if what == "delete" else None
+        Failing.fails = set()
+        (name, *_) = failing.names()
+        failing.write(name, b"damaged")
+        store.refresh()
+        Failing.fails = {"ls"}
+        with pytest.raises(CachePathError) as caught:
+            store.refresh()
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    messages += [str(caught.value), caplog.text]
+    assert len(caplog.records) >= 4
+    for text in messages:
+        assert not any(secret in text for secret in ("hunter2", "t0k3n")), text
+
+
+def test_storage_options_reach_the_file_system(failing: FilesystemFiles) -> None:
+    objects = FsspecObjectStore(Address(failing.url, {"token": "mine"}))
+    assert objects._fs.token == "mine"
+
+
+def test_what_is_no_place_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"class": "there_is_no_such_package.FileSystem", "err": "Install there-is-none to reach it"}
+    monkeypatch.setitem(known_implementations, "missing", missing)
+    for options, message in (
+        ({"directory": "nowhere://x"}, "scheme that fsspec knows, got nowhere://: see"),
+        ({"directory": "missing://x"}, r"missing:// is not installed \(Install there-is-none to reach it\)"),
+        ({"directory": pathlib.Path("s3://bucket/x")}, "a URL in a PosixPath: pass it as a str"),
+        ({"directory": b"redis://host"}, "a URL in a bytes"),
+        ({"directory": 5}, "a path or a URL, got a int"),
+        ({"directory": tmp_path, "storage_options": {"a": 1}}, "storage_options` are for URLs"),
+        ({"directory": f"file://{tmp_path}", "storage_options": {"a": 1}}, "storage_options` are for URLs"),
+        ({"storage_options": {}}, "storage_options` need a `directory`"),
+        ({"directory": "memory://x", "storage_options": 5}, "mapping from names to values, got a int"),
+        ({"directory": "memory://x", "storage_options": {5: 5}}, "mapping from names"),
+        ({"directory": "redis://host:hunter2/0"}, "escape special characters"),
+        ({"directory": "redis://me:hun#ter2@host/0"}, "escape special characters"),
+        ({"directory": "redis://[host/0"}, "escape special characters"),
+        ({"directory": "redis://host/0?prefix="}, "one prefix"),
+        ({"directory": "redis://host/0?prefix=a&prefix=b"}, "one prefix"),
+    ):
+        if "redis://h" in str(options) and why_not().startswith("the package"):
+            continue
+        with pytest.raises(OptionError, match=message) as caught:
+            PrefixStore(ROOM, **options)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+        assert "hun" not in str(caught.value)
+
+
+def test_a_missing_package_for_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "redis", None)
+    for scheme in ("redis", "rediss", "valkey", "valkeys"):
+        with pytest.raises(OptionError, match=r'reaches .*://.* run `pip install "kvlayers\[redis\]"`'):
+            PrefixStore(ROOM, f"{scheme}://127.0.0.1:1/0")
+
+
+def test_urls_of_files_are_local_directories(tmp_path: pathlib.Path) -> None:
+    for scheme in ("file", "local"):
+        store = PrefixStore(ROOM, f"{scheme}://{tmp_path}/{scheme}")
+        put(store, [1, 5, 6])
+        (path,) = (tmp_path / scheme).iterdir()
+        assert path.suffix == SUFFIX
+        assert (tmp_path / scheme).stat().st_mode & 0o777 == 0o700 or os.name != "posix"
+        assert covered(PrefixStore(ROOM, tmp_path / scheme), [1, 5, 6]) == 3

@@ -1,0 +1,65 @@
+"""Pages and code are in plain English: no file has one of a few phrases that only the old style used."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+OLD_STYLE = re.compile(
+    r"""\b(?:
+        theirs | ours | of \s ours
+        | what(?:ever)? \s (?:came | comes) \s of | what \s (?:it | they) \s (?:came | comes?) \s to
+        | (?:as \s)? (?:is | are) \s (?-i:none) | that \s are \s some
+        | by \s nobody | nobody's | be \s it \s by
+        | what \s there \s is | (?:as | those) \s that \s there \s (?:is | are)
+        | goes? \s by \s (?:the | a) \s store
+    )\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Plain English has a better word for each. "Ours" and "theirs" are "kvlayers' caches" and "transformers' caches"."""
+
+TREES = {
+    "README": [ROOT / "README.md", ROOT / "benchmarks" / "README.md"],
+    "docs": sorted((ROOT / "docs").rglob("*.md")),
+    "benchmarks": sorted((ROOT / "benchmarks").rglob("*.py")),
+    "src": sorted((ROOT / "src").rglob("*.py")),
+}
+CHECKED = ("README", "docs", "benchmarks")
+"""The trees that are in plain English."""
+
+PENDING = {ROOT / "docs" / page for page in ("prefix.md", "static.md")}
+"""Pages that still have such phrases: rewrite a page, then take it out of here."""
+
+
+def prose_of(path: pathlib.Path) -> str:
+    """The text of a file. A page loses its code, in blocks and in lines, since names of code are not prose."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        text = re.sub(r"`[^`\n]*`", "", text)
+    return text
+
+
+def name_of(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", [path for tree in CHECKED for path in TREES[tree] if path not in PENDING], ids=name_of)
+def test_a_file_has_no_phrase_of_the_old_style(path: pathlib.Path) -> None:
+    assert [" ".join(found.group().split()) for found in OLD_STYLE.finditer(prose_of(path))] == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["as fast as theirs", "What came of\nthe queries", "tokens, as is none", "The times are those of ours."],
+)
+def test_a_phrase_of_the_old_style_is_found(sentence: str) -> None:
+    assert OLD_STYLE.search(sentence)
+
+
+@pytest.mark.parametrize(
+    "sentence", ["kvlayers' caches and transformers' caches", "tours and hours", "None is the default", "what it holds"]
+)
+def test_plain_english_passes(sentence: str) -> None:
+    assert OLD_STYLE.search(sentence) is None

@@ -132,7 +132,7 @@ def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: P
 def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
     found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
     kvlayers.Calibration(found, None, ()).save(tmp_path)
-    for path, words in ((tmp_path, "2 layers of the model, but saw 3"), (tmp_path / "none", "write one with")):
+    for path, words in ((tmp_path, "2 layers of the model, got 3"), (tmp_path / "none", "`--calibration`: ")):
         result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
         assert result.exit_code == 2
         assert words in " ".join(result.stderr.split())
@@ -173,7 +173,7 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     result = fidelity(*arguments, "--max-kl", between)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    assert f"Within a divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
+    assert f"Within a KL divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
     cells = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
     assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
     assert all(len(line) <= 80 for line in result.output.splitlines())
@@ -189,7 +189,7 @@ def test_the_table_and_the_budget(llama: Path) -> None:
 
     none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
     assert none.exit_code == 1
-    assert "No setting is within a divergence of" in none.output
+    assert "No setting is within a KL divergence of" in none.output
 
 
 def test_a_budget_of_perplexity_and_one_of_both() -> None:
@@ -309,8 +309,8 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
     ("arguments", "words"),
     [
         (["{model}", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
-        (["{model}", "--bits", "4,5"], "one of 2, 3, 4, 8, but saw 5"),
-        (["{model}", "--bits", "fp8:4"], "fp8.*saw 4"),
+        (["{model}", "--bits", "4,5"], "`--bits` .*one of 2, 3, 4, 8, got 5"),
+        (["{model}", "--bits", "fp8:4"], "`--bits` of the fp8 backend must be one of 8, got 4"),
         (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
         (["{model}", "--context", "100"], "multiples of `--chunk`, 32"),
         (["{model}", "--scored", "0"], "at least one token must be scored, got"),

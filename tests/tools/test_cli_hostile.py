@@ -145,7 +145,7 @@ def test_names_that_are_no_utf_8(llama: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_of_numbers_that_are_none_is_measured_and_not_well(tmp_path: Path, command: str) -> None:
+def test_a_model_whose_logits_are_nan_is_measured_and_fails(tmp_path: Path, command: str) -> None:
     made = fresh_model("llama")
     with torch.no_grad():
         made.lm_head.weight.fill_(torch.nan)

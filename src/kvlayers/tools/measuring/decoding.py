@@ -220,7 +220,7 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
     logits = torch.stack(seen)
     # If all logits are NaN, argmax is always the first token, and every cache would agree.
     if logits.isnan().any():
-        raise ReadingError("The model's logits are NaN: check its weights.")
+        raise ReadingError("The model's logits are not numbers: check its weights.")
     return Continuation(prompt, torch.stack(tokens[:-1], 1), logits), logits
 
 

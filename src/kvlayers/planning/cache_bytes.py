@@ -114,7 +114,7 @@ def fidelity_of(cache: Any) -> Fidelity:
         UnsupportedLayerError: the class of a layer does not say.
     """
     parts = (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
-    return least_faithful(layer.fidelity for part in parts for layer in part.operable())
+    return least_faithful(layer.fidelity for part in parts for layer in part.adapted_layers())
 
 
 def _is_pair(cache: Any) -> bool:

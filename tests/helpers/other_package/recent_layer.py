@@ -11,18 +11,20 @@ class RecentLayer(kvlayers.TokenLayer):
     described = ("most", "kept")
     fidelity = "evicting"
 
-    def __init__(self, most: int, kept: int, store: kvlayers.TokenStore | None = None) -> None:
+    def __init__(self, most: int, kept: int = 4, store: kvlayers.TokenStore | None = None) -> None:
         super().__init__(store)
         self.most, self.kept = most, kept
         self.record_past = False
         self._seen = self._evicted_at = 0
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.store.validate(key_states, value_states)
-        attended = self.store.extend(key_states, value_states)
-        self._seen += tokens
-        if not self.record_past:
-            self._evict()
+        tokens, past = self.store.validate(key_states, value_states), self.store.length
+        if past + tokens <= self.most or self.record_past:
+            attended = self.store.extend(key_states, value_states)
+            self._seen += tokens
+        else:
+            attended = self.store.extend_and_evict(key_states, value_states, past, self.kept)
+            self._seen = self._evicted_at = self._seen + tokens
         return attended
 
     def _evict(self) -> None:

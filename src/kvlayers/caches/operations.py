@@ -325,9 +325,8 @@ class LayerwiseOperations(DescribesItself, LayerList):
                 f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
                 "cache that was made for the same model config."
             )
-        pairs = [
-            (adapted(layer, self._grows), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)
-        ]
+        adapters = [adapted(layer, self._grows) for layer in layers]
+        pairs = list(zip(adapters, state.layers, strict=True))
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}

@@ -1,6 +1,6 @@
 """Caches as trees of tensors, which `torch.export` needs for the inputs and outputs of a program."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -91,31 +91,34 @@ def _subclasses(kind: type[Cache]) -> Iterator[type[Cache]]:
 
 
 def _flatten_dynamic(cache: DynamicCache) -> tuple[Children, Context]:
-    layers = cache.layers
+    layers = cache.adapted_layers()
     layout = [_describe(layer, layers) for layer in layers]
-    held = [layer for layer, facts in zip(layers, layout, strict=True) if facts is not None and facts["holds"]]
+    held: list[Any] = [
+        layer for layer, facts in zip(layers, layout, strict=True) if facts is not None and facts["holds"]
+    ]
     return [[as_dense(layer.keys) for layer in held], [as_dense(layer.values) for layer in held]], layout
 
 
-def _describe(layer: Any, layers: list[Any]) -> dict[str, Any] | None:
+def _describe(layer: Any, layers: Sequence[Any]) -> dict[str, Any] | None:
     """The facts of a layer besides its tensors; `None` for a layer that holds nothing.
 
     The count of tokens is not one of them, or a program would serve only one count. The shape of the tensors of full
     attention tells it, and a window that has dropped tokens has seen as many tokens as another layer of the cache.
     """
-    if isinstance(layer, compat.DUMMY_LAYER):
+    if not layer.attends and not layer.is_recurrent:
         return None
     if type(layer) not in (DynamicLayer, SlidingLayer):
         raise UnsupportedLayerError(
             f"expected layers that hold keys and values alone, in full precision and on their device, but saw a "
-            f"{type(layer).__name__}: export with a DynamicCache of a model whose layers all attend."
+            f"{type(layer.original).__name__}: export with a DynamicCache of a model whose layers all attend."
         )
     facts: dict[str, Any] = {"holds": layer.keys is not None, "window": None, "counted_by": None}
-    if isinstance(layer, SlidingLayer):
+    if layer.is_sliding:
         counting = (
             index
             for index, other in enumerate(layers)
-            if type(other) is DynamicLayer
+            if other.attends
+            and not other.is_sliding
             and facts["holds"] == (other.keys is not None)
             and other.length == layer.length
         )

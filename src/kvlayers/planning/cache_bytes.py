@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.shape import LayerShape, PlannedBytes
@@ -82,7 +81,7 @@ class CacheArithmetic:
         self._encoder_length = encoder_length or 0
         self._decoder = _sample_layers(_decoder_part(sample), _decoder_part(longer), shapes)
         self._cross: list[_SampleLayer] = []
-        if isinstance(sample, EncoderDecoderCache):
+        if _is_pair(sample):
             self._cross = _sample_layers(sample.cross_attention_cache, longer.cross_attention_cache, shapes)
 
     @property
@@ -114,11 +113,11 @@ def fidelity_of(cache: Any) -> Fidelity:
         UnsupportedLayerError: the class of a layer does not say.
     """
     parts = (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
-    return least_faithful(layer.fidelity for part in parts for layer in part.operable())
+    return least_faithful(layer.fidelity for part in parts for layer in part.adapted_layers())
 
 
 def _is_pair(cache: Any) -> bool:
-    return isinstance(cache, EncoderDecoderCache)
+    return isinstance(cache, Cache) and cache.is_pair
 
 
 def _decoder_part(cache: Any) -> Any:

@@ -86,9 +86,8 @@ def stop_recording(layer: Any) -> None:
     if not records_past(layer):
         return
     layer.record_past = False
-    if not isinstance(layer, compat.LINEAR_LAYER):
-        return
-    for index, states in upstream_calls.by_index(layer.conv_states).items():
+    is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
+    for index, states in upstream_calls.by_index(layer.conv_states).items() if is_recurrent else ():
         if states is not None:
             # A layer that does not record writes its convolutions in place, and so needs them of their own size.
             layer.conv_states[index] = _newest_columns(states, layer.conv_kernel_size[index])

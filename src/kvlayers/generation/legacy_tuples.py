@@ -21,9 +21,6 @@ from kvlayers.upstream.deprecation import warn_of_old_use
 
 ARGUMENT = "past_key_values"
 
-TuplesCache = DynamicCache | EncoderDecoderCache
-"""The caches that are made from tuples."""
-
 
 def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a forward pass one of whose arguments is a tuple or a list. It may be the past, or something else.
@@ -109,11 +106,11 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
             config: config of the model, whose forward passes may continue in the cache.
         """
         states = cls(kvlayers_view(cache).as_tuples(nested_tuples.handed_out_states))
-        if isinstance(cache, DynamicCache | EncoderDecoderCache):
+        if isinstance(cache, Cache):
             vars(states)["source"] = cache, config
         return states
 
-    def source_for(self, config: object) -> TuplesCache | None:
+    def source_for(self, config: object) -> Cache | None:
         """The cache that these are views of, if `config` is that of its model. It is returned once; then `None`."""
         cache, made_for = vars(self).pop("source", (None, None))
         return cache if made_for is config else None
@@ -122,7 +119,7 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
         return tuple, (tuple(self),)
 
 
-def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
+def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
     """A cache in which a forward pass can continue without changing `states`.
 
     It keeps all tokens, even if the model attends within a window, since the shape of the tuples is the only count of
@@ -146,7 +143,7 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
     return DynamicCache.from_legacy_cache(checked, config=config)
 
 
-def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
+def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
     """A cache with copies of `states` that keeps the tokens which the model attends to.
 
     Raises:

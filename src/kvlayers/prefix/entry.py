@@ -65,7 +65,7 @@ class PrefixEntry:
 
 
 def restorable_length(cache: Cache, length: int) -> int:
-    """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is none."""
+    """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
     if length == cache.get_seq_length():
         return length
     try:

@@ -60,7 +60,7 @@ _bypass_reason: ContextVar[str | None] = ContextVar("why the current call does n
 Generate = Callable[..., Any]
 
 
-def note_bypass(cache: object) -> None:
+def explain_bypass(cache: object) -> None:
     """Tell a cache that `generate()` has made why its call does not use the active store."""
     reason = _bypass_reason.get()
     if reason is not None and isinstance(cache, Cache):
@@ -260,7 +260,7 @@ class PrefixedCall:
         try:
             self._store.insert(ids, cache, **self._key)
         except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self._store.note_refused(str(error))
+            self._store.record_refusal(str(error))
 
     def _empty(self, rows: int = 1) -> Cache:
         """A cache like the one that `generate()` would make."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState
@@ -90,7 +89,7 @@ def load_cache(
 
 def _device_of(cache: Cache) -> torch.device:
     """Where a cache computes; the host, where it does not know yet."""
-    parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    parts = [cache.self_attention_cache] if cache.is_pair else [cache]
     for layer in (layer for part in parts for layer in part.adapted_layers()):
         if layer.batch_size is not None and not layer.is_upstream:
             found = layer.parts[0].device
@@ -153,7 +152,7 @@ class _StateReader:
         states = []
         for number, record in enumerate(description.caches()):
             part = number if description.cache.parts else None
-            held = _parts(cache)[number if isinstance(cache, EncoderDecoderCache) else 0]
+            held = _parts(cache)[number if cache.is_pair else 0]
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
@@ -217,9 +216,7 @@ class _StateReader:
 
 
 def _parts(cache: Cache) -> list[Cache]:
-    return (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
+    return [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
 
 
 def _check_states(path: str, tensors: dict[str, Tensor]) -> None:

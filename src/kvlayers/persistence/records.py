@@ -8,7 +8,6 @@ import transformers
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.layers import LayerState
@@ -36,7 +35,7 @@ def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tup
     """
     state = cache.state()
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
-    if isinstance(cache, EncoderDecoderCache):
+    if cache.is_pair:
         parts = (cache.self_attention_cache, cache.cross_attention_cache)
         own = [_record(part, part_state) for part, part_state in zip(parts, state.parts, strict=True)]
         record = CacheRecord(state.kind, own[0].length, cache.batch_size, cache.describe(), parts=tuple(own))

@@ -7,7 +7,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.checksums import checksum, digest_table
@@ -61,7 +60,7 @@ def save_cache(
         )
     with replacing(path) as temporary, torch.no_grad():
         # In here, as a path that cannot be written to should not cost a copy of all states.
-        model = model_record(config, isinstance(cache, EncoderDecoderCache), weights_id)
+        model = model_record(config, cache.is_pair, weights_id)
         description, tensors = described(cache, model, token_ids)
         text = description.to_json()
         entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

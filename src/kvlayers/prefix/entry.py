@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import RollbackError
-from kvlayers.layers import LayerOperations
 from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.utils.tensor_memory import Storages
 
@@ -71,8 +70,8 @@ def restorable_length(cache: Cache, length: int) -> int:
         return length
     try:
         target = cache.nearest_restorable(length)
-        # Layers of transformers must be tried, since they do not tell.
-        if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.adapted_layers()):
+        # transformers' layers, and layers that do not count their tokens, have to be tried.
+        if target and not all(layer.length and not layer.is_upstream for layer in cache.adapted_layers()):
             cache.fork().truncate(target)
     except RollbackError:
         return 0

@@ -221,13 +221,12 @@ class PrefixedCall:
         changed = {name for name, value in options.items() if value != defaults.get(name)}
         has_id_readers = any(self._arguments.get(name) for name in ID_READERS)
         uses_mask = model._supports_attention_backend and model.config.model_type not in model_types.SCALES_BY_SLOT
-        return (
-            self._caches.takes_positions and uses_mask and not has_id_readers and changed <= PADDING_INDEPENDENT_OPTIONS
-        )
+        if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS:
+            return False
+        return self._caches.takes_positions and uses_mask
 
     def _accounts_for_padding(self, example: Cache) -> bool:
         """Whether the states of a token are the same with and without padding before it."""
         is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
-        return (
-            self._caches.takes_positions or is_relative or not any(layer.attends for layer in example.adapted_layers())
-        )
+        attends = any(layer.attends for layer in example.adapted_layers())
+        return self._caches.takes_positions or is_relative or not attends

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, recurrent_part
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import KVLayersError
 from kvlayers.generation import registry
@@ -84,7 +83,7 @@ class StoredCaches:
     def _make(self, rows: int, length_hint: int) -> Cache:
         options = self._options
         cache = self._from_registry(options, rows, length_hint)
-        if any(recurrent_part(layer) is not None for layer in cache.layers) and "checkpoints" not in options:
+        if cache.recurrent_parts() and "checkpoints" not in options:
             return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
         return cache
 
@@ -103,7 +102,7 @@ class StoredCaches:
         found = hit.cache
         if found is None:
             return self.empty()
-        devices = {attention_part(layer).device for layer in found.adapted_layers() if layer.length}
+        devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
         if not found.is_static and devices <= {self._model.device}:
             return found
         # It was reserved for another call, or loaded from a file.

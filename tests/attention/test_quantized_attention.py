@@ -690,9 +690,9 @@ def test_packed_states_of_a_window_are_valid_or_refused_as_the_window_moves() ->
     held: list[tuple[Tensor, Tensor]] = []
     for tokens in (70, *[1] * 100, 75, *[1] * 100):
         keys, _ = window.update(*some_states(tokens))
-        for handle, before in held[-40:]:
+        for states, before in held[-40:]:
             try:
-                assert torch.equal(handle.clone(), before)
+                assert torch.equal(states.clone(), before)
                 read += 1
             except kvlayers.StaleStatesError:
                 pass

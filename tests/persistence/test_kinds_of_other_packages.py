@@ -17,7 +17,6 @@ from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer
 from models import CONFIGS, prompt, tiny_model
 
 NEW = 6
-pytestmark = pytest.mark.fast
 
 
 class RecentLayer(kvlayers.TokenLayer):

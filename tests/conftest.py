@@ -39,7 +39,7 @@ FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several processes, one that has nothing left takes over what is last with another: let that be short."""
     for item in items:
-        if item.name == "kvlayers.caches.mamba.MambaCache":
+        if item.name == "kvlayers.caches.aliases.MambaCache":
             # A doctest, which has no place for a condition of its own.
             item.add_marker(versions.recurrent_layers_of_ours)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
@@ -57,7 +57,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _let_go() -> Iterator[None]:
-    """Exempt what earlier files left from garbage collection: many tests collect, and would walk through it."""
+    """Exempt what earlier files left from garbage collection, as many tests and measurements collect."""
     gc.collect()
     gc.freeze()
     yield

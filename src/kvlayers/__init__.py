@@ -13,19 +13,28 @@ from kvlayers.utils import late
 from kvlayers.version import __version__
 
 if TYPE_CHECKING:
+    from kvlayers.caches.aliases import (
+        HQQQuantizedCache,
+        HybridCache,
+        HybridChunkedCache,
+        HybridMambaAttentionDynamicCache,
+        MambaCache,
+        OffloadedCache,
+        OffloadedStaticCache,
+        QuantoQuantizedCache,
+        SlidingWindowCache,
+    )
     from kvlayers.caches.base import Cache
     from kvlayers.caches.dynamic import DynamicCache
     from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-    from kvlayers.caches.explanation import Explanation
     from kvlayers.caches.export import ExportableDecoder
-    from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
-    from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
     from kvlayers.caches.operations import CacheState
     from kvlayers.caches.pytrees import register_export_support
-    from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+    from kvlayers.caches.quantized import QuantizedCache, QuantizedCacheConfig
+    from kvlayers.caches.registry import cache_class_names, register_cache_class, unregister_cache_class
     from kvlayers.caches.sink import SinkCache
-    from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-    from kvlayers.caches.summary import CacheSummary, LayerSummary
+    from kvlayers.caches.static import StaticCache
+    from kvlayers.caches.summary import CacheSummary, Explanation, LayerSummary
     from kvlayers.errors import (
         BatchIndexError,
         CacheFileError,
@@ -59,6 +68,7 @@ if TYPE_CHECKING:
         Checkpoints,
         DynamicLayer,
         HybridLayer,
+        LayerOperations,
         LayerState,
         LinearAttentionLayer,
         OffloadedLayer,
@@ -67,6 +77,10 @@ if TYPE_CHECKING:
         SlidingLayer,
         StaticLayer,
         StaticSlidingLayer,
+        TokenLayer,
+        layer_names,
+        register_layer,
+        unregister_layer,
     )
     from kvlayers.offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
     from kvlayers.persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
@@ -74,7 +88,19 @@ if TYPE_CHECKING:
     from kvlayers.prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
     from kvlayers.quantizers import quantizer_names, register_quantizer, unregister_quantizer
     from kvlayers.rope.rotary import Rotary
-    from kvlayers.stores import Buckets, DenseStore, Quantization, QuantizedStore, StaticStore, TokenStore
+    from kvlayers.stores import (
+        Buckets,
+        DenseStore,
+        DescriptionContext,
+        Quantization,
+        QuantizedStore,
+        StateForm,
+        StaticStore,
+        TokenStore,
+        register_store,
+        store_names,
+        unregister_store,
+    )
     from kvlayers.tools.calibration import (
         BytesBudget,
         Calibration,
@@ -95,6 +121,17 @@ if not is_command():
     check_installed()
 
 _NAMES = {
+    "caches.aliases": (
+        "HQQQuantizedCache",
+        "HybridCache",
+        "HybridChunkedCache",
+        "HybridMambaAttentionDynamicCache",
+        "MambaCache",
+        "OffloadedCache",
+        "OffloadedStaticCache",
+        "QuantoQuantizedCache",
+        "SlidingWindowCache",
+    ),
     "caches.base": ("Cache",),
     "tools.calibration": (
         "BytesBudget",
@@ -105,6 +142,7 @@ _NAMES = {
         "calibrate",
     ),
     "caches.dynamic": ("DynamicCache",),
+    "caches.registry": ("cache_class_names", "register_cache_class", "unregister_cache_class"),
     "caches.encoder_decoder": ("EncoderDecoderCache",),
     "errors": (
         "BatchIndexError",
@@ -127,7 +165,6 @@ _NAMES = {
         "StateMismatchError",
         "UnsupportedLayerError",
     ),
-    "caches.explanation": ("Explanation",),
     "caches.export": ("ExportableDecoder",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
@@ -141,6 +178,7 @@ _NAMES = {
         "Checkpoints",
         "DynamicLayer",
         "HybridLayer",
+        "LayerOperations",
         "LayerState",
         "LinearAttentionLayer",
         "OffloadedLayer",
@@ -149,22 +187,36 @@ _NAMES = {
         "SlidingLayer",
         "StaticLayer",
         "StaticSlidingLayer",
+        "TokenLayer",
+        "layer_names",
+        "register_layer",
+        "unregister_layer",
     ),
-    "caches.mamba": ("HybridMambaAttentionDynamicCache", "MambaCache"),
     "offload": ("DiskMemory", "HomeMemory", "HostMemory", "Prefetcher", "Traffic", "TrafficMeter"),
-    "caches.offloaded": ("OffloadedCache", "OffloadedStaticCache"),
     "caches.operations": ("CacheState",),
     "persistence": ("CacheFile", "inspect_cache", "load_cache", "save_cache", "weights_id"),
     "planning": ("Plan", "PlannedCache", "plan"),
     "prefix": ("EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"),
     "caches.pytrees": ("register_export_support",),
-    "caches.quantized": ("HQQQuantizedCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache"),
+    "caches.quantized": ("QuantizedCache", "QuantizedCacheConfig"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
     "rope.rotary": ("Rotary",),
     "caches.sink": ("SinkCache",),
-    "caches.static": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
-    "stores": ("Buckets", "DenseStore", "StaticStore", "Quantization", "QuantizedStore", "TokenStore"),
-    "caches.summary": ("CacheSummary", "LayerSummary"),
+    "caches.static": ("StaticCache",),
+    "stores": (
+        "Buckets",
+        "DenseStore",
+        "DescriptionContext",
+        "Quantization",
+        "QuantizedStore",
+        "StateForm",
+        "StaticStore",
+        "TokenStore",
+        "register_store",
+        "store_names",
+        "unregister_store",
+    ),
+    "caches.summary": ("CacheSummary", "Explanation", "LayerSummary"),
 }
 """Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
 
@@ -191,6 +243,7 @@ __all__ = [
     "Checkpoints",
     "ConfigError",
     "DenseStore",
+    "DescriptionContext",
     "DiskMemory",
     "DivergenceBudget",
     "DynamicCache",
@@ -211,6 +264,7 @@ __all__ = [
     "InterruptedPassError",
     "KVLayersError",
     "LayerIndexError",
+    "LayerOperations",
     "LayerState",
     "LayerSummary",
     "LeastRecentlyUsed",
@@ -250,14 +304,17 @@ __all__ = [
     "StaleStatesError",
     "StateMismatchError",
     "SteppedDownWarning",
+    "StateForm",
     "StaticCache",
     "StaticLayer",
     "StaticSlidingLayer",
+    "TokenLayer",
     "TokenStore",
     "Traffic",
     "TrafficMeter",
     "UnsupportedLayerError",
     "__version__",
+    "cache_class_names",
     "cache_names",
     "calibrate",
     "free_reservations",
@@ -266,18 +323,26 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "layer_names",
     "load_cache",
     "make_cache",
     "plan",
     "quantizer_names",
     "register",
+    "register_cache_class",
     "register_export_support",
+    "register_layer",
     "register_quantizer",
+    "register_store",
     "resilient_generate",
     "save_cache",
+    "store_names",
     "uninstall",
     "unregister",
+    "unregister_cache_class",
+    "unregister_layer",
     "unregister_quantizer",
+    "unregister_store",
     "weights_id",
 ]
 

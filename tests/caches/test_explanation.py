@@ -42,7 +42,7 @@ def test_attention_on_packed_states_is_counted_for_each_layer() -> None:
         step(model, cache)
     [(way, count)] = (ways(cache).items() - before.items()) or [("", 0)]
     assert count - before.get(way, 0) == 3 * len(cache.layers)
-    assert way.startswith(("a compiled kernel", "plain torch, block by block, as it could not be compiled"))
+    assert way.startswith(("a compiled kernel", "plain torch, block by block, as the kernel could not be compiled"))
     assert f"attention, {count} times: {way}" in repr(cache.explain())
 
 

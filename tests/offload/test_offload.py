@@ -520,7 +520,7 @@ CONFIG = CONFIGS["llama"]()
 BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "a directory that is not there": (
         OptionError,
-        "expected a directory that files can be made in",
+        "must be a directory in which files can be made",
         lambda: kvlayers.OffloadedCache(offload_device="disk", offload_directory="/proc/nowhere"),
     ),
     "a device that is none": (

@@ -444,13 +444,31 @@ def test_files_of_others_are_left_alone(tmp_path: pathlib.Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_recurrent_cache_in_a_file_needs_the_config(tmp_path: pathlib.Path, qwen3_next: Any) -> None:
+def test_a_recurrent_cache_in_a_file_needs_the_config_only_if_its_layers_are_those_of_transformers(
+    tmp_path: pathlib.Path, qwen3_next: Any
+) -> None:
     store, ids = PrefixStore(ROOM, tmp_path), prompt(tokens=6)
     cache = kvlayers.DynamicCache(config=qwen3_next.config)
     run(qwen3_next, ids, cache)
     store.insert(ids, cache, model="m")
     store.evict()
-    hit = store.lookup(torch.cat([ids, ids], dim=1), model="m")
+    longer = torch.cat([ids, ids], dim=1)
+    hit = store.lookup(longer, model="m")
+    if all(isinstance(layer, kvlayers.LayerOperations) for layer in cache.layers):
+        assert hit.covered == 6
+        assert torch.equal(run(qwen3_next, longer[:, 6:7], hit.cache), run(qwen3_next, longer[:, 6:7], cache))
+    else:
+        assert (hit.covered, store.statistics.damaged) == (0, 0)
+        assert "config=model.config" in hit.reason
+
+
+def test_a_cache_of_layers_of_transformers_needs_the_config(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    cache = kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer()])
+    cache.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), layer_idx=0)
+    store.insert(ids_of(1, 2, 3), cache, model="m")
+    store.evict()
+    hit = store.lookup(ids_of(1, 2, 3, 4), model="m")
     assert (hit.covered, store.statistics.damaged) == (0, 0)
     assert "config=model.config" in hit.reason
 

@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 from transformers import cache_utils as upstream
 
-from kvlayers.caches.from_config import fixed_layers, share_readings
+from kvlayers.caches.from_config import fixed_layers, share_mask_extents
 from kvlayers.generation.scoped_value import ScopedValue
 from kvlayers.layers import (
     DynamicLayer,
@@ -67,7 +67,7 @@ def _replace_layers(cache: Any, model: Any) -> None:
         if cache not in _logged:
             _logged.add(cache)
             logger.info(
-                "A %s keeps its layers of transformers as it holds states: only empty caches get kvlayers' layers.",
+                "A %s keeps its layers of transformers, as it holds states: only empty caches get kvlayers' layers.",
                 type(cache).__name__,
             )
     elif layers:
@@ -116,7 +116,7 @@ def _link(layers: list[Any]) -> None:
 
     A mask is made by asking the first layer of a kind, which must then ask the others to make room.
     """
-    share_readings(layers)
+    share_mask_extents(layers)
     for is_sliding in (False, True):
         same_kind = [layer for layer in fixed_layers(layers) if layer.is_sliding == is_sliding]
         if same_kind:

@@ -1,9 +1,6 @@
 """Names of caches: which factory makes the cache that `cache_implementation="..."` asks for."""
 
 import difflib
-import functools
-import importlib.metadata
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +15,7 @@ from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_device, checked_dtype
+from kvlayers.utils.registry import Registry
 from kvlayers.utils.units import tokens
 
 ENTRY_POINT_GROUP = "kvlayers.caches"
@@ -52,8 +50,7 @@ class CacheRequest:
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
 
-_factories: dict[str, CacheFactory] = {}
-_changing = threading.Lock()
+_factories: Registry[CacheFactory] = Registry("cache", ENTRY_POINT_GROUP, "unregister")
 _listeners: list[Callable[[], None]] = []
 
 
@@ -78,28 +75,14 @@ def register(name: str) -> Callable[[Factory], Factory]:
         True
         >>> kvlayers.unregister("roomy")
     """
-    if not isinstance(name, str) or not name.strip():
-        raise RegistryError(f"`name` must be a string that is not empty, got {name!r}.")
-    _check_free(name)
+    _factories.check_free(name)
 
     def add(factory: Factory) -> Factory:
-        with _changing:
-            # Another thread may have taken the name meanwhile.
-            _check_free(name)
-            _factories[name] = factory
+        _factories.add(name, factory)
         _notify_listeners()
         return factory
 
     return add
-
-
-def _check_free(name: str) -> None:
-    taken_by = _factories.get(name)
-    if taken_by is not None:
-        raise RegistryError(
-            f"the cache name '{name}' is already registered by {taken_by.__module__}.{taken_by.__qualname__}: choose "
-            f"another name, or call unregister('{name}') first."
-        )
 
 
 def unregister(name: str) -> None:
@@ -108,19 +91,19 @@ def unregister(name: str) -> None:
     Raises:
         RegistryError: the name is not registered.
     """
-    if _factories.pop(name, None) is None:
+    if not _factories.remove(name):
         raise unknown_name(name)
     _notify_listeners()
 
 
 def cache_names() -> list[str]:
     """Every name that `make_cache` accepts, entry points of other packages included, in alphabetical order."""
-    return sorted({*_factories, *(point.name for point in _entry_points())})
+    return _factories.names()
 
 
 def is_registered(name: str) -> bool:
     """Whether `make_cache` accepts a name."""
-    return name in _factories or any(point.name == name for point in _entry_points())
+    return name in _factories
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -218,19 +201,10 @@ def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
 
 
 def _factory(name: str) -> CacheFactory:
-    registered = _factories.get(name)
-    if registered is not None:
-        return registered
-    for point in _entry_points():
-        if point.name == name:
-            factory: CacheFactory = point.load()
-            return factory
-    raise unknown_name(name)
-
-
-@functools.cache
-def _entry_points() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    factory = _factories.get(name)
+    if factory is None:
+        raise unknown_name(name)
+    return factory
 
 
 def unknown_name(name: object) -> RegistryError:

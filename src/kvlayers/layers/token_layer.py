@@ -1,28 +1,47 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.layers.contract import CacheLayer
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import TokenStore
+from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import BufferSwap, Fact, Fidelity
+from kvlayers.stores.contract import BufferSwap, Fidelity
+from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
 from kvlayers.stores.pending_assignment import PendingAssignment, same_tokens
+from kvlayers.stores.registry import store_class_of
+
+DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
+"""The description of the store that layers make by themselves, which their own descriptions leave out."""
 
 
-class TokenLayer(CacheLayer):
-    """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides."""
+class TokenLayer(DescribedByArguments, CacheLayer):
+    """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
-    def __init__(self, store: TokenStore) -> None:
+    A subclass whose initialiser takes a `store` (`None` for a `DenseStore` of its own), and plain facts besides, names
+    these facts in `described` and keeps them in attributes of the same names. It can then be saved, and loaded when it
+    is registered with `register_layer`. Any other defines `describe` and `from_description`.
+
+    Args:
+        store: how the tokens are held, a `DenseStore` if not given.
+
+    Attributes:
+        reservation_facts: names of described facts that no state depends on: it may be loaded into a layer with others.
+    """
+
+    reservation_facts: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
-        self._store = store
+        self._store = DenseStore() if store is None else store
 
     @property
     def store(self) -> TokenStore:
@@ -30,9 +49,19 @@ class TokenLayer(CacheLayer):
         return self._store
 
     @property
+    @override
     def held_tokens(self) -> int:
-        """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
         return self._store.length
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self._store.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self._store.attention_paths
 
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
@@ -92,13 +121,7 @@ class TokenLayer(CacheLayer):
         self._assign(states, "values")
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        store = self._store
-        if store.is_pending:
-            pending = cast("PendingAssignment", store)
-            return pending.keys if side == "keys" else pending.values
-        if store.key_form is None:
-            return None
-        keys, values = store.caller_views()
+        keys, values = self._store.visible_states()
         return keys if side == "keys" else values
 
     @override
@@ -114,8 +137,7 @@ class TokenLayer(CacheLayer):
             )
         before = self._store
         keys, values = self.keys, self.values
-        if before.is_pending:
-            self._store = cast("PendingAssignment", before).store
+        self._store = before.complete
         try:
             states = self.assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
@@ -197,8 +219,7 @@ class TokenLayer(CacheLayer):
 
     @override
     def reset(self) -> None:
-        if self._store.is_pending:
-            self._store = cast("PendingAssignment", self._store).store
+        self._store = self._store.complete
         self._store.clear()
 
     @override
@@ -229,23 +250,38 @@ class TokenLayer(CacheLayer):
         """See `TokenStore.swap_buffers`."""
         self._store.swap_buffers(swap)
 
-    @property
-    def kind(self) -> str:
-        """Name of the kind of layer, by which its saved states are known."""
-        return type(self).__name__
+    @override
+    def describe(self) -> dict[str, Fact]:
+        store = self._store.describe()
+        return {**({} if store == DEFAULT_STORE else store), **self.described_arguments()}
 
-    def settings(self) -> dict[str, Fact]:
-        """What the layer was made with and a state of it depends on."""
-        return self._store.settings()
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(**cls.arguments_from(facts), store=context.store(facts))
 
-    def reservation(self) -> dict[str, Fact]:
-        """What the layer was told to reserve, on which no state of it depends."""
-        return {}
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        store_class = store_class_of(facts)
+        return (0, 0) if store_class is None else store_class.reserved_by(facts)
+
+    @classmethod
+    @override
+    def check_description(cls) -> None:
+        if cls.from_description.__func__ is TokenLayer.from_description.__func__:  # type: ignore[attr-defined]
+            cls.check_arguments("store")
 
     @override
     def state(self) -> LayerState:
-        facts = {**self.settings(), **self.reservation(), "length": self.length}
-        return LayerState(self.kind, self._store.state(), facts)
+        facts = self.describe()
+        for name, value in self._store.describe().items():
+            if facts.get(name, value) != value:
+                raise StateMismatchError(
+                    f"expected a {type(self).__name__} and its {type(self._store).__name__} to describe themselves by "
+                    f"different names, but saw {name} in both: rename one of them."
+                )
+        return LayerState(self.kind, self._store.state(), {**facts, "length": self.length})
 
     @override
     def load_state(self, state: LayerState) -> None:
@@ -259,8 +295,8 @@ class TokenLayer(CacheLayer):
                 f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
-        for name, value in self.settings().items():
-            if state.facts.get(name) != value:
+        for name, value in self.describe().items():
+            if name not in self.reservation_facts and state.facts.get(name) != value:
                 raise StateMismatchError(
                     f"expected a state with {name}={value}, but saw {name}={state.facts.get(name)}: load it into a "
                     "cache that was made with the same settings."
@@ -268,7 +304,7 @@ class TokenLayer(CacheLayer):
         kinds = {(tensor.layout, tensor.device) for tensor in state.tensors.values()}
         if len(kinds) > 1 or any(layout != torch.strided for layout, _ in kinds):
             raise StateMismatchError(f"expected dense tensors on one device, but saw {sorted(map(str, kinds))}.")
-        self.check_held(self._store.check_state(state.tensors), seen_tokens(state))
+        self.check_held(self._store.check_state(state.tensors), state.length)
 
     def check_held(self, held: int, seen: int) -> None:
         """Raise `StateMismatchError` where a layer that has seen `seen` tokens cannot go on from `held` of them."""
@@ -276,11 +312,3 @@ class TokenLayer(CacheLayer):
             raise StateMismatchError(
                 f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
             )
-
-
-def seen_tokens(state: LayerState) -> int:
-    """The count of tokens that a state says its layer has seen."""
-    length = state.facts.get("length")
-    if not isinstance(length, int):
-        raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
-    return length

@@ -3,15 +3,21 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
-from kvlayers.stores.contract import Fact
+from kvlayers.stores import Buckets
+from kvlayers.stores.description import Fact
 
 FORMAT = "kvlayers.cache"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The version that is written."""
+
+READ_VERSIONS = ("1", "2")
+"""The versions that are read."""
 
 MAX_TOKENS = 2**40
 """Far more than anybody will ever decode; what counts tokens beyond that is no count."""
@@ -125,13 +131,13 @@ def rotary_name(fingerprint: str) -> str:
     return f"rotary.{fingerprint}"
 
 
-def read_description(path: str, text: str) -> Description:
+def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -> Description:
     """The description in a file.
 
     Raises:
         CacheFileError: the text is none.
     """
-    reader = _RecordReader(path)
+    reader = _RecordReader(path, version)
     content = reader.record(parse_json(path, text.encode("utf-8", "surrogatepass"), "the description"), _DESCRIPTION)
     model = reader.record(content["model"], _MODEL)
     rotaries = {}
@@ -147,11 +153,35 @@ def read_description(path: str, text: str) -> Description:
     return description
 
 
+def _as_described(facts: dict[str, Fact], options: Options) -> dict[str, Fact]:
+    """The facts of a layer in a file of version 1, as the layer would describe itself.
+
+    In that version a layer did not name its store, and what all layers of a static cache reserve stood once, in the
+    options of the cache. Recurrent layers said too little: they can only be made from the config of the model.
+    """
+    if "backend" in facts:
+        return {**facts, "store": "QuantizedStore"}
+    if "max_cache_len" not in facts:
+        return facts
+    buckets = options.get("buckets")
+    sizes = buckets if isinstance(buckets, dict) else Buckets().facts()
+    reserved = {
+        "max_batch_size": options.get("max_batch_size"),
+        "smallest_bucket": sizes.get("minimum", sizes.get("smallest_bucket")),
+        "bucket_factor": sizes.get("factor", sizes.get("bucket_factor")),
+        "grow": options.get("grow", False),
+    }
+    own = facts["max_cache_len"]
+    return {**facts, **reserved, "max_cache_len": options.get("max_cache_len") if own is None else own}
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_TOKENS
 
 
 def _is_fact(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
     return value is None or isinstance(value, str | bool) or (type(value) is int and abs(value) < 2**63)
 
 
@@ -214,8 +244,9 @@ _LAYER: _Checks = {
 class _RecordReader:
     """Takes records apart, and refuses those that are none."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, version: str) -> None:
         self.path = path
+        self.version = version
 
     def record(self, content: object, checks: _Checks) -> dict[str, Any]:
         """`content`, where it has each of the names, and no others, with what each may have."""
@@ -233,6 +264,8 @@ class _RecordReader:
         if parts and (not may_have_parts or len(parts) != 2 or found["layers"]):
             refuse(self.path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
         layers = tuple(self.layer(layer) for layer in found["layers"])
+        if self.version == "1":
+            layers = tuple(replace(layer, facts=_as_described(layer.facts, found["options"])) for layer in layers)
         return CacheRecord(**{**found, "layers": layers, "parts": parts})
 
     def layer(self, content: object) -> LayerRecord:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import CacheFileError
+from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
-from kvlayers.persistence.kinds import LAYERS, PREFIXED
+from kvlayers.persistence.rebuild import loads_prefixes
 from kvlayers.persistence.safetensors_header import ReadRange, checked_path
 from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
 
@@ -39,6 +40,7 @@ class CacheFile:
         bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
         checksum: SHA-256 of all that is in it. Who keeps it elsewhere knows whether the file was changed on purpose.
+        has_prefixes: whether its first tokens can be loaded without the others.
     """
 
     path: str
@@ -58,17 +60,13 @@ class CacheFile:
     bits: tuple[tuple[int, int] | None, ...]
     backends: tuple[str | None, ...]
     checksum: str
+    has_prefixes: bool
     _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
 
     @property
     def needs_config(self) -> bool:
         """Whether its layers can be made only with the config of the model, or in a cache of the caller's."""
-        return not set(self.layers) <= set(LAYERS)
-
-    @property
-    def has_prefixes(self) -> bool:
-        """Whether its first tokens can be loaded without the others."""
-        return set(self.layers) <= set(PREFIXED)
+        return not all(kind in LAYER_CLASSES for kind in self.layers)
 
     def token_ids(self) -> Tensor | None:
         """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` where they are not in the file.
@@ -142,6 +140,7 @@ def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Save
         bits=tuple(_bits(layer) for _, layer in description.layers()),
         backends=tuple(_backend(layer) for _, layer in description.layers()),
         checksum=header.metadata["checksum"],
+        has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
         _open=open_it,
     )
 

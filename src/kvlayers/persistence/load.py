@@ -8,14 +8,20 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part
-from kvlayers.caches.operations import CacheState, Operable
+from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers import LayerOperations, LayerState
+from kvlayers.layers.registry import description_context
+from kvlayers.layers.upstream import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
-from kvlayers.persistence.kinds import PREFIXED
-from kvlayers.persistence.rebuild import file_at_fault, read_rotaries, rebuilt
+from kvlayers.persistence.rebuild import (
+    cache_class_of,
+    file_at_fault,
+    loads_prefixes,
+    read_rotaries,
+    rebuilt,
+)
 from kvlayers.persistence.safetensors_header import checked_path
 from kvlayers.persistence.saved_file import SavedFile, opened
 from kvlayers.upstream.model_types import config_of
@@ -85,9 +91,9 @@ def load_cache(
 def _device_of(cache: Cache) -> torch.device:
     """Where a cache computes; the host, where it does not know yet."""
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    for layer in (layer for part in parts for layer in part.layers):
-        if isinstance(layer, LayerOperations) and layer.batch_size is not None:
-            found = attention_part(layer).device
+    for layer in (layer for part in parts for layer in part.adapted_layers()):
+        if layer.batch_size is not None and not layer.is_upstream:
+            found = layer.parts[0].device
             if found is not None:
                 return torch.device(found)
     return torch.device("cpu")
@@ -117,17 +123,19 @@ class _StateReader:
         """A cache like the one in the file, with its states."""
         record = self.saved.description.cache
         with file_at_fault(self.saved.path):
-            rotaries = read_rotaries(self.saved, self.verify)
+            context = description_context(read_rotaries(self.saved, self.verify))
         parts: list[Cache] = []
         for number, part_record in enumerate(self.saved.description.caches()):
             part = number if record.parts else None
-            cache = rebuilt(self.saved, part, rotaries, config)
+            cache = rebuilt(self.saved, part, context, config)
             with file_at_fault(self.saved.path):
                 self._load(cache, part_record, part)
             parts.append(cache)
+        if not record.parts:
+            return self._finished(parts[0])
         with file_at_fault(self.saved.path):
-            whole = EncoderDecoderCache(*parts) if record.parts else parts[0]
-        return self._finished(whole)
+            pair = cache_class_of(self.saved.path, record).from_description(record.options, parts, context)
+        return self._finished(pair)
 
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
         # A layer at a time, so that no more than one is in two places at once on the device.
@@ -152,7 +160,7 @@ class _StateReader:
                     f"expected states of {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it "
                     "into a cache that was made for the same model config."
                 )
-            pairs = enumerate(zip(map(_operable, layers), record.layers, strict=True))
+            pairs = enumerate(zip(map(adapted, layers), record.layers, strict=True))
             found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
             states.append(CacheState(record.kind, found))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
@@ -164,26 +172,26 @@ class _StateReader:
         cache.load_state(state)
         return self._recording(cache)
 
-    def _rehearsed(self, layer: Operable, record: LayerRecord, part: int | None, index: int) -> LayerState:
+    def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
-        if layer.is_recurrent or isinstance(layer, TransformersLayer):
+        if layer.is_recurrent or layer.is_upstream:
             # These believe more of a state than layers of tokens do, and what they hold besides is small.
             with file_at_fault(self.saved.path, mismatch_too=False):
-                _operable(layer.fork()).load_state(state)
+                layer.fork().load_state(state)
         return state
 
     def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
         facts = dict(record.facts)
         cut = None
         # Not for a length of 0, which is a rollback to before the encoder's output as well.
-        if self.length and part != 1 and record.kind in PREFIXED and "backend" not in facts:
+        if self.length and part != 1 and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
         tensors = {name: self._tensor(layer_prefix(part, index) + name, cut) for name in record.tensors}
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
-        if isinstance(layer, TransformersLayer):
+        if layer.is_upstream:
             _check_upstream(layer, facts)
         return LayerState(record.kind, tensors, facts)
 
@@ -208,10 +216,6 @@ class _StateReader:
         return cache
 
 
-def _operable(layer: Any) -> Operable:
-    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
-
-
 def _parts(cache: Cache) -> list[Cache]:
     return (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
@@ -229,7 +233,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _check_upstream(layer: TransformersLayer, facts: dict[str, Any]) -> None:
+def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
     """Raise `StateMismatchError` where facts are of other types than a layer of transformers has them."""
     own = layer.state().facts
     for name, value in facts.items():

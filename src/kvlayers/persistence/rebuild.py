@@ -4,14 +4,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kvlayers.caches.base import Cache
+from kvlayers.caches import aliases, quantized, sink, static  # noqa: F401 - they register their caches
+from kvlayers.caches.base import CACHE_CLASSES, Cache
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError
-from kvlayers.layers.sliding import window_room
+from kvlayers.layers import layer_names
+from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
-from kvlayers.persistence.kinds import CACHES, LAYERS, CacheKind, Made
 from kvlayers.persistence.safetensors_header import refuse, shown
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.contract import STORE_CLASSES
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31
@@ -56,7 +59,7 @@ def read_rotaries(saved: SavedFile, verify: bool) -> dict[str, Rotary]:
     return rotaries
 
 
-def rebuilt(saved: SavedFile, part: int | None, rotaries: dict[str, Rotary], config: object | None) -> Cache:
+def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, config: object | None) -> Cache:
     """An empty cache like the one in a file, or like one part of the pair in it.
 
     Raises:
@@ -64,39 +67,79 @@ def rebuilt(saved: SavedFile, part: int | None, rotaries: dict[str, Rotary], con
         ModelMismatchError: the model has other layers.
     """
     record = saved.description.caches()[part or 0]
-    kind = CACHES.get(record.kind)
-    if kind is None:
-        refuse(
-            saved.path,
-            f"a cache that can be made from a file ({', '.join(CACHES)})",
-            f"a {shown(record.kind)}",
-            "make one yourself, and pass it as into=",
-        )
+    cache_class = cache_class_of(saved.path, record)
     with file_at_fault(saved.path):
         _check_settings(saved.path, record)
-        _check_reservation(saved, record, part)
-    made = Made(record.options, rotaries, config)
     if config is not None and not part:
         _check_layers(saved.path, record, config, may_have_fewer=bool(record.options["grows"]))
-    unknown = sorted({layer.kind for layer in record.layers} - set(LAYERS))
-    layers = _layers(saved.path, record, made, kind, unknown)
+    layers = _layers(saved, record, part, context)
+    missing = [index for index, layer in enumerate(layers) if layer is None]
+    if missing and config is None:
+        refuse(
+            saved.path,
+            f"layers that can be made from a file ({', '.join(layer_names())})",
+            shown(", ".join(sorted({record.layers[index].kind for index in missing}))),
+            "import the package that registers them, pass config=model.config, or a cache of your own as into=",
+        )
     with file_at_fault(saved.path):
-        return kind.make(made, layers)
+        if missing:
+            of_model = cache_class.layers_from_config(record.options, config, context)
+            layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
+        return cache_class.from_description(record.options, layers, context)
 
 
-def _layers(path: str, record: CacheRecord, made: Made, kind: CacheKind, unknown: list[str]) -> list[Any]:
-    if not unknown:
-        with file_at_fault(path):
-            return [LAYERS[layer.kind](layer, made) for layer in record.layers]
-    if made.config is None:
+def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
+    """The class of the cache that a file says it has."""
+    cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
+    if cache_class is None:
         refuse(
             path,
-            f"layers that can be made from a file ({', '.join(LAYERS)})",
-            shown(", ".join(unknown)),
-            "pass config=model.config, or a cache of your own as into=",
+            f"a cache that can be made from a file ({', '.join(CACHE_CLASSES.names())})",
+            f"a {shown(record.kind)}",
+            "import the package that registers it, or make one yourself, and pass it as into=",
         )
-    with file_at_fault(path):
-        return kind.from_config(record, made)
+    return cache_class
+
+
+def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: DescriptionContext) -> list[Any]:
+    """The layers that a file describes: `None` for one that it does not, or that is of no kind that is registered."""
+    layers: list[Any] = []
+    with file_at_fault(saved.path):
+        reserved = [_reserved_bytes(saved, record, layer_prefix(part, i), own) for i, own in enumerate(record.layers)]
+        _check_reservation(saved, sum(reserved))
+        for layer in record.layers:
+            try:
+                known = layer.kind in LAYER_CLASSES
+                layers.append(context.layer(layer.kind, layer.facts) if known else None)
+            except KeyError:
+                layers.append(None)
+    return layers
+
+
+def check_remakeable(cache: Cache) -> None:
+    """Raise `CacheFileError` if `load_cache` could not make such a cache, but only fill one that it is given."""
+    if cache.kind not in CACHE_CLASSES:
+        raise CacheFileError(
+            f"expected a cache that can be made from a file ({', '.join(CACHE_CLASSES.names())}), but saw a "
+            f"{type(cache).__name__}: register_cache_class() it, or save it yourself, and load it with into=."
+        )
+    for state in (layer.kind for layer in cache.adapted_layers() if not layer.is_upstream):
+        if state not in LAYER_CLASSES:
+            raise CacheFileError(
+                f"expected layers that can be made from a file ({', '.join(layer_names())}), but saw a {state}: "
+                "register_layer() it, or save the cache yourself, and load it with into=."
+            )
+
+
+def loads_prefixes(record: LayerRecord) -> bool:
+    """Whether the first tokens of a layer can be read from a file without those that follow."""
+    layer_class, store_class = (
+        LAYER_CLASSES.get(record.kind),
+        STORE_CLASSES.get(record.facts.get("store", "DenseStore")),
+    )
+    if layer_class is None or store_class is None:
+        return False
+    return layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
 def _check_settings(path: str, record: CacheRecord) -> None:
@@ -110,18 +153,28 @@ def _check_settings(path: str, record: CacheRecord) -> None:
                 refuse(path, f"{shown(name)} of at most {MAX_SETTING}", shown(value))
 
 
-def _check_reservation(saved: SavedFile, record: CacheRecord, part: int | None) -> None:
-    """Raise `CacheFileError` where far more memory would be reserved than the file has states for."""
+def _reserved_bytes(saved: SavedFile, record: CacheRecord, prefix: str, layer: LayerRecord) -> int:
+    """Bytes that a layer would reserve for states like those that it has in a file."""
+    layer_class = LAYER_CLASSES.get(layer.kind)
+    if layer_class is None:
+        return 0
+    try:
+        tokens, sequences = layer_class.reserved_by(layer.facts)
+    except KeyError:
+        # It cannot be made from these facts.
+        return 0
     total = 0
-    for index, layer in enumerate(record.layers):
-        if "max_cache_len" not in layer.facts:
-            continue
-        for name in ("keys", "values"):
-            entry = saved.header.tensors.get(layer_prefix(part, index) + name)
-            if entry is not None and len(entry.shape) == 4:
-                batch, kv_heads, _, head_dim = entry.shape
-                sequences = max(batch, record.options.get("max_batch_size") or 0)
-                total += sequences * kv_heads * head_dim * entry.dtype.itemsize * _reserved_tokens(record, layer)
+    for name in ("keys", "values"):
+        entry = saved.header.tensors.get(prefix + name)
+        if entry is not None and len(entry.shape) == 4:
+            batch, kv_heads, _, head_dim = entry.shape
+            rows = max(batch, sequences, record.options.get("max_batch_size") or 0)
+            total += rows * kv_heads * head_dim * entry.dtype.itemsize * tokens
+    return total
+
+
+def _check_reservation(saved: SavedFile, total: int) -> None:
+    """Raise `CacheFileError` if far more memory would be reserved than the file has states for."""
     most = max(FREE_RESERVATION, RESERVATION_FACTOR * saved.header.file_bytes)
     if total > most:
         refuse(
@@ -130,12 +183,6 @@ def _check_reservation(saved: SavedFile, record: CacheRecord, part: int | None) 
             f"one of {total}",
             "if it is meant, make the cache yourself, and pass it as into=",
         )
-
-
-def _reserved_tokens(record: CacheRecord, layer: LayerRecord) -> int:
-    most: Any = layer.facts["max_cache_len"] or record.options.get("max_cache_len") or layer.facts["length"]
-    window: Any = layer.facts.get("sliding_window")
-    return int(most) if window is None else min(int(most), window_room(window)) if most >= window else int(most)
 
 
 def _check_layers(path: str, record: CacheRecord, config: object, may_have_fewer: bool) -> None:

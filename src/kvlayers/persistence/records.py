@@ -1,6 +1,6 @@
 """From a cache to what is written of it: records, and tensors by their names."""
 
-import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -9,25 +9,19 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.caches.operations import CacheState
-from kvlayers.caches.quantized import QuantizedCache
-from kvlayers.caches.sink import SinkCache
-from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError, StateMismatchError
-from kvlayers.layers import LayerState, SinkLayer
+from kvlayers.layers import LayerState
 from kvlayers.persistence.format import (
     TOKEN_IDS,
     CacheRecord,
     Description,
     LayerRecord,
     ModelRecord,
-    Options,
     layer_prefix,
     rotary_name,
 )
 from kvlayers.persistence.safetensors_header import DTYPES
-from kvlayers.rope.rotary import Rotary
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -41,11 +35,11 @@ def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tup
         StateMismatchError: a layer holds what a file cannot: see the message.
     """
     state = cache.state()
-    rotaries = _rotaries(cache)
+    rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
     if isinstance(cache, EncoderDecoderCache):
         parts = (cache.self_attention_cache, cache.cross_attention_cache)
         own = [_record(part, part_state) for part, part_state in zip(parts, state.parts, strict=True)]
-        record = CacheRecord(state.kind, own[0].length, cache.batch_size, parts=tuple(own))
+        record = CacheRecord(state.kind, own[0].length, cache.batch_size, cache.describe(), parts=tuple(own))
         states: list[tuple[int | None, CacheState]] = list(enumerate(state.parts))
     else:
         record = _record(cache, state)
@@ -70,25 +64,22 @@ def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tup
 
 def _record(cache: Cache, state: CacheState) -> CacheRecord:
     layers = tuple(
-        LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), _is_recording(layer))
+        LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), bool(layer.is_recording))
         for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
     )
     length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
-    return CacheRecord(state.kind, length, cache.batch_size, _options(cache), layers)
+    return CacheRecord(state.kind, length, cache.batch_size, cache.describe(), layers)
 
 
 def _facts(state: LayerState) -> dict[str, Any]:
     for name, fact in state.facts.items():
-        if not (fact is None or isinstance(fact, bool | int | str)):
+        plain = fact is None or isinstance(fact, bool | int | float | str)
+        if not plain or (isinstance(fact, float) and not math.isfinite(fact)):
             raise StateMismatchError(
-                f"expected plain facts (whole numbers, texts, True, False, None) in the state of a {state.kind}, but "
+                f"expected plain facts (finite numbers, texts, True, False, None) in the state of a {state.kind}, but "
                 f"saw {name} of {type(fact).__name__}: keep it in a tensor."
             )
     return dict(state.facts)
-
-
-def _is_recording(layer: Any) -> bool:
-    return bool(held_layer(layer).is_recording)
 
 
 def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
@@ -111,35 +102,3 @@ def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
             "the newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
         )
     return token_ids.detach().to("cpu", torch.int64, copy=True).contiguous()
-
-
-def _options(cache: Cache) -> Options:
-    """What a cache was made with, as far as its layers do not say it. No paths: a file says nothing of directories."""
-    options: Options = {
-        "offloading": cache.offloading,
-        "only_non_sliding": bool(cache.only_non_sliding),
-        "grows": cache.layer_class_to_replicate is not None,
-    }
-    if isinstance(cache, StaticCache):
-        reservation = cache._reservation.options()
-        buckets = reservation["buckets"]
-        options |= {**reservation, "buckets": None if buckets is None else dataclasses.asdict(buckets)}
-        options["compiled"] = cache.compiled
-    elif isinstance(cache, QuantizedCache):
-        options["quantization"] = cache.quantization.facts()
-    elif isinstance(cache, SinkCache):
-        options["window_length"], options["num_sink_tokens"] = cache.window_length, cache.num_sink_tokens
-        options["quantization"] = None if cache.quantization is None else cache.quantization.facts()
-        options["left_padding"] = None if cache._padding is None else cache._padding.tolist()
-        options["rotary"] = None if cache._rotary is None else cache._rotary.fingerprint
-    return options
-
-
-def _rotaries(cache: Cache) -> dict[str, Rotary]:
-    """How the keys of sink layers are rotated, by fingerprint. No config says it, and no other kind needs it."""
-    parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    found = [part._rotary for part in parts if isinstance(part, SinkCache)]
-    for held in (held_layer(attention_part(layer)) for part in parts for layer in part.layers):
-        if isinstance(held, SinkLayer):
-            found.append(held.rotary)
-    return {rotary.fingerprint: rotary for rotary in found if rotary is not None}

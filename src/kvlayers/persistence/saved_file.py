@@ -13,7 +13,7 @@ from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, fi
 from kvlayers.persistence.format import (
     DIGESTS,
     FORMAT,
-    FORMAT_VERSION,
+    READ_VERSIONS,
     TOKEN_IDS,
     Description,
     read_description,
@@ -174,16 +174,16 @@ def _described(path: str, header: Header) -> Description:
     metadata = header.metadata
     if metadata.get("format") != FORMAT:
         refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
-    if metadata.get("format_version") != str(FORMAT_VERSION):
+    if metadata.get("format_version") not in READ_VERSIONS:
         refuse(
             path,
-            f"version {FORMAT_VERSION} of the format",
+            f"version {' or '.join(READ_VERSIONS)} of the format",
             f"version {shown(metadata.get('format_version'))}",
             "it is damaged, or of a later kvlayers: update kvlayers, or save it again",
         )
     if set(metadata) != set(METADATA):
         refuse(path, f"metadata of {', '.join(METADATA)}", shown(sorted(metadata)))
-    description = read_description(path, metadata["description"])
+    description = read_description(path, metadata["description"], metadata["format_version"])
     names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
     names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
     if sorted([*names, DIGESTS]) != sorted(set(header.tensors) - {TOKEN_IDS}):

@@ -12,8 +12,8 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile, inspect_cache
-from kvlayers.persistence.kinds import check_remakeable
 from kvlayers.persistence.load import load_cache
+from kvlayers.persistence.rebuild import check_remakeable
 from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
 from kvlayers.persistence.save import save_cache
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError

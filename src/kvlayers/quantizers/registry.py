@@ -1,13 +1,11 @@
 """Quantization backends by name, for the option `backend="..."`."""
 
-import functools
-import importlib.metadata
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.quantizers.contract import Backend
+from kvlayers.utils.registry import Registry
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
@@ -15,8 +13,7 @@ ENTRY_POINT_GROUP = "kvlayers.quantizers"
 BackendFactory = Callable[[], Backend]
 Factory = TypeVar("Factory", bound=BackendFactory)
 
-_factories: dict[str, BackendFactory] = {}
-_changing = threading.Lock()
+_backends: Registry[BackendFactory] = Registry("backend", ENTRY_POINT_GROUP, "unregister_quantizer")
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:
@@ -25,27 +22,13 @@ def register_quantizer(name: str) -> Callable[[Factory], Factory]:
     Raises:
         RegistryError: the name is empty or taken.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise RegistryError(f"`name` of a backend must be a string that is not empty, got {name!r}.")
-    _check_free(name)
+    _backends.check_free(name)
 
-    def keep(factory: Factory) -> Factory:
-        with _changing:
-            # Another thread may have taken it since.
-            _check_free(name)
-            _factories[name] = factory
+    def add(factory: Factory) -> Factory:
+        _backends.add(name, factory)
         return factory
 
-    return keep
-
-
-def _check_free(name: str) -> None:
-    taken_by = _factories.get(name)
-    if taken_by is not None:
-        raise RegistryError(
-            f"The name '{name}' is taken by {taken_by.__module__}: choose another one, or call "
-            f"unregister_quantizer('{name}') first."
-        )
+    return add
 
 
 def unregister_quantizer(name: str) -> None:
@@ -54,13 +37,13 @@ def unregister_quantizer(name: str) -> None:
     Raises:
         RegistryError: the name is not registered.
     """
-    if _factories.pop(name, None) is None:
+    if not _backends.remove(name):
         raise RegistryError(f"`name` must be that of a backend ({', '.join(quantizer_names())}), got {name!r}.")
 
 
 def quantizer_names() -> list[str]:
     """All names of backends, including those of entry points in other packages."""
-    return sorted({*_factories, *(point.name for point in _entry_points())})
+    return _backends.names()
 
 
 def backend(name: str) -> Backend:
@@ -75,27 +58,14 @@ def backend(name: str) -> Backend:
         >>> backend("native").widths
         (2, 3, 4, 8)
     """
-    made = _factory(name)()
+    factory = _backends.get(name)
+    if factory is None:
+        raise OptionError(
+            f"`backend` must be the name of a quantization backend ({', '.join(quantizer_names())}), got {name!r}."
+        )
+    made = factory()
     if not isinstance(made, Backend):
         raise RegistryError(
             f"The factory of '{name}' must return a Backend, got a {type(made).__name__}: correct the factory."
         )
     return made
-
-
-def _factory(name: str) -> BackendFactory:
-    registered = _factories.get(name) if isinstance(name, str) else None
-    if registered is not None:
-        return registered
-    for point in _entry_points():
-        if point.name == name:
-            factory: BackendFactory = point.load()
-            return factory
-    raise OptionError(
-        f"`backend` must be the name of a quantization backend ({', '.join(quantizer_names())}), got {name!r}."
-    )
-
-
-@functools.cache
-def _entry_points() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)

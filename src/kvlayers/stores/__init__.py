@@ -1,11 +1,27 @@
 """Stores: how the tokens of a layer are held. Each kind of store has its own file."""
 
 from kvlayers.stores.buckets import Buckets
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.registry import register_store, store_names, unregister_store
 from kvlayers.stores.shared_prefix import SharedStore
 from kvlayers.stores.static import StaticStore
 
-__all__ = ["Buckets", "DenseStore", "StaticStore", "Quantization", "QuantizedStore", "SharedStore", "TokenStore"]
+__all__ = [
+    "Buckets",
+    "DenseStore",
+    "DescriptionContext",
+    "Quantization",
+    "QuantizedStore",
+    "SharedStore",
+    "StateForm",
+    "StaticStore",
+    "TokenStore",
+    "register_store",
+    "store_names",
+    "unregister_store",
+]

@@ -2,8 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import Self
 
 from kvlayers.errors import OptionError
+from kvlayers.stores.description import Fact, Facts
 
 ALIGNMENT = 8
 """Bucket sizes are multiples of this many tokens, as attention kernels require of a mask's rows."""
@@ -42,6 +46,16 @@ class Buckets:
             raise OptionError(
                 f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}."
             )
+
+    def facts(self) -> dict[str, Fact]:
+        """The arguments as plain facts."""
+        return {"smallest_bucket": self.minimum, "bucket_factor": self.factor}
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The buckets with these `facts`, which may contain other facts too."""
+        given: Any = facts
+        return cls(given["smallest_bucket"], given["bucket_factor"])
 
     def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
         """Sizes of the buckets of a reservation of `capacity` tokens, smallest first.

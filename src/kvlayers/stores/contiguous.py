@@ -31,6 +31,8 @@ class ContiguousStore(BufferPair):
         prefix_room: see `BufferPair`.
     """
 
+    holds_tokens_apart = True
+
     def __init__(self, limit: int | None = None, prefix_room: int = 0) -> None:
         super().__init__(prefix_room)
         self.limit = limit

@@ -9,11 +9,9 @@ from typing_extensions import Self
 
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.tensor_memory import storages_of
-
-Fact = int | str | bool | None
-"""A plain fact that is saved beside the tensors of a state."""
-
 
 Fidelity = Literal["exact", "rounded", "evicting"]
 """What happens to the states that the model attends to: all are kept as they came, all are kept but some are rounded to
@@ -38,12 +36,16 @@ BufferSwap = Callable[[TokenBuffer, int, int], TokenBuffer]
 """Called with a buffer and the start and end of its live tokens; returns the buffer to hold instead."""
 
 
-class TokenStore(ABC):
+class TokenStore(DescribedByArguments, DescribesItself, ABC):
     """Holds the keys and values of consecutive tokens.
 
     Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
     head_dims may differ (multi-head latent attention), and so may the kv_heads. A store knows nothing about positions:
     the layer decides which tokens to keep.
+
+    If the initialiser of a store takes only plain facts, the class names them in `described` and keeps them in
+    attributes of the same names. The store can then be saved, and loaded once it is registered with
+    `register_store`. Any other store defines `describe` and `from_description`.
     """
 
     is_opaque = False
@@ -51,6 +53,11 @@ class TokenStore(ABC):
 
     is_pending = False
     """Whether this is a `PendingAssignment`, which waits for values that match its keys, or the reverse."""
+
+    holds_tokens_apart = False
+    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
+    shares_prefixes = False
+    """Whether a `SharedStore` can hold the tokens once for several sequences that go on from them."""
 
     @property
     def sized_for(self) -> int | None:
@@ -89,6 +96,16 @@ class TokenStore(ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def complete(self) -> Self:
+        """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
+        return self
 
     def count(self, tokens: int) -> None:
         """See `CacheLayer.count`. Only opaque stores need it."""
@@ -172,6 +189,10 @@ class TokenStore(ABC):
         """
         return self.newest(self.length)
 
+    def visible_states(self) -> tuple[Tensor | None, Tensor | None]:
+        """As `caller_views`, or `None` twice before the first states."""
+        return (None, None) if self.key_form is None else self.caller_views()
+
     @abstractmethod
     def drop_oldest(self, count: int) -> None:
         """Forget the oldest `count` tokens."""
@@ -188,7 +209,7 @@ class TokenStore(ABC):
     def shrink(self, tokens: int) -> None:
         """Free the memory beyond what `tokens` tokens need."""
 
-    def check_batch(self, batch_size: int) -> None:  # noqa: B027 - most stores have nothing to refuse
+    def check_batch(self, batch_size: int) -> None:
         """Raise `CapacityError` if `batch_size` sequences do not fit. Stores that grow never raise it."""
 
     @abstractmethod
@@ -199,9 +220,44 @@ class TokenStore(ABC):
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
 
-    def settings(self) -> dict[str, Fact]:
-        """The settings of the store that its saved state depends on."""
-        return {}
+    @property
+    def kind(self) -> str:
+        """Name that the class of the store is registered by."""
+        return STORE_CLASSES.name_of(type(self))
+
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty store like this one is made. `store` is its kind.
+
+        They are saved among the facts of the store's layer, so their names must differ from the layer's.
+        """
+        return {"store": self.kind, **self.described_arguments()}
+
+    @classmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty store, from what `describe` returned.
+
+        Args:
+            facts: the result of `describe`, possibly among other facts.
+            context: everything else that it is made from.
+
+        Raises:
+            OptionError: a fact has a value that the store does not take.
+        """
+        return cls(**cls.arguments_from(facts))
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """Tokens and sequences for which a store with these facts reserves memory when its first states arrive.
+
+        0 if it allocates memory as needed. A loader compares the numbers with the states in the file.
+        """
+        return 0, 0
+
+    @classmethod
+    def check_description(cls) -> None:
+        """Raise `RegistryError` if the arguments of the initialiser are not the described ones."""
+        if cls.from_description.__func__ is TokenStore.from_description.__func__:  # type: ignore[attr-defined]
+            cls.check_arguments()
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -259,3 +315,7 @@ class TokenStore(ABC):
     def attention_paths(self) -> Mapping[str, int]:
         """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
         return {}
+
+
+STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
+"""The stores that a file may name."""

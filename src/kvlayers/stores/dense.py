@@ -6,6 +6,8 @@ from typing_extensions import Self, override
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.description import DescriptionContext, Facts
+from kvlayers.stores.registry import register_store
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -14,6 +16,7 @@ MINIMUM_GROWTH = 128
 """Fewest tokens by which a buffer grows, so that short sequences are not moved every few tokens."""
 
 
+@register_store
 class DenseStore(ContiguousStore):
     """Full-precision states in buffers that grow geometrically.
 
@@ -24,6 +27,8 @@ class DenseStore(ContiguousStore):
         minimum_growth: fewest tokens by which it grows.
         prefix_room: slots left free before the tokens; see `ContiguousStore`.
     """
+
+    shares_prefixes = True
 
     def __init__(
         self,
@@ -36,6 +41,11 @@ class DenseStore(ContiguousStore):
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(context.length_hint)
 
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate when `needed` tokens must fit."""

@@ -15,7 +15,8 @@ class MaskMode:
 
     Attributes:
         recording: whether the cache records tokens for a rollback.
-        mixed: whether the cache also has layers that are not static.
+        mixed: whether the layers cannot share masks of a bucket, because some are offloaded, not static, or of other
+            sizes.
     """
 
     def __init__(self, compiled: bool = False) -> None:

@@ -23,11 +23,21 @@ class PendingAssignment:
     """
 
     is_pending = True
+    holds_tokens_apart = False
 
     def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
         self.store = store
         self.keys = keys
         self.values = values
+
+    @property
+    def complete(self) -> TokenStore:
+        """The store with the tokens that are held until then."""
+        return self.store
+
+    def visible_states(self) -> tuple[Tensor, Tensor]:
+        """The keys and values, which do not match."""
+        return self.keys, self.values
 
     @property
     def key_form(self) -> StateForm | None:

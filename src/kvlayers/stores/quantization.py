@@ -4,10 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Self
+
 from kvlayers.errors import OptionError
 from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
 from kvlayers.quantizers.registry import backend as backend_called
 from kvlayers.quantizers.registry import quantizer_names
+from kvlayers.stores.description import Facts
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
@@ -107,6 +110,12 @@ class Quantization:
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),
         }
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The quantization with these `facts`, which may contain other facts too."""
+        options: dict[str, Any] = {name: facts[name] for name in cls().facts()}
+        return cls(**options)
 
     def facts(self) -> dict[str, Any]:
         """All resolved options as plain facts."""

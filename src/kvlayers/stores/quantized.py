@@ -13,15 +13,18 @@ from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
-from kvlayers.stores.contract import BufferSwap, Fact, Fidelity, KVPair, TokenStore
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks, block_nbytes, planned_nbytes
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.stores.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
+from kvlayers.stores.registry import register_store
 from kvlayers.stores.validation import checked_forms, mismatch
 
 
+@register_store
 class QuantizedStore(TokenStore):
     """Packed blocks between two parts in full precision: the sinks, and the residual of the newest tokens.
 
@@ -66,6 +69,11 @@ class QuantizedStore(TokenStore):
     @override
     def count(self, tokens: int) -> None:
         self._length = self._length + tokens
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.quantization.keys.nbits, self.quantization.values.nbits
 
     @property
     @override
@@ -384,8 +392,13 @@ class QuantizedStore(TokenStore):
         yield from self._parts.held_tensors()
 
     @override
-    def settings(self) -> dict[str, Fact]:
-        return self.quantization.facts()
+    def describe(self) -> dict[str, Fact]:
+        return {"store": self.kind, **self.quantization.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(Quantization.from_facts(facts), context.length_hint)
 
     @override
     def state(self) -> dict[str, Tensor]:

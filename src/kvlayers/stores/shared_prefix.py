@@ -16,6 +16,7 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import Fact
 from kvlayers.stores.validation import checked_forms, mismatch
 
 MINIMUM_GROWTH = 16
@@ -35,6 +36,8 @@ class SharedStore(TokenStore):
     Raises:
         StateMismatchError: the prefix has no tokens.
     """
+
+    holds_tokens_apart = True
 
     def __init__(self, prefix: DenseStore, repeats: int) -> None:
         key_form, value_form = prefix.key_form, prefix.value_form
@@ -217,6 +220,11 @@ class SharedStore(TokenStore):
     def clear(self) -> None:
         self._own.clear()
         self._forget_prefix()
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        # Each sequence is saved with a copy of its prefix.
+        return self._own.describe()
 
     @override
     def state(self) -> dict[str, Tensor]:

@@ -6,10 +6,12 @@ from typing_extensions import override
 
 from kvlayers.attention.gqa_compiled import shared_in_graph
 from kvlayers.stores.contract import KVPair
+from kvlayers.stores.registry import register_store
 from kvlayers.stores.reservation import ReservedStore
 from kvlayers.upstream import compat
 
 
+@register_store
 class StaticStore(ReservedStore):
     """Full-precision states in reserved buffers, which eager code and compiled code write to.
 

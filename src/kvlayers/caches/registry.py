@@ -1,0 +1,56 @@
+"""Classes of caches by name: which of them may be made from a file."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from kvlayers.caches.base import CACHE_CLASSES, Cache
+from kvlayers.errors import RegistryError
+
+CacheClass = TypeVar("CacheClass", bound=type[Cache])
+
+
+@overload
+def register_cache_class(cache_class: CacheClass, *, name: str | None = None) -> CacheClass: ...
+
+
+@overload
+def register_cache_class(
+    cache_class: None = None, *, name: str | None = None
+) -> Callable[[CacheClass], CacheClass]: ...
+
+
+def register_cache_class(cache_class: Any = None, *, name: str | None = None) -> Any:
+    """Let caches of this class be loaded from files, as a decorator or by a call.
+
+    A class whose initialiser sets attributes of its own adds what it sets them from to `describe`, and sets them in
+    `from_description` as well.
+
+    Args:
+        cache_class: the class, derived from `Cache`.
+        name: the name that files know it by, that of the class if not given.
+
+    Raises:
+        RegistryError: the name is taken, or it is not such a class.
+    """
+    if cache_class is None:
+        return lambda decorated: register_cache_class(decorated, name=name)
+    CACHE_CLASSES.register(cache_class, name)
+    return cache_class
+
+
+def unregister_cache_class(name: str) -> None:
+    """Forget a name.
+
+    Raises:
+        RegistryError: no class of caches is registered by it.
+    """
+    if not CACHE_CLASSES.remove(name):
+        raise RegistryError(
+            f"expected the name of a class of caches ({', '.join(cache_class_names())}), but saw {name!r}: pass one of "
+            "these."
+        )
+
+
+def cache_class_names() -> list[str]:
+    """Every class of caches that a file may name, those of other packages' entry points included."""
+    return CACHE_CLASSES.names()

@@ -1,0 +1,93 @@
+"""Layers by name: which classes may be made from a file."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from kvlayers.errors import RegistryError
+from kvlayers.layers.operations import LAYER_CLASSES, LayerOperations
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.registry import store_from_description
+
+Layer = TypeVar("Layer", bound=type[LayerOperations])
+
+
+@overload
+def register_layer(layer_class: Layer, *, name: str | None = None) -> Layer: ...
+
+
+@overload
+def register_layer(layer_class: None = None, *, name: str | None = None) -> Callable[[Layer], Layer]: ...
+
+
+def register_layer(layer_class: Any = None, *, name: str | None = None) -> Any:
+    """Let layers of this class be loaded from files, as a decorator or by a call.
+
+    Args:
+        layer_class: the class, derived from `CacheLayer`, mostly by way of `TokenLayer`.
+        name: the name that files know it by, that of the class if not given.
+
+    Raises:
+        RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
+
+    Example:
+        >>> import kvlayers
+        >>> @kvlayers.register_layer
+        ... class PatientLayer(kvlayers.DynamicLayer):
+        ...     pass
+        >>> "PatientLayer" in kvlayers.layer_names()
+        True
+        >>> kvlayers.unregister_layer("PatientLayer")
+    """
+    if layer_class is None:
+        return lambda decorated: register_layer(decorated, name=name)
+    LAYER_CLASSES.register(layer_class, name)
+    return layer_class
+
+
+def unregister_layer(name: str) -> None:
+    """Forget a name.
+
+    Raises:
+        RegistryError: no layer is registered by it.
+    """
+    if not LAYER_CLASSES.remove(name):
+        raise _unknown(name)
+
+
+def layer_names() -> list[str]:
+    """Every kind of layer that a file may name, those of other packages' entry points included."""
+    return LAYER_CLASSES.names()
+
+
+def layer_class(kind: Fact) -> type[LayerOperations]:
+    """The class that is registered as a kind of layer.
+
+    Raises:
+        RegistryError: there is none.
+    """
+    found = LAYER_CLASSES.get(kind)
+    if found is None:
+        raise _unknown(kind)
+    return found
+
+
+def layer_from_description(kind: Fact, facts: Facts, context: DescriptionContext) -> LayerOperations:
+    """An empty layer of a kind, from what its `describe` returned. Raises as `layer_class`."""
+    return layer_class(kind).from_description(facts, context)
+
+
+def description_context(rotaries: Mapping[str, Rotary]) -> DescriptionContext:
+    """What layers are made from beside their facts.
+
+    Args:
+        rotaries: how keys are rotated, by the fingerprint of the rotation.
+    """
+    return DescriptionContext(layer_from_description, store_from_description, rotaries)
+
+
+def _unknown(name: object) -> RegistryError:
+    return RegistryError(
+        f"expected the name of a layer ({', '.join(layer_names())}), but saw {name!r}: import the package that has it, "
+        "or register_layer() it."
+    )

@@ -1,0 +1,160 @@
+"""Registries of named factories and classes, added by a call or by another package's entry points."""
+
+import functools
+import importlib.metadata
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from typing_extensions import override
+
+from kvlayers.errors import RegistryError
+
+Entry = TypeVar("Entry", bound=Callable[..., Any])
+
+
+class Registry(Generic[Entry]):
+    """Factories or classes by name.
+
+    Args:
+        what: noun for an entry in errors, such as "store".
+        group: group of the entry points of other packages, which are entries under their own names.
+        unregister: name of the public function that removes an entry, for errors.
+    """
+
+    def __init__(self, what: str, group: str, unregister: str) -> None:
+        self.what = what
+        self.group = group
+        self._unregister = unregister
+        self._entries: dict[str, Entry] = {}
+        self._changing = threading.Lock()
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Add an entry.
+
+        Raises:
+            RegistryError: the name is empty or taken.
+        """
+        with self._changing:
+            # Another thread may have taken the name since it was checked.
+            self.check_free(name)
+            self._entries[name] = entry
+
+    def check_free(self, name: object) -> None:
+        """Raise `RegistryError` if a name is empty or taken."""
+        if not isinstance(name, str) or not name.strip():
+            raise RegistryError(f"`name` of a {self.what} must be a string that is not empty, got {name!r}.")
+        taken_by = self._entries.get(name)
+        if taken_by is not None:
+            raise RegistryError(
+                f"The name '{name}' is already registered by {taken_by.__module__}.{taken_by.__qualname__}: choose "
+                f"another one, or call {self._unregister}('{name}') first."
+            )
+
+    def remove(self, name: str) -> bool:
+        """Remove an entry; return whether there was one."""
+        with self._changing:
+            return self._entries.pop(name, None) is not None
+
+    def names(self) -> list[str]:
+        """All names, including those of entry points, sorted."""
+        return sorted({*self._entries, *(point.name for point in self._entry_points)})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or any(point.name == name for point in self._entry_points)
+
+    def get(self, name: object) -> Entry | None:
+        """The entry with this name, `None` if there is none. Entry points are loaded when they are first needed.
+
+        Raises:
+            RegistryError: an entry point has an object that cannot be registered here.
+        """
+        if not isinstance(name, str):
+            return None
+        if name in self._entries:
+            return self._entries[name]
+        for point in self._entry_points:
+            if point.name == name:
+                loaded: Entry = point.load()
+                self.check(loaded)
+                return loaded
+        return None
+
+    def check(self, entry: object) -> None:
+        """Raise `RegistryError` if `entry` cannot be registered here."""
+
+    @functools.cached_property
+    def _entry_points(self) -> importlib.metadata.EntryPoints:
+        return importlib.metadata.entry_points(group=self.group)
+
+
+class DescribesItself:
+    """Base of the classes in a `ClassRegistry`."""
+
+    @classmethod
+    def check_description(cls) -> None:
+        """Raise `RegistryError` if `describe` does not return enough facts to make an equal object."""
+
+
+Kind = TypeVar("Kind", bound=DescribesItself)
+
+
+class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
+    """The classes whose objects may be made from a file, by their names in files.
+
+    Args:
+        what: as for `Registry`.
+        group: as for `Registry`.
+        unregister: as for `Registry`.
+        base: the base class, whose contract all of them fulfil.
+    """
+
+    def __init__(self, what: str, group: str, unregister: str, base: type[Kind]) -> None:
+        super().__init__(what, group, unregister)
+        self._base = base
+        self._names: dict[type, str] = {}
+
+    def register(self, cls: Any, name: str | None = None) -> None:
+        """Register a class, by default by its own name.
+
+        Raises:
+            RegistryError: the name is taken, or the class lacks a member of the contract.
+        """
+        self.check(cls)
+        name = cls.__name__ if name is None else name
+        self.add(name, cls)
+        self._names[cls] = name
+
+    def register_twin(self, cls: type, name: str) -> None:
+        """Save states of `cls` under `name`, the name of a class that also makes such layers."""
+        self._names[cls] = name
+
+    @override
+    def remove(self, name: str) -> bool:
+        removed = super().remove(name)
+        self._names = {cls: own for cls, own in self._names.items() if own != name}
+        return removed
+
+    @override
+    def check(self, entry: object) -> None:
+        """Raise `RegistryError` if a class lacks members of the contract, which the error names."""
+        base = f"kvlayers.{self._base.__name__}"
+        if not isinstance(entry, type) or not issubclass(entry, self._base):
+            seen = f"the class {entry.__qualname__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
+            raise RegistryError(f"A {self.what} must be a class derived from {base}, got {seen}.")
+        missing = sorted(getattr(entry, "__abstractmethods__", ()))
+        if missing:
+            raise RegistryError(
+                f"{entry.__qualname__} must have every member of {base}, but it has no `{missing[0]}`: define "
+                f"{', '.join(f'`{name}`' for name in missing)}."
+            )
+        entry.check_description()
+
+    def name_of(self, cls: type) -> str:
+        """The name of a class in files: the name it is registered by, else its module and name."""
+        name = self._names.get(cls)
+        if name is not None:
+            return name
+        whole = f"{cls.__module__}.{cls.__qualname__}"
+        value = f"{cls.__module__}:{cls.__qualname__}"
+        return next((point.name for point in self._entry_points if point.value == value), whole)

@@ -1,0 +1,449 @@
+"""Kinds that kvlayers does not have: saved, loaded if they are registered, else refused by name."""
+
+import importlib.metadata
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from kvlayers import CacheFileError, RegistryError, StateMismatchError, inspect_cache, load_cache, save_cache
+from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer
+from models import CONFIGS, prompt, tiny_model
+
+NEW = 6
+
+
+class RecentLayer(kvlayers.TokenLayer):
+    """Keeps up to `most` tokens; one more, and the newest `most * kept` are left."""
+
+    described = ("most", "kept")
+
+    def __init__(self, most: int, kept: float = 0.5, store: kvlayers.TokenStore | None = None) -> None:
+        super().__init__(kvlayers.DenseStore() if store is None else store)
+        self.most, self.kept = most, kept
+        self._seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.store.validate(key_states, value_states)
+        attended = self.store.extend(key_states, value_states)
+        self._seen += tokens
+        if self.store.length > self.most:
+            self.store.drop_oldest(self.store.length - int(self.most * self.kept))
+        return attended
+
+    @property
+    def length(self) -> int:
+        return self._seen
+
+    @property
+    def capacity(self) -> int | None:
+        return None
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.length + query_length, self._seen - self.store.length
+
+    def check_truncate(self, length: int) -> None:
+        if length and not self._seen - self.store.length < length <= self._seen:
+            raise kvlayers.RollbackError(f"expected one of the {self.store.length} newest lengths, but saw {length}.")
+
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+        self.store.truncate(self.store.length - (self._seen - length) if length else 0)
+        self._seen = length
+
+    def reset(self) -> None:
+        super().reset()
+        self._seen = 0
+
+    def check_held(self, held: int, seen: int) -> None:
+        if not min(seen, int(self.most * self.kept)) <= held <= min(seen, self.most):
+            raise StateMismatchError(f"expected the newest of {seen} tokens, but saw {held}.")
+
+    def load_state(self, state: kvlayers.LayerState) -> None:
+        super().load_state(state)
+        self._seen = state.length
+
+
+class SlowStore(kvlayers.DenseStore):
+    """A store that grows by so many tokens at a time."""
+
+    def __init__(self, step: int = 16) -> None:
+        super().__init__(growth_divisor=2**62, minimum_growth=step)
+        self.step = step
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "step": self.step}
+
+    @classmethod
+    def from_description(cls, facts: Any, context: Any) -> "SlowStore":
+        return cls(facts["step"])
+
+
+class ChatCache(kvlayers.DynamicCache):
+    """A cache with an attribute of its own."""
+
+    def __init__(self, title: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.title = title
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "title": self.title}
+
+    @classmethod
+    def from_description(cls, options: Any, layers: list[Any], context: Any) -> "ChatCache":
+        cache = super().from_description(options, layers, context)
+        cache.title = options["title"]
+        return cache
+
+
+class HalvesBackend(Backend):
+    """Two codes a group: below the mean, or above."""
+
+    name = "halves"
+    widths = (1,)
+
+    def quantizer(self, options: Any, head_dim: int) -> Quantizer:
+        return HalvesQuantizer(CodeFormat(1, 1, head_dim))
+
+
+class HalvesQuantizer(Quantizer):
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        low, high = states.amin(-1, keepdim=True), states.amax(-1, keepdim=True)
+        codes = (states > (low + high) / 2).to(torch.uint8)
+        return QuantizedGroups(codes, high - low, low)
+
+
+AGAIN: dict[str, Callable[[], object]] = {
+    "RecentLayer": lambda: kvlayers.register_layer(RecentLayer),
+    "SlowStore": lambda: kvlayers.register_store(SlowStore),
+    "ChatCache": lambda: kvlayers.register_cache_class(ChatCache),
+    "halves": lambda: kvlayers.register_quantizer("halves")(HalvesBackend),
+}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    for register in AGAIN.values():
+        register()
+    yield
+    kvlayers.unregister_layer("RecentLayer")
+    kvlayers.unregister_store("SlowStore")
+    kvlayers.unregister_cache_class("ChatCache")
+    kvlayers.unregister_quantizer("halves")
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "chat.safetensors"
+
+
+def _halves() -> kvlayers.Quantization:
+    return kvlayers.Quantization("halves", nbits=1, residual_length=2, sink_tokens=0)
+
+
+def _of(make_layer: Callable[[], Any], **options: Any) -> Callable[[], kvlayers.Cache]:
+    return lambda: kvlayers.Cache(layers=[make_layer() for _ in range(2)], **options)
+
+
+MAKES: dict[str, Callable[[], kvlayers.Cache]] = {
+    "layer": _of(lambda: RecentLayer(12, 0.25)),
+    "layer over a registered store": _of(lambda: RecentLayer(12, store=SlowStore(5))),
+    "layer over packed codes": _of(lambda: RecentLayer(70, store=kvlayers.QuantizedStore(_halves()))),
+    "layer, offloaded": _of(lambda: RecentLayer(12), offloading=True),
+    "window over a registered store": _of(lambda: kvlayers.SlidingLayer(8, SlowStore(3))),
+    "layer over a static store": _of(lambda: kvlayers.DynamicLayer(store=kvlayers.StaticStore(7, grow=True))),
+    "static layers that grow": _of(lambda: kvlayers.StaticLayer(4, 3, kvlayers.Buckets(8, 1.5), grow=True)),
+    "cache": lambda: ChatCache("a chat"),
+    "quantizer": lambda: kvlayers.QuantizedCache("halves", nbits=1, residual_length=2, sink_tokens=0),
+}
+
+
+@torch.no_grad()
+def _decoded(cache: kvlayers.Cache, first: Tensor) -> list[Tensor]:
+    model, found, ids = tiny_model("llama"), [], first
+    for _ in range(NEW):
+        found.append(model(ids, past_key_values=cache, use_cache=True).logits[:, -1])
+        ids = found[-1].argmax(-1, keepdim=True)
+    return found
+
+
+def _filled(make: Callable[[], kvlayers.Cache]) -> kvlayers.Cache:
+    cache = make()
+    for tokens in (70, 1, 3):
+        with torch.no_grad():
+            tiny_model("llama")(prompt(1, tokens, seed=tokens), past_key_values=cache, use_cache=True)
+    return cache
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_what_is_registered_is_loaded_and_decodes_on(kind: str, registered: None, path: pathlib.Path) -> None:
+    cache = _filled(MAKES[kind])
+    save_cache(cache, path)
+    assert not inspect_cache(path).needs_config
+    loaded = load_cache(path)
+    assert type(loaded) is type(cache)
+    assert loaded.describe() == cache.describe()
+    for one, other in zip(loaded.layers, cache.layers, strict=True):
+        assert (type(one), one.describe()) == (type(other), other.describe())
+    for one, other in zip(_decoded(loaded, prompt(1, 2)), _decoded(cache, prompt(1, 2)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_stores_and_hints_of_a_loaded_layer_are_those_that_were_saved(registered: None, path: pathlib.Path) -> None:
+    save_cache(kvlayers.Cache(layers=[RecentLayer(12, 0.25, SlowStore(5)), kvlayers.StaticLayer(7, grow=True)]), path)
+    recent, static = load_cache(path).layers
+    assert (recent.most, recent.kept, type(recent.store), recent.store.step) == (12, 0.25, SlowStore, 5)
+    assert (static.max_cache_len, static.store.grow) == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "forget"),
+    [
+        ("layer", "RecentLayer", kvlayers.unregister_layer),
+        ("window over a registered store", "SlowStore", kvlayers.unregister_store),
+        ("cache", "ChatCache", kvlayers.unregister_cache_class),
+        ("quantizer", "halves", kvlayers.unregister_quantizer),
+    ],
+)
+def test_what_is_not_registered_is_refused_by_its_name(
+    kind: str, named: str, forget: Callable[[str], None], registered: None, path: pathlib.Path
+) -> None:
+    cache = _filled(MAKES[kind])
+    save_cache(cache, path)
+    forget(named)
+    try:
+        with pytest.raises(CacheFileError, match=named):
+            load_cache(path)
+    finally:
+        AGAIN[named]()
+    assert load_cache(path).get_seq_length() == cache.get_seq_length()
+
+
+def test_an_unregistered_layer_is_saved_and_loaded_into_a_cache_of_the_callers(path: pathlib.Path) -> None:
+    cache = _filled(MAKES["layer"])
+    save_cache(cache, path)
+    assert inspect_cache(path).layers == (f"{__name__}.RecentLayer",) * 2
+    with pytest.raises(CacheFileError, match=r"RecentLayer.*import the package that registers them"):
+        load_cache(path)
+    loaded = load_cache(path, into=MAKES["layer"]())
+    for one, other in zip(_decoded(loaded, prompt(1, 2)), _decoded(cache, prompt(1, 2)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_prefix_store_holds_registered_layers_in_memory_and_in_files(
+    registered: None, tmp_path: pathlib.Path
+) -> None:
+    ids = prompt(1, 20)
+    cache = MAKES["layer"]()
+    with torch.no_grad():
+        tiny_model("llama")(ids, past_key_values=cache, use_cache=True)
+    store = kvlayers.PrefixStore("1MiB", tmp_path)
+    assert store.insert(ids, cache, model="mine")
+    longer = torch.cat([ids, prompt(1, 3)], 1)
+    hit = store.lookup(longer, model="mine")
+    assert hit.covered == 20
+    store.flush()
+    elsewhere = kvlayers.PrefixStore("1MiB", tmp_path)
+    again = elsewhere.lookup(longer, model="mine")
+    assert again.covered == 20
+    for one, other in zip(_decoded(again.cache, prompt(1, 2)), _decoded(cache, prompt(1, 2)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_prefix_store_writes_no_file_that_it_could_not_read(tmp_path: pathlib.Path) -> None:
+    ids = prompt(1, 20)
+    cache = MAKES["layer"]()
+    with torch.no_grad():
+        tiny_model("llama")(ids, past_key_values=cache, use_cache=True)
+    store = kvlayers.PrefixStore("1MiB", tmp_path)
+    store.insert(ids, cache, model="mine")
+    store.flush()
+    assert store.statistics.failed_writes == 1
+    assert store.lookup(torch.cat([ids, ids], 1), model="mine").covered == 20
+
+
+# Forks, nesting
+
+
+@pytest.mark.parametrize("kind", ["layer over a registered store", "layer, offloaded"])
+def test_forks_go_on_apart(kind: str) -> None:
+    cache = _filled(MAKES[kind])
+    one, other = cache.fork(2)
+    _decoded(one, prompt(1, 3))
+    for found, expected in zip(_decoded(other, prompt(1, 2)), _decoded(cache, prompt(1, 2)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
+    context = kvlayers.layers.registry.description_context({})
+    linear = kvlayers.LinearAttentionLayer(2, kvlayers.Checkpoints(every=8, most=3), tokens_at_once=1)
+    hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, store=SlowStore(5))), linear)
+    twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
+    assert twin.describe() == hybrid.describe()
+    assert isinstance(twin.attention, kvlayers.OffloadedLayer)
+    assert (type(twin.attention.layer), twin.attention.layer.store.step) == (RecentLayer, 5)
+    assert (twin.linear.number_of_states, twin.linear.checkpoints, twin.linear.tokens_at_once) == (
+        2,
+        linear.checkpoints,
+        1,
+    )
+
+
+@pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
+def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
+    context = kvlayers.layers.registry.description_context({})
+    for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
+        with pytest.raises((KeyError, kvlayers.KVLayersError)):
+            layer_class.from_description({name: within}, context)
+
+
+# What is refused when it is registered
+
+
+class Unfinished(kvlayers.TokenLayer):
+    described = ("most",)
+
+    def __init__(self, most: int, store: kvlayers.TokenStore | None = None) -> None:
+        super().__init__(kvlayers.DenseStore() if store is None else store)
+
+
+class Undescribed(RecentLayer):
+    described = ("most",)
+
+
+class Storeless(RecentLayer):
+    described = ("most",)
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+
+
+class ForgetfulStore(SlowStore):
+    from_description = classmethod(kvlayers.TokenStore.from_description.__func__)  # type: ignore[attr-defined]
+
+
+class Bare(kvlayers.CacheLayer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("register", "cls", "named"),
+    [
+        (kvlayers.register_layer, Unfinished, "`capacity`"),
+        (kvlayers.register_layer, Bare, "`describe`"),
+        (kvlayers.register_layer, Undescribed, "`kept`"),
+        (kvlayers.register_layer, Storeless, "`store`"),
+        (kvlayers.register_layer, dict, "kvlayers.LayerOperations"),
+        (kvlayers.register_layer, 3, "kvlayers.LayerOperations"),
+        (kvlayers.register_store, ForgetfulStore, "`step`"),
+        (kvlayers.register_store, RecentLayer, "kvlayers.TokenStore"),
+        (kvlayers.register_cache_class, RecentLayer, "kvlayers.Cache"),
+    ],
+)
+def test_a_class_that_lacks_a_member_is_refused_with_its_name(register: Any, cls: Any, named: str) -> None:
+    before = kvlayers.layer_names(), kvlayers.store_names(), kvlayers.cache_class_names()
+    with pytest.raises(RegistryError, match=named):
+        register(cls)
+    assert (kvlayers.layer_names(), kvlayers.store_names(), kvlayers.cache_class_names()) == before
+
+
+def test_names_are_taken_once_and_given_up(registered: None) -> None:
+    with pytest.raises(RegistryError, match=r"'DynamicLayer' is already registered by kvlayers.*unregister_layer"):
+        kvlayers.register_layer(RecentLayer, name="DynamicLayer")
+    with pytest.raises(RegistryError, match="not empty"):
+        kvlayers.register_store(SlowStore, name=" ")
+    with pytest.raises(RegistryError, match="'nothing'"):
+        kvlayers.unregister_layer("nothing")
+    with pytest.raises(RegistryError, match="'nothing'"):
+        kvlayers.unregister_store("nothing")
+    with pytest.raises(RegistryError, match="'nothing'"):
+        kvlayers.unregister_cache_class("nothing")
+
+
+def test_a_layer_is_registered_by_a_decorator_under_a_name_of_its_own(path: pathlib.Path) -> None:
+    @kvlayers.register_layer(name="recent, for this test")
+    class Mine(RecentLayer):
+        pass
+
+    try:
+        cache = kvlayers.Cache(layers=[Mine(5)])
+        save_cache(cache, path)
+        assert inspect_cache(path).layers == ("recent, for this test",)
+        assert type(load_cache(path).layers[0]) is Mine
+    finally:
+        kvlayers.unregister_layer("recent, for this test")
+
+
+def test_a_layer_is_found_by_the_entry_point_of_its_package(
+    monkeypatch: pytest.MonkeyPatch, path: pathlib.Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "another_package", sys.modules[__name__])
+    monkeypatch.setattr(RecentLayer, "__module__", "another_package")
+    point = importlib.metadata.EntryPoint("recent", "another_package:RecentLayer", "kvlayers.layers")
+    wrong = importlib.metadata.EntryPoint("wrong", "another_package:SlowStore", "kvlayers.layers")
+    points = importlib.metadata.EntryPoints([point, wrong])
+    monkeypatch.setitem(vars(LAYER_CLASSES), "_entry_points", points)
+    assert "recent" in kvlayers.layer_names()
+    save_cache(kvlayers.Cache(layers=[RecentLayer(5)]), path)
+    assert inspect_cache(path).layers == ("recent",)
+    assert type(load_cache(path).layers[0]) is RecentLayer
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.LayerOperations"):
+        LAYER_CLASSES.get("wrong")
+
+
+def test_a_fact_that_layer_and_store_both_have_is_refused(path: pathlib.Path) -> None:
+    class Step(RecentLayer):
+        def describe(self) -> dict[str, Any]:
+            return {**super().describe(), "step": 3}
+
+    cache = kvlayers.Cache(layers=[Step(5, store=SlowStore(4))])
+    with pytest.raises(StateMismatchError, match="step in both"):
+        save_cache(cache, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("most", [float("nan"), float("inf"), [3]])
+def test_facts_that_are_not_plain_are_refused_before_anything_is_written(most: Any, path: pathlib.Path) -> None:
+    cache = kvlayers.Cache(layers=[RecentLayer(most)])
+    with pytest.raises(StateMismatchError, match="plain facts"):
+        save_cache(cache, path)
+    assert not path.exists()
+
+
+# Files of the first version of the format
+
+VERSION_1 = pathlib.Path(__file__).parent / "version_1"
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted(VERSION_1.iterdir())])
+def test_files_of_the_first_version_are_read(name: str) -> None:
+    path = VERSION_1 / f"{name}.safetensors"
+    if name == "recurrent":
+        with pytest.raises(CacheFileError, match=r"pass config=model\.config"):
+            load_cache(path)
+        loaded = load_cache(path, config=CONFIGS["jamba"]())
+    else:
+        loaded = load_cache(path)
+    generator = torch.Generator().manual_seed(0)
+    tokens = 80 if name == "quantized" else 12
+    keys = torch.randn((1, 1, tokens, 8), generator=generator)
+    assert loaded.get_seq_length() == tokens
+    held = loaded.layers[1 if name == "recurrent" else 0].peek()[0]
+    if name == "recurrent":
+        keys = torch.randn((1, 1, tokens, 8), generator=torch.Generator().manual_seed(1))
+    if name not in ("quantized", "sink"):
+        assert torch.equal(held, keys[:, :, tokens - held.shape[2] :])
+    static = {"static": (40, 2, False), "static-growing": (15, None, True), "static-sliding": (8, None, False)}
+    if name in static:
+        layer = loaded.layers[0]
+        assert (layer.max_cache_len, layer.store.max_batch_size, layer.store.grow) == static[name]
+        assert layer.store.buckets == (kvlayers.Buckets(8, 1.5) if name == "static" else kvlayers.Buckets())
+    for _ in range(3):
+        for part in [loaded.self_attention_cache] if name == "pair" else [loaded]:
+            part.update(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), 1)

@@ -64,7 +64,7 @@ def layer_class(kind: Fact) -> type[LayerOperations]:
     """The class that is registered as a kind of layer.
 
     Raises:
-        RegistryError: there is none.
+        RegistryError: no class is registered as this kind.
     """
     found = LAYER_CLASSES.get(kind)
     if found is None:

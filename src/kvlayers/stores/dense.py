@@ -28,6 +28,8 @@ class DenseStore(ContiguousStore):
         prefix_room: slots left free before the tokens; see `ContiguousStore`.
     """
 
+    shares_prefixes = True
+
     def __init__(
         self,
         length_hint: int | None = None,

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers.utils import logging
 
 from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.from_config import attention_part
 from kvlayers.errors import CapacityError
 from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.quantization import Quantization
@@ -172,6 +171,6 @@ def _forms(
     read(model, ids[:, :1], cache, 1)
     forms = {}
     for index in layers:
-        layer = attention_part(cache.layers[index])
+        layer = cache.layers[index].parts[0]
         forms[index] = form_of(layer.keys.to(dtype)), form_of(layer.values.to(dtype))
     return forms

@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvlayers.caches.from_config import attention_part
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
-from kvlayers.layers import QuantizedLayer
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.quantizers.registry import backend
 from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget
@@ -67,8 +65,8 @@ def checked_layers(config: PretrainedConfig, quantization: Quantization) -> tupl
     Raises:
         ConfigError: no layer is quantized.
     """
-    layers = QuantizedCache(config=config, backend=quantization.backend).layers
-    quantized = [index for index, layer in enumerate(layers) if isinstance(attention_part(layer), QuantizedLayer)]
+    layers = QuantizedCache(config=config, backend=quantization.backend).adapted_layers()
+    quantized = [index for index, layer in enumerate(layers) if layer.bits is not None]
     if not quantized:
         raise ConfigError(
             "The model has no layers of full attention, and only such layers are quantized: use a DynamicCache."

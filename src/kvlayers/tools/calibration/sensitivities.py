@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.from_config import attention_part
 from kvlayers.layers import QuantizedLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.packed_blocks import SIDES
@@ -66,10 +65,10 @@ def measure_sensitivities(
         exact = read(model, newest, cache.fork(), scored)
         for layer in layers:
             for nbits in widths:
-                rounded = _rounded(attention_part(cache.layers[layer]), quantization, nbits)
+                rounded = _rounded(cache.layers[layer].parts[0], quantization, nbits)
                 for side in SIDES:
                     probed = cache.fork()
-                    setattr(attention_part(probed.layers[layer]), side, rounded[side])
+                    setattr(probed.layers[layer].parts[0], side, rounded[side])
                     seen = read(model, newest, probed, scored)
                     total[layer, side, nbits] += mean_divergence(exact, seen) / len(passages)
                     tick()

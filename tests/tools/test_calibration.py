@@ -176,8 +176,8 @@ def test_windows_and_what_crosses_have_bits_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"nbits": [4, 4]}, "3 layers of the model, but saw 2"),
-        ({"nbits": [4, 5, 4]}, "but saw 5"),
+        ({"nbits": [4, 4]}, "3 layers of the model, got 2"),
+        ({"nbits": [4, 5, 4]}, "got 5"),
         ({"nbits": []}, "0 in nbits"),
         ({"nbits": "444"}, "'444'"),
         ({"nbits": [4, 4, [4]]}, r"\[4\]"),

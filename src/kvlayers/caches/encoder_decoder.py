@@ -64,7 +64,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 "pass two caches."
             )
         own, cross = caches
-        if isinstance(own, EncoderDecoderCache) or isinstance(cross, EncoderDecoderCache):
+        if own.is_pair or cross.is_pair:
             raise OptionError("expected two caches that are not pairs themselves, but saw a pair: pass its parts.")
         if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
             raise OptionError("expected two caches that share nothing, but saw shared layers: make one for each part.")

@@ -122,7 +122,7 @@ class RecurrentSurface(LayerList):
         return updated
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a model must pass the states of every token to a layer, rather than write to those that it holds.
+        """Whether a model must pass the states of every token to a layer, instead of writing to the held states.
 
         kvlayers' recurrent layers always say so, since they count tokens. A layer's `is_recording` says whether it
         holds more than it needs, for a later rollback.

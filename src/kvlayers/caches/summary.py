@@ -1,4 +1,4 @@
-"""What a cache tells people: what it holds, as a table, and why its last calls were not faster."""
+"""Reports of a cache for people: a table of its contents, and why its last calls were not faster."""
 
 import html
 import itertools

@@ -84,7 +84,7 @@ class DescribedByArguments:
             others: arguments that it must take besides.
         """
         taken = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-        expected = [*cls.described, *others]
+        expected = [*cls.described, *cls.hints, *others]
         for name in expected:
             if name not in taken:
                 raise RegistryError(
@@ -93,7 +93,7 @@ class DescribedByArguments:
                     "define `describe` and `from_description`."
                 )
         for name in taken:
-            if name not in expected and name not in cls.hints:
+            if name not in expected:
                 raise RegistryError(
                     f"expected {cls.__qualname__}.described to name every argument of __init__ that a state depends "
                     f"on, but it does not name `{name}`: add it to `described`, or to `hints` if no state depends on "

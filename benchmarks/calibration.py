@@ -25,7 +25,6 @@ from transformers.utils import logging
 import kvlayers
 import report
 from fidelity import passages
-from kvlayers.caches.from_config import attention_part
 from kvlayers.tools.calibration.divergence import DivergenceInUse
 from workload import RandomModel, Shape, default_model, default_text
 
@@ -77,7 +76,7 @@ def uniform_bytes(model: Any, key_nbits: int, value_nbits: int) -> float:
     plan = kvlayers.plan(model.config, 8192, dtype=torch.bfloat16, names=["dynamic"])
     states = plan["dynamic"].bytes_per_token / 2 / torch.bfloat16.itemsize
     cache = kvlayers.QuantizedCache(config=model.config)
-    quantized = [attention_part(layer) for layer in cache.layers]
+    quantized = [layer.parts[0] for layer in cache.adapted_layers()]
     assert all(isinstance(layer, kvlayers.QuantizedLayer) for layer in quantized)
     # A scale and a zero point in bfloat16 for each 64 numbers of keys and of values.
     return states * ((key_nbits + value_nbits) / 8 + 2 * 4 / 64)

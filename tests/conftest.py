@@ -39,7 +39,7 @@ FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several processes, one that has nothing left takes over what is last with another: let that be short."""
     for item in items:
-        if item.name == "kvlayers.caches.mamba.MambaCache":
+        if item.name == "kvlayers.caches.aliases.MambaCache":
             # A doctest, which has no place for a condition of its own.
             item.add_marker(versions.recurrent_layers_of_ours)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))

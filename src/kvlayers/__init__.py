@@ -13,20 +13,28 @@ from kvlayers.utils import late
 from kvlayers.version import __version__
 
 if TYPE_CHECKING:
+    from kvlayers.caches.aliases import (
+        HQQQuantizedCache,
+        HybridCache,
+        HybridChunkedCache,
+        HybridMambaAttentionDynamicCache,
+        MambaCache,
+        OffloadedCache,
+        OffloadedStaticCache,
+        QuantoQuantizedCache,
+        SlidingWindowCache,
+    )
     from kvlayers.caches.base import Cache
     from kvlayers.caches.dynamic import DynamicCache
     from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-    from kvlayers.caches.explanation import Explanation
     from kvlayers.caches.export import ExportableDecoder
-    from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
-    from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
     from kvlayers.caches.operations import CacheState
     from kvlayers.caches.pytrees import register_export_support
-    from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+    from kvlayers.caches.quantized import QuantizedCache, QuantizedCacheConfig
     from kvlayers.caches.registry import cache_class_names, register_cache_class, unregister_cache_class
     from kvlayers.caches.sink import SinkCache
-    from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
-    from kvlayers.caches.summary import CacheSummary, LayerSummary
+    from kvlayers.caches.static import StaticCache
+    from kvlayers.caches.summary import CacheSummary, Explanation, LayerSummary
     from kvlayers.errors import (
         BatchIndexError,
         CacheFileError,
@@ -113,6 +121,17 @@ if not is_command():
     check_installed()
 
 _NAMES = {
+    "caches.aliases": (
+        "HQQQuantizedCache",
+        "HybridCache",
+        "HybridChunkedCache",
+        "HybridMambaAttentionDynamicCache",
+        "MambaCache",
+        "OffloadedCache",
+        "OffloadedStaticCache",
+        "QuantoQuantizedCache",
+        "SlidingWindowCache",
+    ),
     "caches.base": ("Cache",),
     "tools.calibration": (
         "BytesBudget",
@@ -146,7 +165,6 @@ _NAMES = {
         "StateMismatchError",
         "UnsupportedLayerError",
     ),
-    "caches.explanation": ("Explanation",),
     "caches.export": ("ExportableDecoder",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
@@ -174,19 +192,17 @@ _NAMES = {
         "register_layer",
         "unregister_layer",
     ),
-    "caches.mamba": ("HybridMambaAttentionDynamicCache", "MambaCache"),
     "offload": ("DiskMemory", "HomeMemory", "HostMemory", "Prefetcher", "Traffic", "TrafficMeter"),
-    "caches.offloaded": ("OffloadedCache", "OffloadedStaticCache"),
     "caches.operations": ("CacheState",),
     "persistence": ("CacheFile", "inspect_cache", "load_cache", "save_cache", "weights_id"),
     "planning": ("Plan", "PlannedCache", "plan"),
     "prefix": ("EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"),
     "caches.pytrees": ("register_export_support",),
-    "caches.quantized": ("HQQQuantizedCache", "QuantizedCache", "QuantizedCacheConfig", "QuantoQuantizedCache"),
+    "caches.quantized": ("QuantizedCache", "QuantizedCacheConfig"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
     "rope.rotary": ("Rotary",),
     "caches.sink": ("SinkCache",),
-    "caches.static": ("HybridCache", "HybridChunkedCache", "SlidingWindowCache", "StaticCache"),
+    "caches.static": ("StaticCache",),
     "stores": (
         "Buckets",
         "DenseStore",
@@ -200,7 +216,7 @@ _NAMES = {
         "store_names",
         "unregister_store",
     ),
-    "caches.summary": ("CacheSummary", "LayerSummary"),
+    "caches.summary": ("CacheSummary", "Explanation", "LayerSummary"),
 }
 """Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command line, or say what it needs."""
+    """Run the command line, or print what is not installed."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f'kvlayers: its commands need {" and ".join(missing)}: pip install "kvlayers[cli]"', file=sys.stderr)
+        print(f'kvlayers: the commands need {" and ".join(missing)}: pip install "kvlayers[cli]"', file=sys.stderr)
         raise SystemExit(2)
     try:
         check_installed()
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def make_app() -> "typer.Typer":
-    """The command line with all its commands. None of them imports torch before it is run."""
+    """The command line with all its commands. No command imports torch before it is run."""
     import typer
 
     from kvlayers.tools.cli.bench import bench

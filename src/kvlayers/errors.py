@@ -1,82 +1,82 @@
-"""The errors of kvlayers: one base class, a few named ones.
+"""The errors of kvlayers.
 
-Each is raised before anything is changed, and its message says what was expected, what was seen and what to do.
-Each also inherits the built-in exception that transformers or Python would have raised, so that existing handlers
-go on working.
+An error is raised before anything is changed. Its message says what was wrong, what was given, and what to do. Each
+class also inherits from the built-in exception that transformers or Python would have raised, so that existing handlers
+continue to work.
 """
 
 
 class KVLayersError(Exception):
-    """Base class of every error that kvlayers raises on purpose."""
+    """Base class of all errors of kvlayers."""
 
 
 class StateMismatchError(KVLayersError, ValueError):
-    """States do not fit those that are held: another batch size, kv_heads, head_dim, dtype, device or rank."""
+    """States do not match those that the cache holds in batch size, kv_heads, head_dim, dtype, device or rank."""
 
 
 class PromptMismatchError(StateMismatchError):
-    """A prompt begins with other tokens than those that the cache has seen, under `install(strict_prompts=True)`."""
+    """A prompt starts with other tokens than the cache has seen, under `install(strict_prompts=True)`."""
 
 
 class LayerIndexError(KVLayersError, IndexError):
-    """The cache has no layer at that index."""
+    """The cache has no layer with this index."""
 
 
 class BatchIndexError(KVLayersError, IndexError):
-    """Batch indices are empty, out of range, or not whole numbers."""
+    """Batch indices are empty, out of range, or not integers."""
 
 
 class CapacityError(KVLayersError, ValueError, IndexError):
-    """More tokens than a fixed reservation can hold, or more bytes than a budget has."""
+    """More tokens than fit into a reservation, or more bytes than a budget allows."""
 
 
 class RollbackError(KVLayersError, ValueError):
-    """The cache cannot be put back to the length that was asked for."""
+    """The cache cannot be rolled back to the requested length."""
 
 
 class OptionError(KVLayersError, TypeError, ValueError):
-    """An option that does not exist, is missing, or has a value of the wrong kind."""
+    """An option does not exist, is missing, or has a wrong value."""
 
 
 class ConfigError(KVLayersError, ValueError):
-    """A model config lacks what the cache needs to know."""
+    """A model config lacks information that the cache needs, or the model does not fit the cache."""
 
 
 class RegistryError(KVLayersError, ValueError):
-    """A cache name is unknown, empty or taken."""
+    """A name is unknown, empty, or registered already."""
 
 
 class LegacyFormatError(KVLayersError, ValueError):
-    """Legacy tuples are nested in a way that no cache can take, or a cache has no faithful tuple form."""
+    """Legacy tuples have an invalid structure, or a cache cannot be represented as tuples."""
 
 
 class UnsupportedLayerError(KVLayersError, TypeError):
-    """A layer class of transformers cannot do what was asked of it."""
+    """A layer does not support the requested operation."""
 
 
 class InterruptedPassError(KVLayersError, RuntimeError):
-    """A forward pass was interrupted, and left layers that have seen different tokens: crop or reset the cache."""
+    """An interrupted forward pass has left layers that have seen different tokens: crop or reset the cache."""
 
 
 class StaleStatesError(KVLayersError, RuntimeError):
-    """States that a cache returned are read after it has changed."""
+    """States that a cache has returned are read after the cache has changed."""
 
 
 class ReadOnlyStatesError(KVLayersError, RuntimeError):
-    """States of a cache, as attention reads them, are written to."""
+    """States that a cache has returned for attention are written to."""
 
 
 class CacheFileError(KVLayersError, ValueError):
-    """A file is damaged, or no file of a cache, or holds what cannot be loaded as it was asked for."""
+    """A file is damaged, is not a cache file, or cannot be loaded in the requested way."""
 
 
 class CachePathError(KVLayersError, OSError):
-    """A file cannot be read from or written to the path that was given."""
+    """A file cannot be read from, or written to, the given path."""
 
 
 class ModelMismatchError(KVLayersError, ValueError):
-    """The states in a file are another model's."""
+    """The states in a file belong to another model."""
 
 
 class PrefixError(KVLayersError, LookupError):
-    """A prefix store holds nothing, or nothing pinned, for the tokens that were given."""
+    """A prefix store has no entry, or no pinned entry, for the given tokens."""

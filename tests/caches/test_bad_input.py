@@ -440,7 +440,7 @@ def test_parts_and_layers_are_not_shared() -> None:
     cache, layer = kvlayers.DynamicCache(), kvlayers.DynamicLayer()
     with pytest.raises(kvlayers.OptionError, match="share nothing"):
         kvlayers.EncoderDecoderCache(cache, cache)
-    with pytest.raises(kvlayers.ConfigError, match="comes twice"):
+    with pytest.raises(kvlayers.ConfigError, match="one layer twice"):
         kvlayers.Cache(layers=[layer, layer])
 
 
@@ -453,7 +453,7 @@ def test_a_limit_is_no_way_around_by_a_state() -> None:
 
 
 def test_half_a_pair_is_refused() -> None:
-    with pytest.raises(kvlayers.LegacyFormatError, match="one alone"):
+    with pytest.raises(kvlayers.LegacyFormatError, match="only one"):
         kvlayers.DynamicCache([(states(1, 2, 3, 8), None)])
 
 

@@ -184,7 +184,7 @@ def test_errors_say_bytes_as_people_read_them() -> None:
         kvlayers.plan(MISTRAL, 4096, memory=1000)
     store, cache = kvlayers.PrefixStore("1k"), kvlayers.DynamicCache()
     cache.update(torch.zeros(1, 2, 60, 8), torch.zeros(1, 2, 60, 8), 0)
-    with pytest.raises(kvlayers.CapacityError, match=r"at most 1\.00 KiB \(1024 bytes\), .* \d+\.\d KiB \(\d+ b"):
+    with pytest.raises(kvlayers.CapacityError, match=r"max_bytes of 1\.00 KiB \(1024 bytes\), .* \d+\.\d KiB \(\d+ b"):
         store.insert(torch.arange(60), cache, model="a")
 
 

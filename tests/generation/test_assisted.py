@@ -89,7 +89,7 @@ def test_a_replay_may_be_a_pass_of_its_own(
     installed: None, monkeypatch: pytest.MonkeyPatch, rounds: dict[str, int], most: int
 ) -> None:
     model = spread("qwen3_next")
-    monkeypatch.setattr(assisted, "MOST_WITH_A_DRAFT", most)
+    monkeypatch.setattr(assisted, "MAX_REPLAYED_WITH_DRAFT", most)
     expected = generated(model).sequences
     for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft_of(model)}):
         assert torch.equal(generated(model, **how).sequences, expected)

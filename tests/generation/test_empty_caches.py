@@ -175,7 +175,7 @@ def test_a_filled_cache_is_left_alone_with_one_line_in_the_log(caplog: pytest.Lo
         assert torch.equal(output, generate(longer, None))
     assert kinds(cache) == [""] * 4
     assert [record.message for record in caplog.records] == [
-        "A DynamicCache keeps its layers of transformers, as it holds states: kvlayers gives its own to empty caches."
+        "A DynamicCache keeps its layers of transformers, as it holds states: only empty caches get kvlayers' layers."
     ]
 
 

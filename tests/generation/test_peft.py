@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers.caches.legacy_api import LegacyStates
+from kvlayers.caches.nested_tuples import LegacyStates
 from models import ENCODER_DECODERS, fresh_model, prompt
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")

@@ -285,7 +285,7 @@ def test_a_misspelt_option_of_a_name_is_refused(installed: None) -> None:
 
 @pytest.mark.parametrize("name", ["", "  ", None, 3])
 def test_an_empty_name_is_refused(name: Any) -> None:
-    with pytest.raises(kvlayers.RegistryError, match="`name` must be a string"):
+    with pytest.raises(kvlayers.RegistryError, match="must be a string that is not empty"):
         kvlayers.register(name)
 
 

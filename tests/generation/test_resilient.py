@@ -367,7 +367,7 @@ def test_memory_may_run_out_after_the_last_token(family: str, as_dict: bool) -> 
     tokens = (expected.sequences if as_dict else expected)[0]
     streamer = FailsInTheLastStep(NEW_TOKENS)
     running_out = RunningOut(model, [])
-    with pytest.warns(SteppedDownWarning, match=f"after the {NEW_TOKENS} new tokens"):
+    with pytest.warns(SteppedDownWarning, match=f"continues after {NEW_TOKENS} new tokens"):
         seen = resilient_generate(model, **arguments_for(ids, return_dict_in_generate=as_dict, streamer=streamer))
     assert type(seen) is type(expected)
     assert torch.equal((seen.sequences if as_dict else seen)[0], tokens)
@@ -488,7 +488,7 @@ def test_a_generate_of_the_models_own_starts_again() -> None:
     expected = uninterrupted(model, ids)
     model.__class__ = Own
     RunningOut(model, [4])
-    with pytest.warns(SteppedDownWarning, match=r"as this generate\(\) is not that of transformers"):
+    with pytest.warns(SteppedDownWarning, match=r"as this generate\(\) is not the one of transformers"):
         assert torch.equal(resilient_generate(model, ids, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
     assert model.calls == 2
 
@@ -558,18 +558,17 @@ def test_the_default_ladder_is_gone_down_to_its_end() -> None:
         assert torch.equal(resilient_generate(model, **arguments_for(ids)), expected)
     said = [str(warning.message) for warning in seen]
     assert said == [
-        "resilient_generate ran out of memory with what was asked for, after 1 new token: OutOfMemoryError: CUDA out "
-        "of memory. Tried to allocate 20.00 MiB. It goes on after the 1 new token that it has, now with "
-        "cache_implementation='int8'.",
+        "resilient_generate ran out of memory with the requested cache, after 1 new token: OutOfMemoryError: CUDA out "
+        "of memory. Tried to allocate 20.00 MiB. It continues after 1 new token, now with cache_implementation='int8'.",
         "resilient_generate ran out of memory with cache_implementation='int8', after 2 new tokens: OutOfMemoryError: "
-        "CUDA out of memory. Tried to allocate 20.00 MiB. It goes on after the 2 new tokens that it has, now with "
+        "CUDA out of memory. Tried to allocate 20.00 MiB. It continues after 2 new tokens, now with "
         "cache_implementation='int4'.",
         "resilient_generate ran out of memory with cache_implementation='int4', after 3 new tokens: OutOfMemoryError: "
-        "CUDA out of memory. Tried to allocate 20.00 MiB. It goes on after the 3 new tokens that it has, now with "
+        "CUDA out of memory. Tried to allocate 20.00 MiB. It continues after 3 new tokens, now with "
         "cache_implementation='offloaded'.",
         "resilient_generate ran out of memory with cache_implementation='offloaded', after 4 new tokens: "
-        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. It goes on after the 4 new tokens that it "
-        "has, now with cache_implementation='offloaded_quantized' with {'nbits': 4}.",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. It continues after 4 new tokens, "
+        "now with cache_implementation='offloaded_quantized' with {'nbits': 4}.",
     ]
     assert all(warning.filename == __file__ for warning in seen)
     assert running_out.caches == [
@@ -588,7 +587,7 @@ def test_the_error_in_the_end_says_what_was_tried() -> None:
     line = "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"
     assert str(seen.value) == (
         f"{MESSAGE}\n\nresilient_generate ran out of memory on every rung of its ladder:\n"
-        f"  1. what was asked for, after 2 new tokens: {line}\n"
+        f"  1. the requested cache, after 2 new tokens: {line}\n"
         f"  2. cache_implementation='int4', after 3 new tokens: {line}\n"
         f"  3. cache_implementation='offloaded_quantized' with {{'nbits': 2}}, after 3 new tokens: {line}\n"
         "Shorten the prompt, generate fewer tokens or sequences at once, or add smaller caches to the ladder."
@@ -630,21 +629,21 @@ def test_what_was_asked_for_is_not_tried_twice(installed: None, asked: Arguments
 @pytest.mark.parametrize(
     ("ladder", "error", "message"),
     [
-        ([], OptionError, "expected at least one rung in the ladder"),
-        ("int4", OptionError, "expected a sequence of rungs as the ladder, but saw 'int4'"),
-        (Rung("int4"), OptionError, "expected a sequence of rungs"),
-        (7, OptionError, "expected a sequence of rungs as the ladder, but saw 7"),
-        ([""], RegistryError, "expected the name of a cache .*int4.*, but saw ''"),
-        (["int4", "in4"], RegistryError, "expected the name of a cache .*int4.*, but saw 'in4'"),
-        ([7], OptionError, "expected a rung to be the name of a cache, a pair .* but saw 7"),
-        ([("int4",)], OptionError, "expected a rung to be the name"),
-        (("offloaded_quantized", {"nbits": 4}), OptionError, r"but saw \{'nbits': 4\}"),
-        ([("int4", 4)], OptionError, "expected the options of a rung by their names, but saw 4"),
+        ([], OptionError, "`ladder` must have at least one rung"),
+        ("int4", OptionError, "`ladder` must be a sequence of rungs, got 'int4'"),
+        (Rung("int4"), OptionError, "must be a sequence of rungs"),
+        (7, OptionError, "must be a sequence of rungs, got 7"),
+        ([""], RegistryError, "unknown cache name ''.*int4"),
+        (["int4", "in4"], RegistryError, "unknown cache name 'in4'.*int4"),
+        ([7], OptionError, "a rung must be the name of a cache, a pair .* got 7"),
+        ([("int4",)], OptionError, "a rung must be the name"),
+        (("offloaded_quantized", {"nbits": 4}), OptionError, r"got \{'nbits': 4\}"),
+        ([("int4", 4)], OptionError, "`options` of a Rung must be a mapping .* got 4"),
         ([("int4", {"nbit": 4})], OptionError, "did you mean 'nbits'"),
-        ([("int4", {"nbits": 2})], OptionError, "expected nbits=4, as the name of the cache says"),
+        ([("int4", {"nbits": 2})], OptionError, "`nbits` is 4 for a cache of this name"),
         ([("int4", {"q_group_size": -7})], kvlayers.KVLayersError, "-7"),
-        (["int4", None], OptionError, "expected None, .* as the first rung"),
-        ([(None, {"nbits": 4})], OptionError, "expected options of a cache that has a name"),
+        (["int4", None], OptionError, "None in `ladder` stands for the requested cache"),
+        ([(None, {"nbits": 4})], OptionError, "`options` of a Rung need a `name`"),
     ],
     ids=repr,
 )

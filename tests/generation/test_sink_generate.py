@@ -11,7 +11,6 @@ import kvlayers
 import versions
 from families import model_and_inputs
 from kvlayers import SinkCache, SinkLayer
-from kvlayers.caches.from_config import attention_part, recurrent_part
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model
 
@@ -201,8 +200,8 @@ def test_models_with_recurrent_states_keep_them_beside_the_sinks(family: str) ->
         expected = generated(model, ids, cache_implementation="dynamic")
         assert torch.equal(generated(model, ids, **wide).sequences, expected.sequences)
         narrow = generated(model, ids, cache_implementation="sink", cache_config={"window_length": 8})
-        assert any(isinstance(attention_part(layer), SinkLayer) for layer in narrow.past_key_values.layers)
-        recurrent = [part for layer in narrow.past_key_values.layers if (part := recurrent_part(layer)) is not None]
+        assert any(isinstance(layer.parts[0], SinkLayer) for layer in narrow.past_key_values.layers)
+        recurrent = narrow.past_key_values.recurrent_parts()
         assert recurrent
         assert all(part.length == ids.shape[1] + 49 for part in recurrent)
 
@@ -235,12 +234,12 @@ def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
     given = SinkCache(20, 3, config=model.config)
     with kvlayers.installed():
         for how in ({"past_key_values": given}, {"cache_implementation": "sink"}):
-            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left only"):
                 generated(model, ids, attention_mask=mask, **how)
         assert given.get_seq_length() == 0
         text = generated(model, ids, past_key_values=given, tokens=4).sequences
         later = torch.cat([torch.ones_like(text), mask], dim=1)
-        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left alone"):
+        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left only"):
             generated(model, torch.cat([text, ids], dim=1), attention_mask=later, past_key_values=given)
 
 

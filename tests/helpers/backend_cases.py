@@ -1,4 +1,4 @@
-"""The places of a prefix store's files, as somebody sees them who does not go by kvlayers."""
+"""The backends of a prefix store, seen without kvlayers."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ PART = 2**16
 
 
 class Files(Protocol):
-    """What lies in a place, by name."""
+    """The files of a backend, by name."""
 
     url: str
 

@@ -65,7 +65,6 @@ def main() -> None:
     found["errors"] = apart(lambda: kvlayers.errors.CapacityError)
     from transformers import GenerationMixin  # noqa: F401
 
-    found["each"] = {module: apart(lambda: import_names(names)) for module, names in kvlayers._NAMES.items()}  # noqa: B023
     found["all"] = imports_of(lambda: import_names(tuple(kvlayers.__all__)))
     print(json.dumps(found))
 

@@ -269,9 +269,13 @@ REFUSED = {
         "12 tokens that were",
     ),
     "less than a static window attends to": ("static sliding", lambda keys: keys[:, :, :6], "at least the 7 tokens"),
-    "more than a static layer holds": ("static", lambda keys: torch.cat([keys, keys], 2), "of the 12 tokens"),
-    "fewer among sinks": ("sink over a long window", lambda keys: keys[:, :, 1:], "all 12 tokens, as keys are turned"),
-    "sinks after eviction": ("sink", lambda keys: keys, "some have been evicted"),
+    "more than a static layer holds": ("static", lambda keys: torch.cat([keys, keys], 2), "most the 12 tokens"),
+    "fewer among sinks": (
+        "sink over a long window",
+        lambda keys: keys[:, :, 1:],
+        "all 12 tokens, since keys are rotated",
+    ),
+    "sinks after eviction": ("sink", lambda keys: keys, "tokens have been evicted"),
 }
 
 

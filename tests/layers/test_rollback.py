@@ -153,7 +153,7 @@ def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
         decoder.pass_on(one, ids[:, :PROMPT])
         decoder.decode(one, ids[:, PROMPT:15])
     for removed in (1, 3):
-        with pytest.raises(RollbackError, match=r"latest before that is at 10: use truncate\(\)"):
+        with pytest.raises(RollbackError, match=r"latest one before is at 10: use truncate\(\)"):
             cache.crop(-removed)
     with pytest.raises(RollbackError, match="between 0 and the 15 tokens"):
         cache.truncate(16)

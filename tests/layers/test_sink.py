@@ -286,7 +286,7 @@ def test_a_quantized_window_holds_its_sinks_in_full_precision(operation: str | N
 
 
 BAD_OPTIONS = {
-    "a window as large as the sinks": ({"window_length": 4, "num_sink_tokens": 4}, "window_length larger than"),
+    "a window as large as the sinks": ({"window_length": 4, "num_sink_tokens": 4}, "window_length to be larger than"),
     "no window": ({"window_length": 0}, "window_length to be a whole number"),
     "no sinks": ({"window_length": 8, "num_sink_tokens": 0}, "num_sink_tokens to be a whole number"),
     "half a token": ({"window_length": 8.5}, "whole number"),

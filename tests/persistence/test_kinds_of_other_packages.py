@@ -17,7 +17,6 @@ from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer
 from models import CONFIGS, prompt, tiny_model
 
 NEW = 6
-pytestmark = pytest.mark.fast
 
 
 class RecentLayer(kvlayers.TokenLayer):
@@ -355,7 +354,7 @@ def test_a_class_that_lacks_a_member_is_refused_with_its_name(register: Any, cls
 
 
 def test_names_are_taken_once_and_given_up(registered: None) -> None:
-    with pytest.raises(RegistryError, match=r"'DynamicLayer' is taken by kvlayers.*unregister_layer"):
+    with pytest.raises(RegistryError, match=r"'DynamicLayer' is already registered by kvlayers.*unregister_layer"):
         kvlayers.register_layer(RecentLayer, name="DynamicLayer")
     with pytest.raises(RegistryError, match="not empty"):
         kvlayers.register_store(SlowStore, name=" ")

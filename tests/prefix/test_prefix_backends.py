@@ -129,7 +129,7 @@ def failing() -> FilesystemFiles:
     return FilesystemFiles("failing://me:hunter2@host/team")
 
 
-# What all places have in common
+# What all backends have in common
 
 
 def test_a_model_goes_on_from_what_was_spilled_before_a_restart(files: Files) -> None:
@@ -329,7 +329,9 @@ def test_no_temporary_file_stays(files: Files, tmp_path: pathlib.Path, monkeypat
 # What goes wrong on the way
 
 
-def test_a_place_that_does_not_answer_loses_nothing(failing: FilesystemFiles, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_that_does_not_answer_loses_nothing(
+    failing: FilesystemFiles, caplog: pytest.LogCaptureFixture
+) -> None:
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     put(store, [1, 5, 7])
@@ -349,7 +351,7 @@ def test_a_place_that_does_not_answer_loses_nothing(failing: FilesystemFiles, ca
     assert (covered(store, [1, 5, 6]), len(store), store.statistics.damaged) == (3, 3, 0)
 
 
-def test_a_place_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles) -> None:
+def test_a_backend_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles) -> None:
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     Failing.fails = {"ls"}
@@ -393,13 +395,13 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
 
 
 @pytest.mark.parametrize("what", ["write", "delete", "ls"])
-def test_a_place_that_cannot_be_used_is_refused_at_once(what: str, failing: FilesystemFiles) -> None:
+def test_a_backend_that_cannot_be_used_is_refused_at_once(what: str, failing: FilesystemFiles) -> None:
     Failing.fails = {what}
     with pytest.raises(CachePathError, match=r"reach failing://\*\*\*@host/team, got ConnectionError: check that"):
         PrefixStore(ROOM, failing.url)
 
 
-def test_a_place_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_such_bucket(self: Any, path: str, value: bytes, **options: Any) -> None:
         raise FileNotFoundError(path)
 
@@ -595,7 +597,7 @@ def test_storage_options_reach_the_file_system(failing: FilesystemFiles) -> None
     assert objects._fs.token == "mine"
 
 
-def test_what_is_no_place_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_backend_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"class": "there_is_no_such_package.FileSystem", "err": "Install there-is-none to reach it"}
     monkeypatch.setitem(known_implementations, "missing", missing)
     for options, message in (

@@ -95,7 +95,7 @@ def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles)
 
 def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles, tmp_path: pathlib.Path) -> None:
     address = Address(files.url, {})
-    writer, place = RedisObjectStore(address), RemoteBackend(RedisObjectStore(address), address)
+    writer, backend = RedisObjectStore(address), RemoteBackend(RedisObjectStore(address), address)
     contents = [bytes([number]) * size for number, size in ((1, 4 * PART + 7), (2, 5 * PART))]
     mixed: list[bytes] = []
     done = threading.Event()
@@ -103,7 +103,7 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles, tmp_pat
     def read() -> None:
         while not done.is_set():
             try:
-                with place.reading("it.safetensors", 2**30) as path:
+                with backend.reading("it.safetensors", 2**30) as path:
                     content = pathlib.Path(path).read_bytes()
             except UnreachableError:
                 # It was replaced too often: nothing was returned.
@@ -337,13 +337,13 @@ def test_names_that_a_terminal_would_obey_are_not_looked_at(files: ServerFiles) 
 
 def test_a_file_that_is_missing_is_no_damage(files: ServerFiles) -> None:
     address = Address(files.url, {})
-    place = RemoteBackend(RedisObjectStore(address), address)
-    with pytest.raises(CachePathError, match="it was deleted"), place.reading("none.safetensors", 5):
+    backend = RemoteBackend(RedisObjectStore(address), address)
+    with pytest.raises(CachePathError, match="it was deleted"), backend.reading("none.safetensors", 5):
         pass
     files.write("it.safetensors", b"123456")
-    with place.reading("it.safetensors", 6):
+    with backend.reading("it.safetensors", 6):
         files.delete("it.safetensors")
     assert files.names() == []
     files.write("it.safetensors", b"123456")
-    with pytest.raises(CacheFileError, match="at most 5 bytes"), place.reading("it.safetensors", 5):
+    with pytest.raises(CacheFileError, match="at most 5 bytes"), backend.reading("it.safetensors", 5):
         pass

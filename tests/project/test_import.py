@@ -53,15 +53,6 @@ def test_no_public_name_needs_an_optional_package(imported: Any) -> None:
 
 
 @needs_a_fork
-def test_any_name_can_be_the_first_one(imported: Any) -> None:
-    """Modules that import each other in a circle are right in one order and wrong in another."""
-    assert imported["each"].keys() == kvlayers._NAMES.keys()
-    for module, found in imported["each"].items():
-        assert isinstance(found, list), f"{module} cannot be imported first:\n{found}"
-        assert f"kvlayers.{module}" in found
-
-
-@needs_a_fork
 def test_modules_are_there_as_soon_as_the_package_is(imported: Any) -> None:
     assert "kvlayers.errors" in imported["errors"]
 

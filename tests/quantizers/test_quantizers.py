@@ -455,7 +455,7 @@ def test_a_backend_of_ones_own() -> None:
 
     try:
         assert type(backend("own")) is Own
-        with pytest.raises(RegistryError, match="'own' is taken"):
+        with pytest.raises(RegistryError, match="'own' is already registered"):
             register_quantizer("own")(Own)
     finally:
         unregister_quantizer("own")

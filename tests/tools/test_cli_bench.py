@@ -25,6 +25,7 @@ from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.cli import reports  # noqa: E402
 from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
 from kvlayers.tools.cli.bench_view import show  # noqa: E402
+from kvlayers.tools.cli.run_facts import RunFacts  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
 from kvlayers.tools.measuring.text import rows  # noqa: E402
@@ -96,7 +97,7 @@ def test_the_tables_have_every_cache_at_every_length(llama: Path) -> None:
     assert [row[0] for row in found] == [*names, "kvlayers int8", "kvlayers int4"] * 2
     assert [row[1] for row in found[:4]] == ["reference", "same", "same", "same"]
     assert found[0][4] == "1.00"
-    assert "Every exact cache of kvlayers gave the tokens of transformers' DynamicCache." in result.output
+    assert "Every exact cache of kvlayers gave the same tokens as transformers' DynamicCache." in result.output
 
 
 def test_the_json_is_all_of_stdout_and_has_what_was_measured(llama: Path) -> None:
@@ -107,9 +108,9 @@ def test_the_json_is_all_of_stdout_and_has_what_was_measured(llama: Path) -> Non
     assert {"cpu", "cores", "threads"} <= said["hardware"].keys()
     assert {"torch", "transformers", "kvlayers", "python"} <= said["versions"].keys()
     (rows_said,) = caches_of(result)
-    assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 and row["well"] for row in rows_said)
+    assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 and row["passed"] for row in rows_said)
     assert rows_said[0]["times_as_fast"] == 1
-    states = {(row["library"], row["cache"]): row["states"] for row in rows_said}
+    states = {(row["library"], row["cache"]): row["fidelity"] for row in rows_said}
     assert states["kvlayers", "int4"] == "rounded"
     assert states["kvlayers", "static"] == states["transformers", "dynamic"] == "exact"
     held = {(row["library"], row["cache"]): row["nbytes"] for row in rows_said}
@@ -147,17 +148,17 @@ def test_a_cache_that_is_wrong_ends_with_1(llama: Path, registered: None, name: 
     right, wrong = (
         row for row in caches_of(bench(llama, *arguments, "--json"))[0] if row["library"] == contenders.KVLAYERS
     )
-    assert right["well"]
-    assert not wrong["well"]
+    assert right["passed"]
+    assert not wrong["passed"]
     assert wrong.get("failure") == ("RuntimeError: no more" if name == "failing" else None)
 
 
 def test_a_cache_that_rounds_may_choose_other_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = decoding._run
 
-    def other_tokens(model: Any, continuation: Any, rival: contenders.Contender) -> decoding.Trial:
-        trial = honest(model, continuation, rival)
-        if rival.cache == "int2":
+    def other_tokens(model: Any, continuation: Any, contender: contenders.Contender) -> decoding.Trial:
+        trial = honest(model, continuation, contender)
+        if contender.cache == "int2":
             trial.predicted[0, 2] += 1
         return trial
 
@@ -195,13 +196,13 @@ def test_a_model_with_windows_is_measured_with_the_caches_for_windows(tmp_path: 
 
 def test_trials_turn_round_and_a_failure_ends_a_cache(registered: None) -> None:
     model = tiny_model("llama")
-    rivals = [
-        contenders.of_transformers("dynamic", model, 20),
-        *(contenders.of_kvlayers(name, model, 20) for name in ("failing", "static")),
+    compared = [
+        contenders.make_contender("transformers", "dynamic", model, 20),
+        *(contenders.make_contender("kvlayers", name, model, 20) for name in ("failing", "static")),
     ]
     order: list[tuple[str, int]] = []
     found = decoding.measure(
-        model, torch.full((1, 12), 4), 3, 3, rivals, lambda rival, trial: order.append((rival.cache, trial))
+        model, torch.full((1, 12), 4), 3, 3, compared, lambda contender, trial: order.append((contender.cache, trial))
     )
     there = ["dynamic", "failing", "static"]
     assert [cache for cache, _ in order] == [*there, *reversed(there), *there]
@@ -214,7 +215,7 @@ def test_a_token_is_a_tie_where_its_logit_is_no_further_off_than_the_dtype_round
     logits = torch.zeros(3, 1, 5)
     logits[..., 2], logits[..., 3], logits[..., 4] = 8, 8 - 0.0625, 7
     trials = [decoding.Trial(1.0, [1.0, 1.0], 0, torch.tensor([tokens])) for tokens in ([2, 3, 2], [2, 3, 4])]
-    tied, other = (decoding.Row(contenders.Contender("", "", object), [trial]) for trial in trials)
+    tied, other = (decoding.ContenderResult(contenders.Contender("", "", object), [trial]) for trial in trials)
     for row in (tied, other):
         decoding._compare(row, logits, torch.bfloat16)
     assert (tied.other_tokens, tied.ties, tied.same_tokens) == (1, 1, True)
@@ -226,7 +227,9 @@ def test_a_token_is_a_tie_where_its_logit_is_no_further_off_than_the_dtype_round
 def test_the_greedy_continuation_is_that_of_generate() -> None:
     model = tiny_model("llama")
     prompt = torch.randint(3, 97, (2, 12))
-    continuation, logits = decoding._greedy(model, prompt, 5, contenders.of_transformers("dynamic", model, 17))
+    continuation, logits = decoding._greedy(
+        model, prompt, 5, contenders.make_contender("transformers", "dynamic", model, 17)
+    )
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[:, 12:]
     assert torch.equal(torch.cat([continuation.tokens, logits[-1].argmax(-1)[:, None]], 1), expected)
 
@@ -244,23 +247,23 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
     ("arguments", "words"),
     [
         (["{model}", "--lengths", "1k,lots"], "a number of tokens.*got 'lots'"),
-        (["{model}", "--lengths", "0"], "--lengths of at least one token, but saw 0"),
-        (["{model}", "--steps", "256"], "fewer --steps than the 256 tokens"),
+        (["{model}", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
+        (["{model}", "--steps", "256"], "`--steps` must be fewer than the 256 positions.*got 256"),
         (["{model}", "--name", "dinamic"], "did you mean 'dynamic'"),
         (["{model}", "--name", "sliding_window"], "sliding"),
-        (["{model}", "--against", "int4"], "--against to be one of static, quanto, hqq, but saw 'int4'"),
-        (["{model}", "--device", "cuda:77"], "a device of this machine, but saw 'cuda:77'"),
-        (["{model}", "--text", "none.txt"], "a text, but none.txt cannot be read"),
-        (["{model}", "--text", "."], "a text, but . cannot be read"),
+        (["{model}", "--against", "int4"], "`--against` must be one of static, quanto, hqq, got 'int4'"),
+        (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
+        (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
+        (["{model}", "--text", "."], "`--text`: . cannot be read"),
         (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
-        (["{model}", "--text", "binary"], "a text in UTF-8, but binary is none"),
+        (["{model}", "--text", "binary"], "`--text` must be a text in UTF-8, but binary is not"),
         (["{model}", "--text", "zeros"], "zeros has zero bytes"),
-        (["{model}", "--text", "short.txt"], "a text of at least 224 tokens, but saw 4"),
-        (["{model}", "--report", "no/such/report.html"], "a file that can be written, but no/such/report.html cannot"),
-        (["{model}", "--report", "."], "a file that can be written"),
-        (["./none"], "expected MODEL to name a model directory"),
+        (["{model}", "--text", "short.txt"], "at least 224 tokens, got 4"),
+        (["{model}", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
+        (["{model}", "--report", "."], "`--report`: . cannot be written"),
+        (["./none"], "`MODEL` must be a model directory"),
         (["no/model"], "no/model cannot be loaded"),
-        (["."], "a causal language model"),
+        (["."], "must be a causal language model"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
@@ -277,14 +280,14 @@ def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     assert result.exit_code == 2, result.output
     assert re.search(words, result.stderr), result.stderr
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("kvlayers bench: expected ")
+    assert result.stderr.startswith("kvlayers bench: ")
     assert not (tmp_path / "kvlayers-bench.html").exists()
 
 
-def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.Row:
+def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.ContenderResult:
     library, name = cache.split()
     made = [decoding.Trial(1.0, steps, nbytes, torch.zeros(1, 2)) for steps in trials]
-    return decoding.Row(contenders.Contender(library, name, object), made)
+    return decoding.ContenderResult(contenders.Contender(library, name, object), made)
 
 
 def test_how_far_trials_are_apart_says_what_is_noise() -> None:
@@ -306,15 +309,16 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
         row_of("kvlayers int4", [4.9], [5.5], nbytes=10),
         row_of("kvlayers static", [2.0], [2.2], nbytes=40),
     ]
-    states = {(row.contender.library, row.contender.cache): "rounded" for row in rows}
-    results = BenchResults("m", torch.float32, torch.device("cpu"), 1, 1, 2, states, {}, {}, {8: rows[:3]})
+    fidelities = {row.contender.key: "rounded" for row in rows}
+    run = RunFacts("m", torch.float32, torch.device("cpu"), {})
+    results = BenchResults(run, 1, 1, 2, fidelities, {}, {8: rows[:3]})
     show(Console(width=100), results)
     shown = capsys.readouterr().out
     lines = {" ".join(line.split()[:2]): line for line in shown.splitlines()}
     assert "4500 ms ±11%" in lines["kvlayers dynamic"]
     assert "≈1.22" in lines["kvlayers dynamic"]
     assert "≈: within noise" in shown
-    assert "dynamic is the fastest of kvlayers (within noise of int4), 1.22 times as fast" in " ".join(shown.split())
+    assert "dynamic is the fastest cache of kvlayers (within noise of int4), 1.22 times as" in " ".join(shown.split())
     assert "as transformers dynamic, which is within noise" in " ".join(shown.split())
     plain_rows = results.plain()["results"][0]["caches"]
     assert [row["within_noise"] for row in plain_rows] == [False, True, True]
@@ -324,9 +328,9 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
         r"^To use it: kvlayers.install\(\); model.generate\(..., cache_implementation='(.*)'\)$", shown, re.M
     )
     assert pasted == ["dynamic", "int4"]
-    results.lengths[8] = rows
+    results.by_length[8] = rows
     show(Console(width=100), results)
-    assert "static is the fastest of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
+    assert "static is the fastest cache of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -337,12 +341,12 @@ def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else
     monkeypatch.setattr(reports, "missing_packages", lambda: ["matplotlib"])
     asked = bench(llama, "--report", "report.html")
     assert asked.exit_code == 2
-    assert "expected matplotlib, to write a report with" in asked.stderr
+    assert "`--report` needs matplotlib" in asked.stderr
     assert 'pip install "kvlayers[report]"' in asked.stderr
     assert asked.stderr.count("\n") == 1
     result = bench(llama, "--lengths", 8, "--text", "text.txt", *QUICK, "--name", "dynamic")
     assert result.exit_code == 0, result.output
-    assert 'No report, as matplotlib cannot be found: pip install "kvlayers[report]"' in result.output
+    assert 'No report, since matplotlib is not installed: pip install "kvlayers[report]"' in result.output
     assert not list(tmp_path.glob("*.html"))
 
 

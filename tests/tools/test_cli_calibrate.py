@@ -91,38 +91,42 @@ def test_it_says_bits_by_layer_and_how_to_use_them(llama: Path, tmp_path: Path) 
 def test_a_divergence_that_cannot_be_met_ends_with_1(llama: Path, tmp_path: Path) -> None:
     result = calibrate(llama, "--max-kl", 1e-12, *QUICK)
     assert result.exit_code == 1, result.output
-    assert result.stderr.splitlines()[-1].startswith("kvlayers calibrate: expected a divergence of at most 1e-12 nats")
+    assert result.stderr.splitlines()[-1].startswith("kvlayers calibrate: `--max-kl` must be at least")
     assert not (tmp_path / "kvlayers_calibration.json").exists()
 
 
 def test_a_budget_that_no_bits_fit_ends_with_2(llama: Path) -> None:
     result = calibrate(llama, "--bytes-per-token", 1, *QUICK)
     assert result.exit_code == 2, result.output
-    assert "a budget that the fewest bits fit into" in result.stderr.splitlines()[-1]
+    assert "`--bytes-per-token` must be at least" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{model}"], "one budget, --bytes-per-token .* or --max-kl .* but saw neither"),
-        (["{model}", "--max-kl", "1", "--bytes-per-token", "5KiB"], "one budget, .* but saw both"),
-        (["{model}", "--max-kl", "0"], "divergence to be a number above 0, but saw 0"),
-        (["{model}", "--max-kl", "inf"], "divergence to be a number above 0"),
-        (["{model}", "--bytes-per-token", "lots"], "--bytes-per-token` must be a number of bytes.*got 'lots'"),
-        (["{model}", "--max-kl", "1", "--bits", "2,x"], "--bits to be numbers separated by commas, .* but saw '2,x'"),
-        (["{model}", "--max-kl", "1", "--bits", "4"], "two widths or more"),
-        (["{model}", "--max-kl", "1", "--bits", "2,5"], "widths to be of 2, 3, 4, 8"),
+        (["{model}"], "one budget, `--bytes-per-token` .* or `--max-kl` .* got neither"),
+        (["{model}", "--max-kl", "1", "--bytes-per-token", "5KiB"], "one budget, .* got both"),
+        (["{model}", "--max-kl", "0"], "`--max-kl` must be a number above 0, got 0"),
+        (["{model}", "--max-kl", "inf"], "`--max-kl` must be a number above 0, got inf"),
+        (["{model}", "--bytes-per-token", "lots"], "`--bytes-per-token` must be a number of bytes.*got 'lots'"),
+        (["{model}", "--max-kl", "1", "--bits", "2,x"], "`--bits` must be numbers separated by commas, .* got '2,x'"),
+        (["{model}", "--max-kl", "1", "--bits", "4"], "`--bits` must be two or more numbers of bits"),
+        (["{model}", "--max-kl", "1", "--bits", "2,5"], "`--bits` must be a list of 2, 3, 4, 8, got"),
         (["{model}", "--max-kl", "1", "--backend", "none"], "none"),
-        (["{model}", "--max-kl", "1", "--context", "32q"], "--context` must be a number of tokens.*got '32q'"),
-        (["{model}", "--max-kl", "1", "--context", "64"], "context_length of .* tokens or more"),
-        (["{model}", "--max-kl", "1", "--context", "1k"], "at most 512 tokens, as the model has positions for"),
-        (["{model}", "--max-kl", "1", "--scored", "0"], "--scored to be at least 1"),
+        (["{model}", "--max-kl", "1", "--context", "32q"], "`--context` must be a number of tokens.*got '32q'"),
+        (["{model}", "--max-kl", "1", "--context", "64"], "`--context` must be at least .* tokens, .* got 64"),
+        (
+            ["{model}", "--max-kl", "1", "--context", "1k"],
+            "`--context` and `--scored` .* within the 512 positions",
+        ),
+        (["{model}", "--max-kl", "1", "--scored", "0"], "`--scored` must be at least 1, got 0"),
         (["{model}", "--max-kl", "1", "--text", "none.txt"], "none.txt cannot be read"),
-        (["{model}", "--max-kl", "1", "--text", "short.txt"], "a text with 1 passages"),
-        (["{model}", "--max-kl", "1", "--device", "cuda:77"], "a device of this machine"),
-        (["{model}", "--max-kl", "1", "--output", "other.json"], "expected what Calibration.save.. writes"),
-        (["{model}", "--max-kl", "1", "--output", "text.txt/x.json"], "text.txt"),
-        (["./none", "--max-kl", "1"], "expected MODEL to name a model directory"),
+        (["{model}", "--max-kl", "1", "--text", "short.txt"], "1 passages of"),
+        (["{model}", "--max-kl", "1", "--device", "cuda:77"], "`--device` must be a device of this machine"),
+        (["{model}", "--max-kl", "1", "--output", "other.json"], "`--output`: other.json is not a calibration"),
+        (["{model}", "--max-kl", "1", "--output", "text.txt/x.json"], "`--output`: text.txt/x.json cannot be written"),
+        (["{model}", "--max-kl", "1", "--output", "new/" + 300 * "x"], "`--output`: new/x+/.* cannot be written"),
+        (["./none", "--max-kl", "1"], "`MODEL` must be a model directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
@@ -138,6 +142,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     assert result.exit_code == 2, (result.output, result.exception)
     assert re.search(words, result.stderr), result.stderr
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("kvlayers calibrate: expected ")
+    assert result.stderr.startswith("kvlayers calibrate: ")
     assert (tmp_path / "other.json").read_text() == "{}"
+    assert not (tmp_path / "new").exists()
     assert not (tmp_path / "kvlayers_calibration.json").exists()

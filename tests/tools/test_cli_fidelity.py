@@ -22,11 +22,11 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.cli import reports  # noqa: E402
-from kvlayers.tools.cli.files import text_in  # noqa: E402
-from kvlayers.tools.cli.output import pasted  # noqa: E402
+from kvlayers.tools.cli.files import read_text  # noqa: E402
+from kvlayers.tools.cli.output import usage_line  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
-from kvlayers.tools.measuring.fidelity import Budget, Fidelity, bytes_of, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, bytes_of, smallest_within  # noqa: E402
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
@@ -132,7 +132,7 @@ def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: P
 def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
     found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
     kvlayers.Calibration(found, None, ()).save(tmp_path)
-    for path, words in ((tmp_path, "2 layers of the model, but saw 3"), (tmp_path / "none", "write one with")):
+    for path, words in ((tmp_path, "2 layers of the model, got 3"), (tmp_path / "none", "`--calibration`: ")):
         result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
         assert result.exit_code == 2
         assert words in " ".join(result.stderr.split())
@@ -173,7 +173,7 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     result = fidelity(*arguments, "--max-kl", between)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    assert f"Within a divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
+    assert f"Within a KL divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
     cells = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
     assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
     assert all(len(line) <= 80 for line in result.output.splitlines())
@@ -184,22 +184,22 @@ def test_the_table_and_the_budget(llama: Path) -> None:
 
     within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
     assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
-    assert (within["recommended"], within["well"], code) == ("int4", True, 0)
+    assert (within["recommended"], within["passed"], code) == ("int4", True, 0)
     assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None}
 
     none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
     assert none.exit_code == 1
-    assert "No setting is within a divergence of" in none.output
+    assert "No setting is within a KL divergence of" in none.output
 
 
 def test_a_budget_of_perplexity_and_one_of_both() -> None:
-    assert Budget(max_perplexity_increase=1.0).allows(5.0, 0.9)
-    assert not Budget(max_perplexity_increase=1.0).allows(0.0, 1.1)
-    assert not Budget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5)
-    assert not Budget(max_kl=0.1).allows(math.nan, math.nan)
-    assert Budget().allows(9.0, 9.0)
+    assert FidelityBudget(max_perplexity_increase=1.0).allows(5.0, 0.9)
+    assert not FidelityBudget(max_perplexity_increase=1.0).allows(0.0, 1.1)
+    assert not FidelityBudget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5)
+    assert not FidelityBudget(max_kl=0.1).allows(math.nan, math.nan)
+    assert FidelityBudget().allows(9.0, 9.0)
     small, large, outside = (
-        Fidelity(name, nbytes, nbytes / 10, 0.5, within=within)
+        SettingFidelity(name, nbytes, nbytes / 10, 0.5, within=within)
         for name, nbytes, within in (("small", 100, True), ("large", 200, True), ("outside", 50, False))
     )
     assert smallest_within([large, small, outside]) is small
@@ -269,7 +269,7 @@ def test_settings_go_by_the_names_that_people_write() -> None:
     assert setting("hqq:k4v2").options == {"backend": "hqq", "key_nbits": 4, "value_nbits": 2}
     assert setting("fp8").options == {"backend": "fp8"}
     for wrong in ("", "four", "k4", "4v2", "none:4", "-4", "4,"):
-        with pytest.raises(kvlayers.OptionError, match="expected bits, such as 4"):
+        with pytest.raises(kvlayers.OptionError, match="`--bits` must be bits, such as 4"):
             settings(wrong)
     config = tf.LlamaConfig(num_hidden_layers=1)
     assert bytes_of(setting("k4v2").make, config, 4096) < bytes_of(setting("4").make, config, 4096)
@@ -279,7 +279,7 @@ def test_what_is_recommended_can_be_pasted() -> None:
     """Every setting is a name that there is, or a name with its options."""
     config = tf.LlamaConfig(**COMMON)
     for each in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2"):
-        line = pasted(each.generate_options)
+        line = usage_line(each.generate_options)
         arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
         made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
         assert made.quantization == each.make(config).quantization
@@ -297,31 +297,31 @@ def test_passages_begin_at_lines_where_there_are_any() -> None:
 
     assert read("abcd\nefgh\nijkl", 2, 4) == ["abcd", "ijkl"]
     assert read("abcdefghij", 2, 4) == ["abcd", "fghi"]
-    with pytest.raises(kvlayers.OptionError, match="3 passages of 4 tokens, but saw one of 3"):
+    with pytest.raises(kvlayers.OptionError, match="3 passages of 4 tokens, but one has only 3"):
         read("abcdefghij", 3, 4)
 
 
 def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
-    assert len(text_in(None)) > 100_000
+    assert len(read_text(None)) > 100_000
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{model}", "--bits", "lots"], "expected bits, such as 4.*'lots'"),
-        (["{model}", "--bits", "4,5"], "one of 2, 3, 4, 8, but saw 5"),
-        (["{model}", "--bits", "fp8:4"], "fp8.*saw 4"),
+        (["{model}", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
+        (["{model}", "--bits", "4,5"], "`--bits` .*one of 2, 3, 4, 8, got 5"),
+        (["{model}", "--bits", "fp8:4"], "`--bits` of the fp8 backend must be one of 8, got 4"),
         (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
-        (["{model}", "--context", "100"], "multiples of --chunk, 32"),
-        (["{model}", "--scored", "0"], "with something to score, but saw"),
-        (["{model}", "--context", "256"], "at most 256 tokens, as the model has positions for"),
-        (["{model}", "--device", "cuda:77"], "a device of this machine, but saw 'cuda:77'"),
-        (["{model}", "--text", "none.txt"], "a text, but none.txt cannot be read"),
+        (["{model}", "--context", "100"], "multiples of `--chunk`, 32"),
+        (["{model}", "--scored", "0"], "at least one token must be scored, got"),
+        (["{model}", "--context", "256"], "within the 256 positions of the model"),
+        (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
+        (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
         (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
-        (["{model}", "--text", "binary"], "a text in UTF-8, but binary is none"),
-        (["{model}", "--text", "short.txt"], "a text with 4 passages of 225 tokens, but saw one of"),
-        (["{model}", "--report", "no/such/report.html"], "a file that can be written, but no/such/report.html cannot"),
-        (["./none"], "expected MODEL to name a model directory"),
+        (["{model}", "--text", "binary"], "`--text` must be a text in UTF-8, but binary is not"),
+        (["{model}", "--text", "short.txt"], "4 passages of 225 tokens, but one has only"),
+        (["{model}", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
+        (["./none"], "`MODEL` must be a model directory"),
         (["no/model"], "no/model cannot be loaded"),
     ],
 )
@@ -336,7 +336,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     assert result.exit_code == 2, result.output
     assert re.search(words, result.stderr), result.stderr
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("kvlayers fidelity: expected ")
+    assert result.stderr.startswith("kvlayers fidelity: ")
 
 
 def test_a_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

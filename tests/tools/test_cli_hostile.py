@@ -44,7 +44,7 @@ def check_refused(result: Any, command: str, words: str = "") -> None:
     assert result.exit_code == 2, (result.output, result.exception)
     # Behind the bars of what was loaded before.
     last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"kvlayers {command}: expected "), result.stderr
+    assert last.startswith(f"kvlayers {command}: "), result.stderr
     assert words in last
     assert "Traceback" not in result.output
     assert not result.stdout.strip().startswith("{")
@@ -112,8 +112,8 @@ def test_a_model_that_cannot_read(llama: Path, monkeypatch: pytest.MonkeyPatch) 
         ("bench", ("--report", "~nobody-of-that-name/x.html"), "no home"),
         ("fidelity", ("--calibration", "~nobody-of-that-name/x"), "no home"),
         ("bench", ("--device", "meta"), "'meta'"),
-        ("fidelity", ("--max-kl", "inf"), "a budget of 0 or a number above it"),
-        ("fidelity", ("--max-perplexity-increase", "inf"), "a budget of 0 or a number above it"),
+        ("fidelity", ("--max-kl", "inf"), "`--max-kl` must be a finite number, at least 0, got inf"),
+        ("fidelity", ("--max-perplexity-increase", "inf"), "`--max-perplexity-increase` must be a finite number"),
     ],
 )
 def test_arguments_that_are_none(llama: Path, command: str, arguments: tuple[str, ...], words: str) -> None:
@@ -145,7 +145,7 @@ def test_names_that_are_no_utf_8(llama: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_of_numbers_that_are_none_is_measured_and_not_well(tmp_path: Path, command: str) -> None:
+def test_a_model_whose_logits_are_nan_is_measured_and_fails(tmp_path: Path, command: str) -> None:
     made = fresh_model("llama")
     with torch.no_grad():
         made.lm_head.weight.fill_(torch.nan)

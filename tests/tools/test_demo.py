@@ -79,7 +79,7 @@ def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> No
     assert "Next: `kvlayers bench`" in result.output
 
 
-def _loaded(directory: Path, report: demo_model.Report = demo_model.quiet) -> demo_model.LoadedModel:
+def _loaded(directory: Path, report: demo_model.ProgressReport = demo_model.no_report) -> demo_model.LoadedModel:
     found = demo_model.read_config(str(directory), report)
     return demo_model.load_weights(found, torch.float32, torch.device("cpu"), report)
 
@@ -120,7 +120,7 @@ def test_the_prompt_comes_after_real_text(llama: Path) -> None:
 def test_without_a_prompt_the_context_is_long_by_default(llama: Path) -> None:
     result = _demo("--model", llama, "--tokens", 3)
     # More than this model has positions for, which is how it shows without a long run.
-    assert "of context, prompt and continuation together" in result.stderr
+    assert "Context, prompt and continuation together" in result.stderr
 
 
 def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -> None:
@@ -135,12 +135,12 @@ def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -
 def test_a_cache_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
     # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
     loaded = _loaded(save_model(tmp_path, "gpt2")).model
-    names = [rival.cache for rival in caches.contenders(loaded, 20) if rival.library == "kvlayers"]
+    names = [contender.cache for contender in caches.demo_contenders(loaded, 20) if contender.library == "kvlayers"]
     assert names == ["dynamic", "static", "int8", "int4", "int2"]
 
 
 def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_wrong_token(*arguments: Any) -> list[decoding.Row]:
+    def one_wrong_token(*arguments: Any) -> list[decoding.ContenderResult]:
         rows = decoding.measure(*arguments)
         for row in rows:
             if (row.contender.library, row.contender.cache) == ("kvlayers", "static"):
@@ -188,9 +188,9 @@ def test_the_last_sentence_says_what_this_run_has_shown() -> None:
     assert "changes little" in report.sentence(same, (fast, fast), None)
 
 
-def _row(cache: str, seconds: float, nbytes: int) -> decoding.Row:
+def _row(cache: str, seconds: float, nbytes: int) -> decoding.ContenderResult:
     trial = decoding.Trial(1.0, [seconds], nbytes, torch.zeros(1, 2), 0.0)
-    return decoding.Row(contenders.Contender("kvlayers", cache, dict), [trial])
+    return decoding.ContenderResult(contenders.Contender("kvlayers", cache, dict), [trial])
 
 
 def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
@@ -211,13 +211,13 @@ def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
 def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
     result = _demo("", "--model", llama, "--context", 0)
     assert result.exit_code == 2
-    assert "expected a prompt or --context" in result.stderr
+    assert "Pass a prompt, or a `--context`" in result.stderr
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused(llama: Path) -> None:
     result = _demo("the sea", "--model", llama, "--context", 250)
     assert result.exit_code == 2
-    assert "at most 256 tokens" in result.stderr
+    assert "within the 256 positions of the model" in result.stderr
 
 
 def test_the_model_that_is_given_comes_first(nowhere: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_the_model_that_is_given_comes_first(nowhere: Path, llama: Path, monkeyp
 def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo_model.find_model() == demo_model.HUB_NAME
 
-    def export(target: Path, report: demo_model.Report) -> Path:
+    def export(target: Path, report: demo_model.ProgressReport) -> Path:
         return target
 
     monkeypatch.setattr(demo_model, "is_bundled", lambda: True)
@@ -248,7 +248,7 @@ def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: 
 def test_a_model_directory_that_is_missing_is_one_sentence(nowhere: Path, name: str) -> None:
     result = _demo("--model", name)
     assert result.exit_code == 2
-    assert "expected --model to name a model directory, but there is none at" in result.stderr
+    assert "`--model` must be a model directory, but there is no directory at" in result.stderr
     assert "Traceback" not in result.output
     assert result.stderr.count("\n") == 1
 
@@ -257,7 +257,7 @@ def test_a_variable_that_names_no_directory_is_one_sentence(nowhere: Path, monke
     monkeypatch.setenv(demo_model.VARIABLE, "owner/name")
     result = _demo()
     assert result.exit_code == 2
-    assert "expected KVLAYERS_DEMO_MODEL to name a model directory" in result.stderr
+    assert "`KVLAYERS_DEMO_MODEL` must be a model directory" in result.stderr
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,18 +272,18 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(nowhere: Path, monkeypatch
 def test_a_directory_without_a_model_is_one_sentence(nowhere: Path) -> None:
     result = _demo("--model", nowhere)
     assert result.exit_code == 2
-    assert "expected a causal language model" in result.stderr
+    assert "must be a causal language model" in result.stderr
     assert "Traceback" not in result.output
 
 
 def test_a_device_that_is_not_there_is_one_sentence(llama: Path) -> None:
     result = _demo("--model", llama, "--device", "cuda:77")
     assert result.exit_code == 2
-    assert "expected a device of this machine, but saw 'cuda:77'" in result.stderr
+    assert "`--device` must be a device of this machine, got 'cuda:77'" in result.stderr
 
 
 def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: Path, target: Path, report: demo_model.Report) -> None:
+    def fail(source: Path, target: Path, report: demo_model.ProgressReport) -> None:
         (target / "config.json").write_text("{}")
         raise OSError("the disk is full")
 
@@ -324,7 +324,7 @@ def test_the_command_without_its_packages_says_what_to_install(
     with pytest.raises(SystemExit) as exit_info:
         main()
     assert exit_info.value.code == 2
-    assert capsys.readouterr().err == 'kvlayers: its commands need typer: pip install "kvlayers[cli]"\n'
+    assert capsys.readouterr().err == 'kvlayers: the commands need typer: pip install "kvlayers[cli]"\n'
 
 
 def test_importing_kvlayers_brings_neither_the_command_line_nor_generate() -> None:

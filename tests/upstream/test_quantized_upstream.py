@@ -151,7 +151,7 @@ def test_positional_arguments_are_those_of_transformers() -> None:
     assert isinstance(cache, transformers.QuantizedCache)
     assert isinstance(cache, transformers.Cache)
     theirs = upstream.QuantizedCache(*arguments).layers[0]
-    facts = cache.layers[0].settings()
+    facts = cache.layers[0].describe()
     assert (facts["backend"], facts["key_nbits"], facts["axis_key"]) == ("quanto", theirs.nbits, theirs.axis_key)
     assert (facts["axis_value"], facts["key_group_size"]) == (theirs.axis_value, theirs.q_group_size)
     assert facts["residual_length"] == theirs.residual_length
@@ -160,7 +160,7 @@ def test_positional_arguments_are_those_of_transformers() -> None:
 def test_names_and_values_of_options_are_those_of_transformers() -> None:
     needs("quanto")
     cache = kvlayers.QuantizedCache("quanto", CONFIG, nbits=4, axis_key=0, axis_value=0, q_group_size=64)
-    assert cache.layers[0].settings()["key_group_size"] == 64
+    assert cache.layers[0].describe()["key_group_size"] == 64
     assert type(kvlayers.QuantizedCache(backend="quanto", config=CONFIG)) is kvlayers.QuantizedCache
 
 
@@ -188,7 +188,7 @@ def test_caches_of_a_backend_take_the_arguments_of_transformers_4_and_5(backend:
         assert isinstance(cache, transformers.QuantizedCache)
         for _ in range(3):
             cache.update(*states(100), 0)
-        facts = cache.layers[0].settings()
+        facts = cache.layers[0].describe()
         assert (facts["backend"], facts["key_nbits"], facts["value_nbits"]) == (backend, 2, 2), name
         assert (facts["key_group_size"], facts["residual_length"]) == (32, 24), name
         assert blocks(cache.layers[0]) > 0

@@ -10,22 +10,22 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches import nested_tuples
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import dynamic_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.layers import Checkpoints, DynamicLayer, SlidingLayer
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.stores.description import DescriptionContext
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
 
 
 @register_cache_class
 class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
-    """Grows in place as tokens come: full attention keeps all of them, sliding and chunked attention a window.
+    """Grows in place as tokens come. Full attention keeps every token, sliding and chunked attention keep a window.
 
     Example:
         >>> import kvlayers, torch, transformers
@@ -40,23 +40,23 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         6
 
     Args:
-        config: the model, or its config. Without it, every layer is taken for full attention.
-        length_hint: the most tokens that are expected, where known, such as 4096 or "4k": memory then grows no further
-            than that.
+        config: the model, or its config. Without it, every layer has full attention.
+        length_hint: the most tokens that are expected, if known, such as 4096 or "4k". Memory then grows to that number
+            and no further, as long as no more tokens come.
         offloading: hold states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
-        offload_directory: where the files are made, for "disk".
+        offload_directory: the directory of these files, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments.
-        ddp_cache_data: states to begin with: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
+        ddp_cache_data: states to begin with. For each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
             and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
 
     Raises:
         ConfigError: the config does not describe the model's layers.
-        OptionError: an option that does not exist, or a config in the place of states.
-        UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
-        LegacyFormatError: states that are nested in another way.
+        OptionError: an option that does not exist, or a config as the first argument.
+        UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
+        LegacyFormatError: the states are nested in another way.
     """
 
     @checks_options
@@ -81,8 +81,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         if length_hint is not None:
             length_hint = tokens(length_hint, "length_hint")
         if checkpoints is not None and config is None:
-            raise OptionError("expected a config beside checkpoints, to say what layers are recurrent, but saw none.")
-        given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
+            raise OptionError("expected a config with checkpoints, to say which layers are recurrent, but saw none.")
+        given = nested_tuples.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
             layers = dynamic_layers(config, length_hint, checkpoints)
@@ -98,19 +98,19 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         )
         for index, (keys, values, *_) in enumerate(given):
             if (keys is None) != (values is None):
-                raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw one alone.")
-        legacy_api.check_takes_pairs(
+                raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw only one.")
+        nested_tuples.check_takes_pairs(
             layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
         )
         for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
             if states[0] is not None:
-                layer.update(*windowed_states.with_dropped(states, slides))
-        # Evicted states may be of other lengths in each layer: that is how they were given, and no pass broke off.
-        self._in_step = len(given) - 1
+                layer.update(*nested_tuples.with_dropped(states, slides))
+        # Evicted states may have a different length in each layer. They were given so: no pass was interrupted.
+        self._pass.in_step = len(given) - 1
 
     @property
     def is_compileable(self) -> bool:
-        """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
+        """False: shapes change at every token, and transformers does not compile around such a cache."""
         return False
 
     @classmethod
@@ -123,7 +123,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:
-        """A cache that holds copies of `((keys, values), ...)`; an empty one for `None`.
+        """A cache that holds copies of `((keys, values), ...)`; an empty cache for `None`.
 
         Args:
             past_key_values: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`.
@@ -132,28 +132,28 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         Raises:
             LegacyFormatError: the tuples are nested in another way.
         """
-        pairs = legacy_api.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
+        pairs = nested_tuples.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
         if config is None:
             return cls(ddp_cache_data=pairs)
         cache = cls(config=config)
         attending = [
             (layer, slides)
-            for layer, slides in zip(cache.layers, cache.is_sliding, strict=True)
-            if isinstance(layer, compat.ATTENTION_LAYER)
+            for layer, slides in zip(cache.adapted_layers(), cache.is_sliding, strict=True)
+            if layer.attends
         ]
         if len(pairs) not in (0, len(attending)):
             raise LegacyFormatError(
                 f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
-                "those of every layer."
+                "the states of every layer that attends."
             )
-        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
+        nested_tuples.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
-            layer.update(*windowed_states.with_dropped(pair, slides))
+            layer.update(*nested_tuples.with_dropped(pair, slides))
         return cache
 
 
 def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
-    if isinstance(states, windowed_states.WindowedStates):
+    if isinstance(states, nested_tuples.WindowedStates):
         return SlidingLayer(states.sliding_window)
     sliding_window = states[2] if len(states) == 3 else None
     return (

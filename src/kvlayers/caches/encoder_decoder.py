@@ -1,7 +1,6 @@
 """The cache of models with an encoder: one part for self-attention, one for cross-attention."""
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +9,15 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches import nested_tuples
 from kvlayers.caches.base import Cache
+from kvlayers.caches.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.operations import CacheState, Operable, check_is_state
+from kvlayers.caches.operations import CacheState, check_is_state
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
-from kvlayers.layers import CacheLayer
-from kvlayers.layers.batch_indices import repeated_rows
+from kvlayers.layers import LayerOperations
+from kvlayers.layers.arguments import repeated_rows
 from kvlayers.offload import TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
@@ -25,61 +25,21 @@ from kvlayers.utils.options import checks_options
 from kvlayers.utils.tensor_memory import Storages
 
 
-class CrossAttentionFlags(Mapping[int, bool]):
-    """For each layer, whether cross-attention has its states. Models ask before they project the encoder's output.
-
-    Looks like the dict that transformers has, but asks the layers at every use. A flag of its own could say that there
-    are states where there are none: some models (whisper) raise it before the update, which may fail.
-
-    Args:
-        cross: the cross-attention cache.
-    """
-
-    def __init__(self, cross: Cache) -> None:
-        self._cross = cross
-
-    def __getitem__(self, layer_idx: int) -> bool:
-        if not 0 <= layer_idx < len(self._cross.layers):
-            raise KeyError(layer_idx)
-        layer = self._cross.layers[layer_idx]
-        # Not get_seq_length() of our layers, which is a tensor in compiled code.
-        return bool((layer.length if isinstance(layer, CacheLayer) else layer.get_seq_length()) > 0)
-
-    def get(self, layer_idx: int, default: Any = None) -> Any:
-        """Whether a layer has states; `default` where the cache has no such layer yet."""
-        # As models call it, in compiled code too: without the exception that a Mapping would catch.
-        return self[layer_idx] if 0 <= layer_idx < len(self._cross.layers) else default
-
-    def __setitem__(self, layer_idx: int, updated: bool) -> None:
-        """Nothing where `updated` is true, as the states tell; where it is not, a layer lets go of them."""
-        if not updated and 0 <= layer_idx < len(self._cross.layers):
-            self._cross.layers[layer_idx].reset()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._cross.layers)))
-
-    def __len__(self) -> int:
-        return len(self._cross.layers)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
 @register_cache_class
 class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ignore[misc]
-    """A pair of caches. Lengths, masks, crop and rollback speak of self-attention; batches and bytes of both.
+    """A pair of caches. Lengths, masks, crop and rollback refer to self-attention; batches and bytes refer to both.
 
-    Cross-attention's states are computed once, from the output of one encoder pass. `reset()` lets go of them, and so
-    does a rollback to no tokens at all: the next ones may be of another output. Under `install()`, `generate()` refuses
-    to go on with another one. Nothing else tells a cache of that, so reset it before a loop of your own reads another.
+    Cross-attention's states are computed once, from the output of one encoder pass. `reset()` forgets them, and so does
+    a rollback to no tokens at all, since the next ones may belong to another output. Under `install()`, `generate()`
+    refuses to go on with another output. A loop of your own must call `reset()` before it reads another one.
 
     Args:
-        caches: the self-attention cache and the cross-attention cache; or one iterable with, for each layer, keys and
-            values of both, each `[batch, kv_heads, tokens, head_dim]` (4 tensors, or 6 with sliding windows).
+        caches: the self-attention cache and the cross-attention cache; or one iterable that has, for each layer, keys
+            and values of both, each `[batch, kv_heads, tokens, head_dim]` (4 tensors, or 6 with sliding windows).
 
     Raises:
-        OptionError: other than two caches, or one iterable.
-        LegacyFormatError: an iterable that is nested in another way.
+        OptionError: neither two caches nor one iterable.
+        LegacyFormatError: the iterable is nested in another way.
         StateMismatchError: the caches hold tokens of different numbers of sequences.
 
     Example:
@@ -105,12 +65,12 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             )
         own, cross = caches
         if isinstance(own, EncoderDecoderCache) or isinstance(cross, EncoderDecoderCache):
-            raise OptionError("expected two caches that are no pairs themselves, but saw a pair: pass its parts.")
+            raise OptionError("expected two caches that are not pairs themselves, but saw a pair: pass its parts.")
         if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
             raise OptionError("expected two caches that share nothing, but saw shared layers: make one for each part.")
         _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
         self.self_attention_cache, self.cross_attention_cache = own, cross
-        self._read: list[tuple[float, ...]] | None = None
+        self._read: Fingerprint | None = None
 
     @property
     def self_attention(self) -> Cache:
@@ -118,39 +78,37 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         part: Cache = self.self_attention_cache
         return part
 
-    def _layers_by_use(self) -> dict[str, list[Any]]:
-        return {
-            "self": list(self.self_attention_cache.adapted_layers()),
-            "cross": list(self.cross_attention_cache.adapted_layers()),
-        }
+    @override
+    def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
+        own, cross = self._parts()
+        return {"self": own.adapted_layers(), "cross": cross.adapted_layers()}
 
     def check_encoded(self, encoded: Tensor) -> None:
-        """Raise where the next states would be of an encoder's output that cross-attention has not read.
+        """Check that cross-attention has read this output of the encoder, or has read nothing yet.
 
         Args:
-            encoded: the output, `[batch, tokens, hidden]`. A few numbers of it are remembered until the next reset.
+            encoded: the output, `[batch, tokens, hidden]`. Its fingerprint is remembered until the next reset.
 
         Raises:
-            StateMismatchError: there are states of another output.
-            CapacityError: there are none yet, and too little is reserved for them.
+            StateMismatchError: cross-attention has the states of another output.
+            CapacityError: it has none yet, and too few tokens are reserved for them.
         """
-        prints = _prints(encoded)
+        seen = fingerprint(encoded)
         for layer in self.cross_attention_cache.adapted_layers():
             if not layer.length:
-                if isinstance(layer, CacheLayer):
-                    layer.make_room(encoded.shape[1])
+                layer.make_room(encoded.shape[1])
             elif (layer.length, layer.batch_size) != (encoded.shape[1], encoded.shape[0]):
                 raise StateMismatchError(
                     f"expected the encoder's output that cross-attention has read, of {layer.length} tokens for "
                     f"{layer.batch_size} sequences, but saw {encoded.shape[1]} for {encoded.shape[0]}: reset() the "
                     "cache before another input."
                 )
-            elif self._read is not None and not _are_alike(self._read, prints):
+            elif self._read is not None and not are_alike(self._read, seen):
                 raise StateMismatchError(
                     "expected the encoder's output that cross-attention has read, but saw another one: reset() the "
                     "cache before another input."
                 )
-        self._read = prints
+        self._read = seen
 
     @property
     def is_updated(self) -> CrossAttentionFlags:
@@ -162,6 +120,16 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         """The layers of self-attention."""
         layers: list[Any] = self.self_attention_cache.layers
         return layers
+
+    @override
+    def adapted_layers(self) -> Sequence[LayerOperations]:
+        layers: Sequence[LayerOperations] = self.self_attention_cache.adapted_layers()
+        return layers
+
+    @override
+    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+        layer: LayerOperations = self.self_attention_cache.adapted_layer(layer_idx)
+        return layer
 
     def _parts(self) -> tuple[Any, Any]:
         return self.self_attention_cache, self.cross_attention_cache
@@ -189,14 +157,14 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         layer_idx: int,
         cache_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Refuse: models with cross-attention update the part that they mean.
+        """Refuse: models with cross-attention update one of the two caches.
 
         Raises:
             OptionError: always; nothing is changed.
         """
         raise OptionError(
-            "expected a model with cross-attention, which updates the parts of a pair, but saw an update of the pair: "
-            "to a model that has none, pass the self_attention_cache."
+            "expected a model with cross-attention, which updates the two caches of a pair, but saw an update of the "
+            "pair: pass the self_attention_cache to a model without cross-attention."
         )
 
     @override
@@ -208,11 +176,11 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Reserve what can be reserved in both parts before the first forward pass.
+        """Reserve memory in both parts before the first forward pass, in the layers that can.
 
-        Args: those of `Cache.early_initialization`.
+        Args: as for `Cache.early_initialization`.
         """
-        # A part that makes its layers as they are needed has none that could reserve.
+        # A part that makes its layers when they are needed has no layer yet that could reserve.
         parts = [part for part in self._parts() if part.layers]
         counts = {len(part.layers) for part in parts}
         if len(counts) > 1 and not (isinstance(num_heads, int) and isinstance(head_dim, int)):
@@ -245,7 +213,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return cross
 
     @property
-    def offloading(self) -> bool:  # type: ignore[override]
+    @override
+    def offloading(self) -> bool:
         """Whether either part holds states on the host."""
         return any(part.offloading for part in self._parts())
 
@@ -256,7 +225,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @property
     def traffic(self) -> TrafficMeter | None:
-        """Bytes that both parts have moved in all, `None` where nothing is offloaded. For single steps, ask a part."""
+        """Bytes that both parts together have moved, `None` if nothing is offloaded. Ask a part for single steps."""
         meters = [part.traffic for part in self._parts() if part.traffic is not None]
         if not meters:
             return None
@@ -266,7 +235,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return both
 
     @override
-    def _remove(self, removals: list[tuple[Operable, int]]) -> None:
+    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
         held = self._token_count()
         super()._remove(removals)
         if held and not self._token_count():
@@ -338,7 +307,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 "of the kind that it was taken from."
             )
         pairs = list(zip(self._parts(), state.parts, strict=True))
-        # What one part refuses, the other must not have taken in: so both are asked on a copy first.
+        # Both states are tried on copies first: if one part refuses its state, the other must not have changed.
         _check_sequences({batch for part, part_state in pairs if (batch := _batch_size_after(part, part_state)) >= 0})
         for part, part_state in pairs:
             part.load_state(part_state)
@@ -346,7 +315,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @property
     def is_initialized(self) -> bool:
-        """Whether both parts know what their states look like."""
+        """Whether both parts know the form of their states."""
         return all(part.is_initialized for part in self._parts())
 
     @property
@@ -360,24 +329,24 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache
-        crossed: legacy_api.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
+        crossed: nested_tuples.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
         return (*self.self_attention_cache[layer_idx], *crossed)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
         layers = enumerate(self.adapted_layers())
-        return (windowed_states.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
+        return (nested_tuples.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
-    def to_legacy_cache(self) -> legacy_api.LegacyStates:
-        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; the pairs alone without an encoder.
+    def to_legacy_cache(self) -> nested_tuples.LegacyStates:
+        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; only `(keys, values)` if empty.
 
         Raises:
-            LegacyFormatError: a layer has dropped tokens, which tuples cannot say.
+            LegacyFormatError: a layer has dropped tokens, which tuples cannot express.
         """
         return super().to_legacy_cache()
 
     @override
-    def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:
+    def as_tuples(self, states_of: Callable[[Any], nested_tuples.StatePair]) -> nested_tuples.LegacyStates:
         own, cross = (part.as_tuples(states_of) for part in self._parts())
         if not cross:
             return own  # type: ignore[no-any-return]
@@ -385,19 +354,19 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             raise LegacyFormatError(
                 f"expected as many layers of self-attention as of cross-attention, but saw {len(own)} and {len(cross)}."
             )
-        return tuple((*mine, *theirs) for mine, theirs in zip(own, cross, strict=True))
+        return tuple((*own_pair, *cross_pair) for own_pair, cross_pair in zip(own, cross, strict=True))
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None) -> Self:
-        """A cache that holds copies of `((keys, values, cross_keys, cross_values), ...)`; an empty one for `None`.
+        """A cache that holds copies of `((keys, values, cross_keys, cross_values), ...)`; an empty cache for `None`.
 
         Raises:
             LegacyFormatError: the tuples are nested in another way.
         """
-        return cls(() if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4)))
+        return cls(() if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2, 4)))
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Nothing to refuse: every operation is defined for every kind. Kept for code that asks first."""
+        """Do nothing: every operation works for every kind of cache. Kept for code that asks first."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(self={self.self_attention_cache}, cross={self.cross_attention_cache})"
@@ -411,28 +380,12 @@ def _check_sequences(batch_sizes: set[int]) -> None:
     if len(batch_sizes) > 1:
         raise StateMismatchError(
             "expected as many sequences in self-attention as in cross-attention, but saw "
-            f"{' and '.join(map(str, sorted(batch_sizes)))}: repeat or select those of one part."
+            f"{' and '.join(map(str, sorted(batch_sizes)))}: repeat or select the sequences of one part."
         )
 
 
-def _prints(encoded: Tensor) -> list[tuple[float, ...]]:
-    """A few numbers for each sequence of `[batch, tokens, hidden]`, by which one output is told from another."""
-    states = encoded.detach().float()
-    norm = states.norm(dim=(1, 2)).clamp_min(1e-30)
-    tokens, channels = (torch.arange(size, device=states.device) for size in states.shape[1:])
-    waves = (torch.cos(pitch * tokens[:, None] + pitch**2 * channels) for pitch in (0.9, 1.7, 2.6))
-    rows: list[list[float]] = torch.stack([(states * wave).sum(dim=(1, 2)) / norm for wave in waves], dim=1).tolist()
-    return [tuple(row) for row in rows]
-
-
-def _are_alike(read: list[tuple[float, ...]], other: list[tuple[float, ...]]) -> bool:
-    # Encoded again, an output may differ by what its dtype rounds.
-    pairs = zip(itertools.chain(*read), itertools.chain(*other), strict=True)
-    return all(abs(mine - theirs) < 0.01 for mine, theirs in pairs)
-
-
 def _batch_size_after(cache: Cache, state: CacheState) -> int:
-    """Sequences that a cache would hold tokens of after `load_state`, -1 for none. Raises what that would raise."""
+    """Batch size of a cache after `load_state`, -1 if it would hold no tokens. Raises what `load_state` would raise."""
     twin = cache.fork()
     twin.load_state(state)
     return twin.batch_size if _holds_tokens(twin) else -1
@@ -441,7 +394,7 @@ def _batch_size_after(cache: Cache, state: CacheState) -> int:
 def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
     own: list[Any] = []
     cross: list[Any] = []
-    layers = legacy_api.check_nesting(states, width=(2, 4, 6))
+    layers = nested_tuples.check_nesting(states, width=(2, 4, 6))
     for index, layer in enumerate(layers):
         if len(layer) != len(layers[0]):
             raise LegacyFormatError(

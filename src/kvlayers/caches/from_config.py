@@ -1,8 +1,8 @@
-"""From what a model config says to the layers of a cache: the one table."""
+"""Makes the layers of a cache from a model's config. This is the one place where the kinds of layers are chosen."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.layers.dynamic import DynamicLayer
@@ -11,11 +11,12 @@ from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.sink_config import SinkConfig
+from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
 from kvlayers.layers.static import StaticLayer
 from kvlayers.layers.static_sliding import StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.layers.upstream import adapted
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
@@ -27,13 +28,13 @@ from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec
 
 WINDOWED = ("sliding_attention", "chunked_attention")
-"""Layer types that look back a fixed number of tokens. For a cache they are one kind: only their masks differ."""
+"""Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""
 
 RECURRENT = ("linear_attention", "conv")
-"""Layer types that have states of a fixed size, and do not attend."""
+"""Layer types that have states of a fixed size and do not attend."""
 
 HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""Layer types that have such states and attend, and how they attend."""
+"""Layer types that have states of a fixed size and attend, with the layer type of their attention."""
 
 Factory = Callable[[LayerSpec], Any]
 CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
@@ -41,7 +42,7 @@ CheckpointOptions = Checkpoints | Mapping[str, int | None] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
+    """The memory that the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
 
     max_cache_len: int
     max_batch_size: int | None = None
@@ -49,17 +50,17 @@ class Reservation:
     grow: bool = False
 
     def options(self) -> dict[str, Any]:
-        """The arguments that it was made of, which are those of a `StaticLayer`."""
+        """The fields as arguments of a `StaticLayer`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
-    """Layers that grow, for each layer of a model; transformers' own where kvlayers has no kind for the type.
+    """A layer that grows for each layer of a model; transformers' layer if kvlayers has no kind for the layer type.
 
     Args:
         config: config of the model.
-        length_hint: the most tokens that are expected, where known.
-        checkpoints: of layers with recurrent states, see `Checkpoints`.
+        length_hint: the most tokens that are expected, if known.
+        checkpoints: see `Checkpoints`, for layers with recurrent states.
     """
     kinds: dict[str, Factory] = {
         "full_attention": lambda spec: DynamicLayer(length_hint=length_hint),
@@ -71,7 +72,7 @@ def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: 
 def every_token_layers(
     config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None
 ) -> list[Any]:
-    """As `dynamic_layers`, but what attends within a window holds every token, and leaves the window to its mask."""
+    """As `dynamic_layers`, but layers with a window hold every token, and leave the window to the mask."""
     kinds: dict[str, Factory] = dict.fromkeys(
         ("full_attention", *WINDOWED), lambda spec: DynamicLayer(length_hint=length_hint)
     )
@@ -79,9 +80,9 @@ def every_token_layers(
 
 
 def static_layers(config: object, reserved: Reservation, checkpoints: CheckpointOptions = None) -> list[Any]:
-    """Layers with a fixed reservation, for each layer of a model; transformers' own as in `dynamic_layers`."""
-    # Where one layer must refuse a token, the windows before it must too: an update that some layers have taken in and
-    # others have not could not be taken back.
+    """A layer with a fixed reservation for each layer of a model; transformers' layers as in `dynamic_layers`."""
+    # If one layer must refuse a token, the windows before it must refuse it too: an update that only some layers have
+    # taken in could not be taken back.
     attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in model_layers.layer_specs(config)]
     token_limit = reserved.max_cache_len if any(kind not in WINDOWED for kind in attending) else None
 
@@ -100,7 +101,14 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
 def _layers(
     config: object, kinds: Mapping[str, Factory], checkpoints: CheckpointOptions, max_cache_len: int | None = None
 ) -> list[Any]:
-    """A layer for each layer of a model: by `kinds` where it attends, and with a recurrent state where it has one."""
+    """A layer for each layer of a model.
+
+    Args:
+        config: config of the model.
+        kinds: for each layer type that attends, a function that makes the layer.
+        checkpoints: see `Checkpoints`, for layers with recurrent states.
+        max_cache_len: tokens that transformers' layers reserve, `None` for layers that grow.
+    """
     policy, tokens_at_once = Checkpoints.of(checkpoints), model_types.tokens_at_once(config)
 
     def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
@@ -116,61 +124,66 @@ def _layers(
     ]
 
 
-def attention_part(layer: Any) -> Any:
-    """The layer that attends within a hybrid one; else the layer itself."""
-    return layer.attention if isinstance(layer, HybridLayer) else layer
+def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:
+    """A layer of a cache: wrapped so that its states are held elsewhere, if the cache offloads and that is worth it.
+
+    Recurrent states are small, and stay on the device.
+
+    Args:
+        layer: a layer of kvlayers or of transformers.
+        prefetcher: the prefetcher of the cache, `None` if it does not offload.
+        only_non_sliding: leave layers that attend within a window on the device.
+
+    Raises:
+        OptionError: it is no layer.
+        UnsupportedLayerError: it attends, and its states cannot be moved.
+    """
+    known = adapted(layer)
+    if prefetcher is None:
+        return layer
+    attention, *recurrent = known.parts
+    if isinstance(attention, TokenLayer):
+        stays = only_non_sliding and attention.is_sliding
+        wrapped: Any = attention if stays else OffloadedLayer(attention, prefetcher)
+        return HybridLayer(wrapped, cast("LinearAttentionLayer", recurrent[0])) if recurrent else wrapped
+    if attention.attends:
+        raise UnsupportedLayerError(
+            f"expected layers that can be offloaded, but a {type(attention.original).__name__} holds tokens in a way "
+            "of its own: leave out offloading."
+        )
+    return layer
 
 
-def recurrent_part(layer: Any) -> LinearAttentionLayer | None:
-    """The layer of ours that has the recurrent states of a layer, where there is one."""
-    part = layer.linear if isinstance(layer, HybridLayer) else layer
-    return part if isinstance(part, LinearAttentionLayer) else None
+def share_mask_extents(layers: Iterable[Any]) -> None:
+    """Let the static layers of a cache agree on what attention reads, so that one mask serves all layers of a kind.
 
-
-def fixed_layers(layers: Iterable[Any]) -> list[StaticLayer | StaticSlidingLayer]:
-    """Those of the layers that attend over a fixed reservation, hybrid ones included."""
-    return [layer for layer in map(attention_part, layers) if isinstance(layer, StaticLayer | StaticSlidingLayer)]
-
-
-def share_mask_extents(layers: Sequence[Any]) -> None:
-    """Let the static layers of a cache agree on what attention reads: a mask made for one of a kind is used by all."""
-    attending = [attention_part(layer) for layer in layers]
-    held = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in attending]
-    fixed = fixed_layers(held)
+    Args:
+        layers: all layers of the cache.
+    """
+    attending = [adapted(layer).parts[0] for layer in layers]
+    reserved = [(layer.unwrapped, layer.unwrapped.reserved) for layer in attending]
+    fixed = [(layer, store) for layer, store in reserved if store is not None]
     if not fixed:
         return
-    mode = fixed[0].reserved.mask_extent.mode
-    mode.recording = any(isinstance(layer, StaticSlidingLayer) and layer.record_past for layer in fixed)
-    # One mask cannot be of a bucket and of what is there: where layers of a kind differ, all are of what is there.
+    mode = fixed[0][1].mask_extent.mode
+    mode.recording = any(layer.record_past for layer, _ in fixed)
+    # One mask cannot be of a bucket for one layer and of the tokens that are there for another. If layers of a kind
+    # differ, all masks are of the tokens that are there.
     mode.mixed = (
-        any(isinstance(layer, OffloadedLayer) for layer in attending)
-        or any(isinstance(layer, TokenLayer) and layer not in fixed for layer in attending)
-        or len({layer.max_cache_len for layer in fixed if isinstance(layer, StaticLayer)}) > 1
+        any(layer.unwrapped is not layer for layer in attending)
+        or any(layer.attends and store is None and not layer.is_upstream for layer, store in reserved)
+        or len({layer.capacity for layer, _ in fixed if not layer.is_sliding}) > 1
     )
     extents: dict[object, MaskExtent] = {}
-    for layer in fixed:
-        kind = layer.sliding_window if isinstance(layer, StaticSlidingLayer) else None
-        store = layer.reserved
-        store.mask_extent = extents.setdefault(kind, store.mask_extent)
+    for layer, store in fixed:
+        store.mask_extent = extents.setdefault(layer.sliding_window, store.mask_extent)
         store.mask_extent.mode = mode
 
 
-def offloaded(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
-    """A layer, its states at home elsewhere where that is worth it; recurrent states are small, and stay.
-
-    Raises:
-        UnsupportedLayerError: it holds tokens in a way of its own, which cannot be moved.
-    """
-    if isinstance(layer, HybridLayer):
-        return HybridLayer(offloaded(layer.attention, prefetcher, only_non_sliding), layer.linear)
-    if isinstance(layer, TokenLayer):
-        return layer if only_non_sliding and layer.is_sliding else OffloadedLayer(layer, prefetcher)
-    if isinstance(layer, compat.ATTENTION_LAYER):
-        raise UnsupportedLayerError(
-            f"expected layers that can be offloaded, but a {type(layer).__name__} holds tokens in a way of its own: "
-            "leave out offloading."
-        )
-    return layer
+def fixed_layers(layers: Iterable[Any]) -> list[Any]:
+    """The layers that attend over a reservation on the device that computes, also within a hybrid layer."""
+    parts = [adapted(layer).parts[0] for layer in layers]
+    return [part for part in parts if part.reserved is not None]
 
 
 def quantized_layers(
@@ -180,7 +193,7 @@ def quantized_layers(
     length_hint: int | None = None,
     checkpoints: CheckpointOptions = None,
 ) -> list[Any]:
-    """As `dynamic_layers`, with full attention quantized, and windows as well where `quantize_sliding` says so.
+    """As `dynamic_layers`, with full attention quantized, and windows too if `quantize_sliding` is true.
 
     Raises:
         OptionError: bits were given for another number of layers.
@@ -191,7 +204,7 @@ def quantized_layers(
         return SlidingLayer(spec.options["sliding_window"])
 
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
-        # A window drops its oldest tokens, so that none of them stays for good.
+        # A window drops its oldest tokens, so no token could stay as a sink.
         in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
         window = spec.options["sliding_window"]
         return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
@@ -203,34 +216,34 @@ def quantized_layers(
     return _layers(config, kinds, checkpoints)
 
 
-def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
-    """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than those of the sinks.
+def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
+    """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than the sinks' window.
 
     Args:
         config: config of the model.
-        sinking: how sink layers are made.
-        rotary: how the keys of all layers are rotated, as the config says where not given.
+        sink_config: how sink layers are made.
+        rotary: how the keys of all layers are rotated; as the config says if it is not given.
 
     Raises:
-        ConfigError: keys cannot be turned, or no layer attends to more than the window.
+        ConfigError: the keys cannot be rotated, or no layer attends to more tokens than the sinks' window.
     """
-    specs, turns = model_layers.layer_specs(config), None if rotary is not None else rotaries(config)
+    specs, rotations = model_layers.layer_specs(config), None if rotary is not None else rotaries(config)
     layers, forgetful = dynamic_layers(config), True
     for index, spec in enumerate(specs):
-        if not _attends_beyond(spec, sinking.window_length):
+        if not _attends_beyond(spec, sink_config.window_length):
             continue
         forgetful = False
-        if isinstance(layers[index], compat.LINEAR_LAYER) and recurrent_part(layers[index]) is None:
+        layer = adapted(layers[index])
+        if layer.is_recurrent and layer.is_upstream:
             raise ConfigError(
                 f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
                 f"{type(layers[index]).__name__}: use a DynamicCache, or a newer transformers."
             )
-        attention = sinking.layer(rotary if turns is None else turns[index])
-        linear = recurrent_part(layers[index])
-        layers[index] = attention if linear is None else HybridLayer(attention, linear)
+        sinks = sink_config.layer(rotary if rotations is None else rotations[index])
+        layers[index] = HybridLayer(sinks, layers[index].linear) if layer.is_recurrent else sinks
     if forgetful:
         raise ConfigError(
-            f"expected a layer that attends to more than {sinking.window_length} tokens, but saw "
+            f"expected a layer that attends to more than {sink_config.window_length} tokens, but saw "
             f"{', '.join(sorted({spec.layer_type for spec in specs}))}: the model forgets by itself, so use a "
             "DynamicCache."
         )
@@ -240,8 +253,3 @@ def sink_layers(config: object, sinking: SinkConfig, rotary: Rotary | None = Non
 def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
     kind = HYBRID.get(spec.layer_type, spec.layer_type)
     return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)
-
-
-def held_layer(layer: Any) -> Any:
-    """The layer itself, without what moves it between devices."""
-    return layer.layer if isinstance(layer, OffloadedLayer) else layer

@@ -1,185 +1,29 @@
-"""The surface of transformers 4: nested tuples, subscripts, lists of keys and values, and names that have changed."""
+"""The part of a cache that code for transformers 4 calls: tuples, subscripts, lists of states, and old names."""
 
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast, overload
 
 from torch import Tensor
 
-from kvlayers.attention.packed_tensor import PackedStates, as_dense
-from kvlayers.caches.windowed_states import WindowedStates, with_window
+from kvlayers.caches.layer_list import LayerList
+from kvlayers.caches.nested_tuples import LegacyStates, StatePair, copied_states, pairs_of, with_window
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
+from kvlayers.layers import LayerOperations
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
-
-if TYPE_CHECKING:
-    from kvlayers.layers import CacheLayer, TransformersLayer
-
-StatePair = tuple[Tensor | None, Tensor | None]
-"""Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`; `None` before the first states."""
-
-LegacyStates = tuple[tuple[Tensor, ...], ...]
-"""`((keys, values), ...)`, or with cross-attention `((keys, values, cross_keys, cross_values), ...)`, one per layer."""
-
-
-def _to_pairs(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> LegacyStates:
-    """Keys and values of each layer, as `states_of` reads them.
-
-    Raises:
-        LegacyFormatError: a layer has dropped tokens or has states besides keys and values.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    empty: int | None = None
-    for index, layer in enumerate(layers):
-        keys, values = states_of(layer)
-        if layer.is_recurrent:
-            raise LegacyFormatError(
-                f"expected layers of keys and values alone, but layer {index} has a recurrent state: use state() and "
-                "load_state(), which keep all of it."
-            )
-        if not layer.attends:
-            continue
-        if layer.has_other_states:
-            raise LegacyFormatError(
-                f"expected layers of keys and values alone, but layer {index} has states besides, such as those of an "
-                "indexer: use state() and load_state(), which keep all of it."
-            )
-        if keys is None or values is None:
-            empty = index
-            continue
-        if empty is not None:
-            raise LegacyFormatError(
-                f"expected layers that are filled up to some layer, but layer {empty} is empty and layer {index} is "
-                "not, which tuples cannot say: use state() and load_state()."
-            )
-        seen = layer.length or 0
-        if seen > keys.shape[2]:
-            raise LegacyFormatError(
-                f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
-                f"{seen} and tuples cannot say so: use state() and load_state()."
-            )
-        # Static layers of transformers have zeros behind their tokens.
-        pairs.append((keys[:, :, :seen], values[:, :, :seen]))
-    return tuple(pairs)
-
-
-def copied_states(layer: Any) -> StatePair:
-    """Copies of the keys and values of a layer."""
-    keys, values = layer.peek()
-    return _copied(keys), _copied(values)
-
-
-def _copied(states: Tensor | None) -> Tensor | None:
-    # What stands for packed states is not copied, but brought to full precision.
-    return states.dense() if isinstance(states, PackedStates) else None if states is None else states.clone()
-
-
-def handed_out_states(layer: Any) -> StatePair:
-    """Keys and values of a layer, without a copy if they are held as they are: see `TokenLayer.keys`."""
-    keys, values = layer.keys, layer.values
-    return None if keys is None else as_dense(keys), None if values is None else as_dense(values)
-
-
-def check_takes_pairs(layers: Iterable[Any]) -> None:
-    """Raise `LegacyFormatError` where keys and values are not all that a layer needs of its tokens."""
-    for layer in layers:
-        if layer.has_other_states:
-            raise LegacyFormatError(
-                "expected layers of keys and values alone, but one has states besides, such as those of an indexer: "
-                "use state() and load_state(), which keep all of it."
-            )
-
-
-def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
-    """`states` as a tuple of tuples of tensors.
-
-    Args:
-        states: what the user passed.
-        width: how many tensors a layer may have.
-
-    Raises:
-        LegacyFormatError: it is nested in another way, or shapes disagree.
-    """
-    layers = check_nesting(states, width)
-    for index, layer in enumerate(layers):
-        for tensor in layer:
-            if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-                raise LegacyFormatError(
-                    f"expected tensors [batch, kv_heads, tokens, head_dim] at layer {index}, but saw "
-                    f"{_shown(tensor) if isinstance(tensor, Tensor) else f'a {type(tensor).__name__}'}: nest keys and "
-                    "values as they are, one tuple per layer."
-                )
-        _check_shapes(index, layer, layers[0])
-    return layers
-
-
-def _check_shapes(index: int, layer: tuple[Tensor, ...], first: tuple[Tensor, ...]) -> None:
-    for keys, values in zip(layer[::2], layer[1::2], strict=True):
-        if keys.shape[:3] != values.shape[:3]:
-            raise LegacyFormatError(
-                "expected keys and values of one batch size, with as many kv_heads and tokens, but saw "
-                f"{_shown(keys)} and {_shown(values)} at layer {index}: pass both as one forward pass returned them."
-            )
-    if len(layer) != len(first):
-        raise LegacyFormatError(
-            f"expected as many tensors for each layer as for the first, but saw {len(first)} there and {len(layer)} at "
-            f"layer {index}: give all layers cross-attention, or none."
-        )
-    for place in range(0, len(layer), 2):
-        if layer[place].shape[0] != first[0].shape[0] or _tokens(layer, place) != _tokens(first, place):
-            raise LegacyFormatError(
-                f"expected layers of one batch size with as many tokens, but saw {_shown(first[place])} at layer 0 and "
-                f"{_shown(layer[place])} at layer {index}: pass all layers as one forward pass returned them."
-            )
-
-
-def _tokens(states: tuple[Tensor, ...], place: int) -> int:
-    """Tokens that the keys at a place are of, those that a window of self-attention has dropped included."""
-    return states.seen if isinstance(states, WindowedStates) and place == 0 else states[place].shape[2]
-
-
-def _shown(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
-
-
-def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
-    """`states` as a tuple with a tuple of some width for each layer, whatever is in them.
-
-    Raises:
-        LegacyFormatError: it is nested in another way.
-    """
-    expected = f"a tuple with a tuple of {' or '.join(map(str, width))} tensors for each layer"
-    if isinstance(states, Tensor) or not isinstance(states, Iterable):
-        seen = f"a tensor {_shown(states)}" if isinstance(states, Tensor) else f"a {type(states).__name__}"
-        raise LegacyFormatError(f"expected {expected}, but saw {seen}: pass what to_legacy_cache() returns.")
-    layers = tuple(_unstacked(layer) for layer in states)
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, tuple | list) or len(layer) not in width:
-            seen = f"{len(layer)} entries" if isinstance(layer, tuple | list) else f"a {type(layer).__name__}"
-            if isinstance(layer, Tensor):
-                seen = f"a tensor {_shown(layer)}"
-            raise LegacyFormatError(
-                f"expected {expected}, but saw {seen} at layer {index}: nest the tensors one tuple per layer."
-            )
-    return tuple(layer if isinstance(layer, WindowedStates) else tuple(layer) for layer in layers)
-
-
-def _unstacked(layer: Any) -> Any:
-    """The tensors of a layer where it comes as one, `[count, batch, kv_heads, tokens, head_dim]`, as PEFT stacks it."""
-    return layer.unbind() if isinstance(layer, Tensor) and layer.dim() == 5 else layer
 
 
 class StateList(Sequence[Tensor | None]):
     """The keys, or the values, of all layers, as the list that caches of transformers 4 had.
 
     Args:
-        layers: the layers of a cache, with the operations of ours.
+        layers: the layers of a cache.
         side: "keys" or "values".
     """
 
-    def __init__(self, layers: "Iterable[CacheLayer | TransformersLayer]", side: str) -> None:
-        self._layers = list(layers)
+    def __init__(self, layers: Sequence[LayerOperations], side: str) -> None:
+        self._layers: list[Any] = list(layers)
         self._side = side
 
     @overload
@@ -193,20 +37,23 @@ class StateList(Sequence[Tensor | None]):
         return states
 
     def __setitem__(self, index: int, states: Tensor) -> None:
-        """Put `states` in place of what layer `index` holds: as many tokens, `[batch, kv_heads, held, head_dim]`."""
+        """Replace the states of layer `index` by those of as many tokens, `[batch, kv_heads, held, head_dim]`."""
         setattr(self._at(index), self._side, states)
 
     def assign(self, states: object) -> None:
-        """Put a list of states, one of each layer, in place of what the layers hold.
+        """Replace the states of all layers.
+
+        Args:
+            states: a list with the states of each layer.
 
         Raises:
-            LegacyFormatError: it is no list, or one of another length; nothing is changed.
+            LegacyFormatError: it is not a list, or has another length; nothing is changed.
         """
         if not isinstance(states, Sequence) or len(states) != len(self):
-            seen = f"{len(states)} of them" if isinstance(states, Sequence) else f"a {type(states).__name__}"
+            seen = f"{len(states)} entries" if isinstance(states, Sequence) else f"a {type(states).__name__}"
             raise LegacyFormatError(
-                f"expected a list of the {self._side} of {len(self)} layers, but saw {seen}: pass those of every "
-                "layer, or take new states in by update()."
+                f"expected a list of the {self._side} of {len(self)} layers, but saw {seen}: pass the {self._side} of "
+                "every layer, or take in new states by update()."
             )
         for index, of_layer in enumerate(states):
             self[index] = of_layer
@@ -222,52 +69,30 @@ class StateList(Sequence[Tensor | None]):
         return len(self._layers)
 
 
-class LegacySurface(ABC):
+class LegacySurface(LayerList):
     """The part of a cache's interface that code written for transformers 4 calls."""
-
-    layers: list[Any]
-
-    @abstractmethod
-    def adapted_layers(self) -> "Iterator[CacheLayer | TransformersLayer]":
-        """The layers, with the operations of ours."""
-
-    @abstractmethod
-    def check_layer(self, layer_idx: int) -> int:
-        """`layer_idx` counted from the first layer, as negative ones count from the last.
-
-        Raises:
-            LayerIndexError: no layer has that index.
-        """
 
     @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen."""
 
-    @abstractmethod
-    def most_tokens(self, layer_idx: int | None = None) -> int:
-        """As `get_max_length`, whose answer is another one under `legacy_names`."""
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens that a layer, or the whole cache, can hold; -1 where there is no such number.
+        """The most tokens that a layer, or the whole cache, can hold; -1 if there is no maximum.
 
         Under `install(legacy_names=True)` it is `None` instead of -1, as code for transformers 4 expects.
         """
         return self.most_tokens(layer_idx)
 
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Sequences side by side, -1 before the first states."""
-
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
         layer_idx = self.check_layer(layer_idx)
-        layer = next(itertools.islice(self.adapted_layers(), layer_idx, None))
+        layer: Any = self.adapted_layers()[layer_idx]
         return layer.keys, layer.values
 
     def __iter__(self) -> Iterator[StatePair]:
         """A pair of keys and values for each layer."""
-        return (with_window((layer.keys, layer.values), layer) for layer in self.adapted_layers())
+        layers: Sequence[Any] = self.adapted_layers()
+        return (with_window((layer.keys, layer.values), layer) for layer in layers)
 
     @property
     def key_cache(self) -> StateList:
@@ -314,7 +139,7 @@ class LegacySurface(ABC):
         return self.most_tokens(layer_idx)
 
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
-        """Tokens of the past that remain when `new_seq_length` more come: fewer than held once a maximum is met."""
+        """Tokens of the past that remain if `new_seq_length` more come: fewer than held if they exceed the maximum."""
         warn_of_old_use(
             "cache.get_usable_length()", "use cache.get_seq_length(), and cache.get_max_length() for limits"
         )
@@ -325,17 +150,17 @@ class LegacySurface(ABC):
         """Copies of the states as nested tuples, `((keys, values), ...)`.
 
         Raises:
-            LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot say.
+            LegacyFormatError: a layer has dropped tokens or has other states, which tuples cannot express.
         """
         return self.as_tuples(copied_states)
 
     def as_tuples(self, states_of: Callable[[Any], StatePair]) -> LegacyStates:
-        """As `to_legacy_cache`, with the keys and values that `states_of` gives for a layer."""
-        return _to_pairs(self.adapted_layers(), states_of)
+        """As `to_legacy_cache`, with the keys and values that `states_of` returns for a layer."""
+        return pairs_of(self.adapted_layers(), states_of)
 
 
 def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:
-    """What `crop` was called with, by the name of today or the one before.
+    """The argument of `crop`, by its name of today or the one before.
 
     Raises:
         OptionError: both or neither is given.

@@ -1,8 +1,7 @@
-"""What is done to every layer of a cache at once: all of them, or none."""
+"""Operations on every layer of a cache: each is done to all layers, or to no layer."""
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -10,23 +9,31 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.caches.from_config import share_mask_extents
+from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
-from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, is_identity, repeated_rows
-from kvlayers.layers.contract import crop_target, whole_number
+from kvlayers.layers import LayerOperations, LayerState
+from kvlayers.layers.arguments import (
+    BatchIndices,
+    as_batch_indices,
+    crop_target,
+    is_identity,
+    repeated_rows,
+    whole_number,
+)
+from kvlayers.layers.upstream import adapted
 from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """All that a cache must keep to go on decoding elsewhere.
+    """Everything that a cache needs to go on decoding elsewhere.
 
     Attributes:
         kind: name of the cache's class.
-        layers: a state for each layer.
-        parts: states of the caches that it is made of, for one that has no layers of its own.
+        layers: the state of each layer.
+        parts: for a cache that consists of other caches, the state of each of them.
     """
 
     kind: str
@@ -34,49 +41,31 @@ class CacheState:
     parts: tuple["CacheState", ...] = ()
 
 
-Operable = LayerOperations | TransformersLayer
-"""A layer with the operations of ours."""
-
-
-def _operable(layer: Any) -> Operable:
-    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
-
-
-class LayerwiseOperations(DescribesItself, ABC):
+class LayerwiseOperations(DescribesItself, LayerList):
     """The part of a cache's interface that changes, copies or measures all of its layers.
 
     Each operation asks every layer first whether it can, so that an error leaves none of them changed.
     """
 
-    layers: list[Any]
     known_ids: Tensor | None = None
     """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
-    `install()` they are those of prompts, and of sequences that `generate()` has returned. Forks share the tensor."""
+    `install()` the ids of prompts are known, and of sequences that `generate()` has returned. Forks share the tensor.
+    """
     warned_of_prompt: bool = False
-    """Whether a `PromptMismatchWarning` was given, which comes once."""
+    """Whether a `PromptMismatchWarning` was given, which comes only once."""
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:
-        """The layers, and as many new ones as make `count`, where layers are made as they are needed."""
+        """The layers, and new ones up to `count`, if the cache makes layers when they are needed."""
 
     @property
     @abstractmethod
     def kind(self) -> str:
         """Name of the kind of cache, by which saved states are known."""
 
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Sequences side by side, -1 before the first states."""
-
     @abstractmethod
     def forget_pass(self) -> None:
-        """Take the next update for the beginning of a forward pass, as all layers have changed."""
-
-    def adapted_layers(self) -> Iterator[Operable]:
-        """The layers, those of transformers behind an adapter that gives them the operations of ours."""
-        for layer in self.layers:
-            yield _operable(layer)
+        """Take the next update for the beginning of a forward pass, since all layers have changed."""
 
     @property
     def keeps_every_token(self) -> bool:
@@ -84,13 +73,12 @@ class LayerwiseOperations(DescribesItself, ABC):
         return all(layer.keeps_every_token for layer in self.adapted_layers())
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
-        """Roll back, exactly: a positive number is the length to keep, zero or a negative one removes newest tokens.
-
-        Zero removes no token, but lets go of what was recorded for a rollback.
+        """Roll back, exactly.
 
         Args:
-            tokens_to_remove: the number.
-            max_length: the same number, by the name that it had until transformers 5.15.
+            tokens_to_remove: a positive number is the length to keep; a negative number removes as many of the newest
+                tokens. Zero removes no token, but ends the recording of a past.
+            max_length: the same number, by its name until transformers 5.15.
 
         Raises:
             OptionError: both or neither is given.
@@ -106,14 +94,17 @@ class LayerwiseOperations(DescribesItself, ABC):
             self._remove([(layer, length - target) for layer in self.adapted_layers()])
 
     def truncate(self, length: int) -> int:
-        """Roll back to when the cache had seen `length` tokens (0 is one), or as near before that as its layers can go.
+        """Roll back to when the cache had seen `length` tokens, or to the nearest earlier length that its layers allow.
 
         Layers of tokens go back to any length that they hold. A recurrent state goes back to a checkpoint, and all
-        layers with it. What `get_seq_length()` says afterwards is how many tokens the cache has seen: pass it those
-        from there on again.
+        layers go back with it. Afterwards `get_seq_length()` says how many tokens the cache has seen: pass it the
+        tokens from there on again.
+
+        Args:
+            length: tokens to keep, 0 for none.
 
         Returns:
-            How many tokens must be passed again to be at `length`: 0 where no layer has a recurrent state.
+            How many tokens must be passed again to be at `length`: 0 if no layer has a recurrent state.
 
         Raises:
             RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
@@ -123,7 +114,7 @@ class LayerwiseOperations(DescribesItself, ABC):
         return length - target
 
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, that all layers can be put back to.
+        """The greatest length, `length` at most, to which all layers can be put back.
 
         Raises:
             RollbackError: as `truncate`.
@@ -133,25 +124,25 @@ class LayerwiseOperations(DescribesItself, ABC):
             raise RollbackError(
                 f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
             )
-        counting = [layer for layer in self.adapted_layers() if isinstance(layer, LayerOperations) and layer.length]
+        counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
         while True:
             nearest = min((layer.nearest_restorable(length) for layer in counting), default=length)
             if nearest == length:
                 return length
             length = nearest
 
-    def _removals(self, length: int) -> list[tuple[Operable, int]]:
-        """By how many tokens each layer must go back. A pass that broke off leaves some layers ahead of others."""
+    def _removals(self, length: int) -> list[tuple[LayerOperations, int]]:
+        """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
         held = self._token_count()
         return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
 
-    def _remove(self, removals: list[tuple[Operable, int]]) -> None:
+    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
         held = self._token_count()
         for layer, tokens in removals:
             if 0 < tokens < held and layer.is_recurrent and not layer.attends and layer.length == 0:
                 raise RollbackError(
-                    "expected recurrent layers that have seen what the others have, but one has seen nothing: the "
-                    "model keeps its states elsewhere, or a forward pass broke off; reset() the cache."
+                    "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing: "
+                    "the model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
                 )
         for layer, tokens in removals:
             layer.check_removal(tokens)
@@ -165,34 +156,37 @@ class LayerwiseOperations(DescribesItself, ABC):
         return max((layer.length or 0 for layer in self.adapted_layers()), default=0)
 
     def reorder_cache(self, beam_idx: BatchIndices) -> None:
-        """As `batch_select_indices`, under the name that beam search uses."""
+        """As `batch_select_indices`, by the name that beam search uses."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: BatchIndices) -> None:
-        """Keep the sequences at `indices`, in that order; an index may come more than once.
+        """Keep the sequences at `indices`, in that order. An index may occur more than once.
+
+        Args:
+            indices: whole numbers `[new_batch]`, or a boolean mask `[batch]`.
 
         Raises:
-            BatchIndexError: an index that no sequence has; nothing is changed.
+            BatchIndexError: an index is out of range; nothing is changed.
         """
         batch_size = self.batch_size
         if batch_size >= 0:
             self._select(as_batch_indices(indices, batch_size))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times, copies side by side."""
+        """Repeat each sequence `repeats` times. The copies of a sequence follow one another."""
         batch_size = self.batch_size
         if batch_size >= 0:
             self._select(repeated_rows(repeats, batch_size))
 
     def batch_split(self, full_batch_size: int, split_size: int) -> list[Self]:
-        """Caches of `split_size` sequences each, the last one of what is left, that go on apart from this one.
+        """Independent caches of `split_size` sequences each. The last one has the sequences that are left.
 
         Args:
             full_batch_size: sequences of this cache.
             split_size: sequences of each part.
 
         Raises:
-            OptionError: `full_batch_size` is not that of the cache, or a count that is not at least 1.
+            OptionError: `full_batch_size` is not the batch size of the cache, or a count is less than 1.
         """
         full, each = whole_number(full_batch_size, "full_batch_size"), whole_number(split_size, "split_size")
         if full != self.batch_size or each < 1:
@@ -208,14 +202,15 @@ class LayerwiseOperations(DescribesItself, ABC):
         return parts
 
     def expand(self, repeats: int) -> None:
-        """Let `repeats` sequences go on from each one, side by side.
+        """Let `repeats` sequences go on from each sequence.
 
-        As `batch_repeat_interleave`, but what they have in common is held once for all of them, where full attention
-        holds it in full precision on its device: attention reads it once, and what each has of its own beside it.
+        As `batch_repeat_interleave`, but layers of full attention that hold states in full precision on their device
+        hold the common prefix once for all copies. Attention then reads it once, and the own tokens of each copy beside
+        it.
 
         Raises:
-            OptionError: a count that is not at least 1.
-            CapacityError: a static cache has no room for so many; nothing is changed.
+            OptionError: `repeats` is less than 1.
+            CapacityError: a static cache has no room for so many sequences; nothing is changed.
         """
         batch_size = self.batch_size
         if batch_size >= 0:
@@ -235,18 +230,18 @@ class LayerwiseOperations(DescribesItself, ABC):
         self._select_known_ids(rows)
 
     def _select_known_ids(self, rows: Tensor) -> None:
-        # Where the rows are: nobody waits for an accelerator.
+        # On the device of the rows, so that nobody waits for an accelerator.
         if self.known_ids is not None:
             self.known_ids = self.known_ids.to(rows.device).index_select(0, rows)
 
     def check_select(self, batch_size: int) -> None:
-        """Raise what selecting `batch_size` sequences would raise, whatever the indices."""
+        """Raise what selecting any `batch_size` sequences would raise."""
         filled = [layer for layer in self.adapted_layers() if layer.length]
         sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
         if len(sizes) > 1:
             raise BatchIndexError(
                 f"expected layers of one batch size, but saw {sorted(sizes)}: crop the cache to before the forward "
-                "pass that broke off, or reset it."
+                "pass that was interrupted, or reset it."
             )
         for layer in self.adapted_layers():
             layer.check_select(batch_size)
@@ -259,12 +254,12 @@ class LayerwiseOperations(DescribesItself, ABC):
         self.forget_pass()
 
     def activate_past_recording(self) -> None:
-        """From now on, let windows hold all that comes between one crop and the next, which may take it back."""
+        """From now on, let windows hold all tokens between one crop and the next, which may take them back."""
         for layer in self.adapted_layers():
             layer.activate_past_recording()
 
     def deactivate_past_recording(self) -> None:
-        """Let go of what was recorded, and record no more."""
+        """Forget the recorded past, and record no more."""
         for layer in self.adapted_layers():
             layer.deactivate_past_recording()
 
@@ -275,15 +270,15 @@ class LayerwiseOperations(DescribesItself, ABC):
     def fork(self, n: int) -> list[Self]: ...
 
     def fork(self, n: int | None = None) -> Self | list[Self]:
-        """An independent continuation: what happens to the one never shows in the other.
+        """An independent continuation: a change of one cache never shows in the other.
 
-        Forks share memory until they write; see docs/forks.md for the kinds whose live tokens are copied at once.
+        Forks share memory until they write. docs/forks.md lists the kinds whose live tokens are copied at once.
 
         Args:
-            n: how many; one that is no list where not given.
+            n: number of forks, returned as a list. If it is not given, one fork is returned by itself.
 
         Raises:
-            OptionError: `n` is no whole number, or less than 1.
+            OptionError: `n` is not a whole number, or less than 1.
         """
         if n is None:
             return self._fork()
@@ -294,8 +289,9 @@ class LayerwiseOperations(DescribesItself, ABC):
 
     def _fork(self) -> Self:
         twin = copy.copy(self)
-        twin.layers = [layer.fork() for layer in self.adapted_layers()]
-        share_mask_extents(twin.layers)
+        twin._adapted = [layer.fork() for layer in self.adapted_layers()]
+        twin.layers = [layer.original for layer in twin._adapted]
+        share_mask_extents(twin._adapted)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -304,7 +300,7 @@ class LayerwiseOperations(DescribesItself, ABC):
         return twin
 
     def storages(self) -> Storages:
-        """Bytes of each piece of memory that is held, by its address. Forks may hold the same ones."""
+        """Bytes of each block of memory that is held, by its address. Forks may hold the same blocks."""
         return storages_of(tensor for layer in self.adapted_layers() for tensor in layer.held_tensors())
 
     @property
@@ -313,7 +309,7 @@ class LayerwiseOperations(DescribesItself, ABC):
         return sum(self.storages().values())
 
     def state(self) -> CacheState:
-        """Copies of the live tensors of all layers, and the facts beside them."""
+        """Copies of the live tensors of all layers, and the facts that belong to them."""
         return CacheState(self.kind, tuple(layer.state() for layer in self.adapted_layers()))
 
     def load_state(self, state: CacheState) -> None:
@@ -329,13 +325,14 @@ class LayerwiseOperations(DescribesItself, ABC):
                 f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
                 "cache that was made for the same model config."
             )
-        pairs = [(_operable(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
+        pairs = [(adapted(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
         self.layers, self.known_ids = layers, None
+        self._adapted = [layer for layer, _ in pairs]
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
         self.forget_pass()
@@ -347,8 +344,8 @@ def _batch_of(state: LayerState) -> int | None:
 
 
 def check_is_state(state: object) -> None:
-    """Raise `StateMismatchError` where `state` is nothing that a cache's `state()` returns."""
+    """Raise `StateMismatchError` if `state` is not what a cache's `state()` returns."""
     if not isinstance(state, CacheState):
         raise StateMismatchError(
-            f"expected what the state() of a cache returned, but saw a {type(state).__name__}: take one with state()."
+            f"expected a CacheState, but saw a {type(state).__name__}: pass what the state() of a cache returned."
         )

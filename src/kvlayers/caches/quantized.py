@@ -1,4 +1,4 @@
-"""The caches that hold most tokens in a few bits."""
+"""The cache that holds most tokens in a few bits."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from kvlayers.caches.from_config import quantized_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
 from kvlayers.layers import Checkpoints
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.quantized import quantized_layer
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
@@ -25,10 +25,10 @@ Bits = int | Sequence[int | None]
 
 
 class QuantizedCacheConfig(dict[str, Any]):
-    """Options of a `QuantizedCache`, as transformers 4 had a class for them: a dict of those that were given.
+    """Options of a `QuantizedCache`: a dict of the options that were given. transformers 4 had a class of this name.
 
     Args:
-        backend: as for `QuantizedCache`, like all that follow.
+        backend: see `QuantizedCache`, also for the options that follow.
         nbits: bits of a code.
         axis_key: axis of the keys, for quanto and hqq.
         axis_value: axis of the values, for quanto and hqq.
@@ -36,15 +36,15 @@ class QuantizedCacheConfig(dict[str, Any]):
         residual_length: newest tokens in full precision.
         compute_dtype: accepted for old code, without effect: states keep the dtype that they come in.
         device: accepted for old code, without effect: states stay on the device that they come on.
-        key_nbits: bits of the keys alone.
-        value_nbits: bits of the values alone.
-        key_group_size: group size of the keys alone.
-        value_group_size: group size of the values alone.
+        key_nbits: bits of the keys, if they differ from `nbits`.
+        value_nbits: bits of the values, if they differ from `nbits`.
+        key_group_size: group size of the keys, if it differs from `q_group_size`.
+        value_group_size: group size of the values, if it differs from `q_group_size`.
         sink_tokens: oldest tokens in full precision.
         quantize_sliding: whether windows are quantized as well.
 
     Raises:
-        OptionError: an option that does not exist, or a value that the backend does not take.
+        OptionError: an option that does not exist, or a value that the backend does not accept.
 
     Example:
         >>> import kvlayers
@@ -90,7 +90,7 @@ class QuantizedCacheConfig(dict[str, Any]):
 
 @register_cache_class
 class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
-    """Grows with the sequence and holds most of it in packed codes; attention reads the codes themselves.
+    """Grows with the sequence, and holds most of it in packed codes. Attention reads the codes themselves.
 
     The oldest `sink_tokens` and the newest `residual_length` tokens stay in full precision. Sliding and chunked
     attention stay in full precision as well, unless `quantize_sliding` is set, as their windows are small already.
@@ -105,35 +105,35 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
 
     Args:
-        backend: what quantizes: `"native"` needs no other package; `"quanto"` and `"hqq"` are those of transformers;
-            `"fp8"` holds float8 numbers; or a name that was registered with `register_quantizer`.
-        config: config of the model, or the model. Without it, every layer is taken for full attention.
+        backend: name of the quantizer. `"native"` needs no other package; `"quanto"` and `"hqq"` are transformers'
+            backends; `"fp8"` holds float8 numbers; other names are registered with `register_quantizer`.
+        config: config of the model, or the model. Without it, every layer has full attention.
         nbits: bits of a code: 2, 3, 4 (the default) or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq; 8 for
-            fp8. One number for all layers, or a sequence of one for each layer of the cache, in which `None` is the
-            default; what is not quantized has one too, without effect.
+            fp8. One number for all layers, or a sequence with a number for each layer of the cache. An entry `None` is
+            the default. Layers that are not quantized have an entry too, without effect.
         axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
         axis_value: the same for the values.
         q_group_size: states that share a scale; 64 where head_dim allows it. If groups go along the channels and it
             does not divide head_dim, the largest smaller size that does is used, with a warning.
-        residual_length: newest tokens that stay in full precision, at least so many.
-        key_nbits: bits of the keys alone.
-        value_nbits: bits of the values alone.
-        key_group_size: group size of the keys alone.
-        value_group_size: group size of the values alone.
+        residual_length: how many of the newest tokens stay in full precision, at least.
+        key_nbits: bits of the keys, if they differ from `nbits`.
+        value_nbits: bits of the values, if they differ from `nbits`.
+        key_group_size: group size of the keys, if it differs from `q_group_size`.
+        value_group_size: group size of the values, if it differs from `q_group_size`.
         sink_tokens: oldest tokens that stay in full precision.
         quantize_sliding: whether windows of sliding and chunked attention are quantized too.
-        length_hint: the most tokens that are expected, where known, such as 4096 or "4k": memory then grows no further
-            than that.
+        length_hint: the most tokens that are expected, if known, such as 4096 or "4k". Memory then grows to that number
+            and no further, as long as no more tokens come.
         offloading: hold codes and states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
-        offload_directory: where the files are made, for "disk".
+        offload_directory: the directory of these files, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments.
 
     Raises:
-        OptionError: an option that does not exist, a value that the backend does not take, bits for another number of
-            layers, or a backend whose package is missing.
+        OptionError: an option that does not exist, a value that the backend does not accept, bits for another number
+            of layers, or a backend whose package is missing.
         ConfigError: the config does not describe the model's layers.
     """
 
@@ -217,69 +217,22 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        cross = QuantizedCache.__new__(QuantizedCache)
-        cross.quantization = self.quantization
-        Cache.__init__(cross, *bare_layers(self.quantization), **self.offloading_options())
-        return cross
+        return QuantizedCache(**self.quantization.facts(), **self.offloading_options())
 
     @property
     def is_compileable(self) -> bool:
-        """Never of its own accord: shapes change at every token, and transformers does not compile around them."""
+        """False: shapes change at every token, and transformers does not compile around such a cache."""
         return False
 
 
 def bare_layers(
     quantization: QuantizationOfLayers, length_hint: int | None = None
 ) -> tuple[list[Any] | None, Callable[[], Any] | None]:
-    """Layers of full attention without a config: all, where each has bits of its own, else what makes one more."""
+    """Layers of full attention for a cache without a config.
+
+    Returns:
+        All layers if each has its own bits, and otherwise a function that makes a layer.
+    """
     if quantization.count is None:
         return None, functools.partial(quantized_layer, quantization.of_layer(0), length_hint)
     return [quantized_layer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
-
-
-class _CacheOfOneBackend(QuantizedCache):
-    """A `QuantizedCache` whose backend is known by its class, with the signatures of transformers 4 and 5."""
-
-    _backend: str
-
-    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
-        if isinstance(config, Mapping):
-            config, cache_config = None, config
-        given = {} if cache_config is None else cache_config
-        if not isinstance(given, Mapping):
-            raise OptionError(
-                f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
-            )
-        asked = str(given.get("backend", self._backend)).lower()
-        if asked != self._backend:
-            raise OptionError(
-                f"expected a cache_config for {self._backend}, but saw one for {asked}: use "
-                f"QuantizedCache('{asked}', ...)."
-            )
-        super().__init__(**{**given, **options, "backend": self._backend, "config": config})
-
-
-@register_cache_class
-class QuantoQuantizedCache(_CacheOfOneBackend):
-    """A `QuantizedCache` of the quanto backend, as transformers 4 called it.
-
-    Args:
-        config: config of the model, or the `cache_config` of transformers 4 in its place.
-        cache_config: options, a `QuantizedCacheConfig` or another mapping.
-        options: as for `QuantizedCache`.
-    """
-
-    _backend = "quanto"
-
-
-@register_cache_class
-class HQQQuantizedCache(_CacheOfOneBackend):
-    """A `QuantizedCache` of the hqq backend, as transformers 4 called it.
-
-    Args:
-        config: config of the model, or the `cache_config` of transformers 4 in its place.
-        cache_config: options, a `QuantizedCacheConfig` or another mapping.
-        options: as for `QuantizedCache`.
-    """
-
-    _backend = "hqq"

@@ -1,44 +1,35 @@
-"""What models with recurrent layers ask of a cache: convolution states, recurrent states and indexer keys."""
+"""The part of a cache that models with recurrent layers call: convolution states, recurrent states, indexer keys."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvlayers.caches.forward_pass import ForwardPassFollower
+from kvlayers.caches.layer_list import LayerList
 from kvlayers.errors import LayerIndexError, UnsupportedLayerError
-from kvlayers.layers import HybridLayer, LayerOperations, LinearAttentionLayer, upstream_calls
-from kvlayers.upstream import compat
-
-RECURRENT = (LinearAttentionLayer, HybridLayer, compat.LINEAR_LAYER)
-"""Ours first: an instance of the very class is found without asking its bases, at every layer and token."""
-
-HOLDERS = (LinearAttentionLayer, HybridLayer)
-KVLAYERS = (*HOLDERS, LayerOperations)
 
 
-class RecurrentSurface(ABC):
+class RecurrentSurface(LayerList):
     """The part of a cache's interface that linear-attention, hybrid and sparse-attention models call."""
 
-    layers: list[Any]
-    _at: int
-    _in_step: int
-
-    @abstractmethod
-    def _follow(self, layer_idx: int, tokens: int) -> None:
-        """Note that a layer is about to be updated; see `Cache`."""
+    layer_class_to_replicate: Callable[[], Any] | None
+    _pass: ForwardPassFollower
 
     def _recurrent(self, layer_idx: int) -> Any:
-        """The layer at `layer_idx`, which has such states."""
+        """The layer at `layer_idx`, which has recurrent states."""
         try:
             layer = self.layers[layer_idx]
         except (IndexError, TypeError):
             raise self._no_recurrent_layer(layer_idx) from None
-        if isinstance(layer, RECURRENT):
+        if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
+            layer = self.adapted_layer(layer_idx)
+        if layer.is_recurrent:
             return layer
         raise UnsupportedLayerError(
-            f"expected a layer with a recurrent state, but layer {layer_idx} is a {type(layer).__name__}: the cache "
-            "was made for another model, so make one from the config of the model that uses it."
+            f"expected a layer with a recurrent state, but layer {layer_idx} is a {type(layer.original).__name__}: the "
+            "cache was made for another model, so make one from the config of the model that uses it."
         )
 
     def _no_recurrent_layer(self, layer_idx: object) -> Exception:
@@ -66,11 +57,11 @@ class RecurrentSurface(ABC):
         """Whether a recurrent layer (the last one by default) has seen tokens.
 
         Raises:
-            UnsupportedLayerError: the layer has no such states, or no layer has.
-            LayerIndexError: the layer has no such state.
+            UnsupportedLayerError: the layer has no recurrent states, or no layer of the cache has.
+            LayerIndexError: the layer has no state of that index.
         """
         if layer_idx is None:
-            layer: Any = next((layer for layer in reversed(self.layers) if isinstance(layer, RECURRENT)), None)
+            layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
             if layer is None:
                 raise UnsupportedLayerError(
                     "expected a layer with a recurrent state, but saw none: make the cache from the config of the "
@@ -80,27 +71,23 @@ class RecurrentSurface(ABC):
             return False
         else:
             layer = self._recurrent(layer_idx)
-        seen = upstream_calls.by_index(layer.has_previous_state)
+        seen = layer.has_previous_state
         return all(seen.values()) if state_idx is None else bool(self._state(seen, state_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Convolution state of a layer, `[batch, channels, conv_kernel_size]`, `None` before the first tokens.
 
         Raises:
-            LayerIndexError: no layer has that index, or the layer no such state.
-            UnsupportedLayerError: the layer has no such states.
+            LayerIndexError: no layer has that index, or the layer has no state of that index.
+            UnsupportedLayerError: the layer has no recurrent states.
         """
         layer = self._recurrent(layer_idx)
-        seen = self._state(upstream_calls.by_index(layer.has_previous_state), state_idx)
-        held = layer.held.conv if isinstance(layer, HOLDERS) else upstream_calls.by_index(layer.conv_states)
-        return held[state_idx] if seen else None
+        return layer.conv_state(state_idx) if self._state(layer.has_previous_state, state_idx) else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Recurrent state of a layer, `None` before the first tokens. Raises as `get_conv_state`."""
         layer = self._recurrent(layer_idx)
-        seen = self._state(upstream_calls.by_index(layer.has_previous_state), state_idx)
-        held = layer.held.recurrent if isinstance(layer, HOLDERS) else upstream_calls.by_index(layer.recurrent_states)
-        return held[state_idx] if seen else None
+        return layer.recurrent_state(state_idx) if self._state(layer.has_previous_state, state_idx) else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
@@ -110,19 +97,20 @@ class RecurrentSurface(ABC):
         See `LinearAttentionLayer.update_conv_state`, whose option is `conv_kernel_size`.
 
         Raises:
-            LayerIndexError: no layer has that index, or the layer no such state.
-            UnsupportedLayerError: the layer has no such states, or takes in no several tokens behind others.
+            LayerIndexError: no layer has that index, or the layer has no state of that index.
+            UnsupportedLayerError: the layer has no recurrent states, or the model cannot take in several tokens behind
+                others.
             StateMismatchError: inputs of another batch size, channels, dtype, device or kernel than those held.
         """
         layer = self._recurrent(layer_idx)
-        # A layer that attends besides is followed by its keys.
-        followed = isinstance(layer, LinearAttentionLayer) and not torch.compiler.is_compiling()
-        if followed and not state_idx and not self._at < layer_idx <= self._in_step:
-            self._follow(layer_idx, conv_states.shape[-1])
-        which = (state_idx,) if isinstance(layer, KVLAYERS) else upstream_calls.which_state(state_idx)
-        updated: Tensor = layer.update_conv_state(conv_states, *which, **layer_options)
+        # A forward pass goes through a layer that attends as well when its keys come.
+        followed = layer.counts_columns and not torch.compiler.is_compiling()
+        following = self._pass
+        if followed and not state_idx and not following.at < layer_idx <= following.in_step:
+            following.follow(self, layer_idx, conv_states.shape[-1])
+        updated: Tensor = layer.update_conv_state(conv_states, state_idx, **layer_options)
         if followed:
-            self._at = layer_idx
+            following.at = layer_idx
         return updated
 
     def update_recurrent_state(
@@ -130,27 +118,24 @@ class RecurrentSurface(ABC):
     ) -> Tensor:
         """Replace the recurrent state of a layer, which checks `layer_options`. Raises as `update_conv_state`."""
         layer = self._recurrent(layer_idx)
-        which = (state_idx,) if isinstance(layer, KVLAYERS) else upstream_calls.which_state(state_idx)
-        updated: Tensor = layer.update_recurrent_state(recurrent_states, *which, **layer_options)
+        updated: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **layer_options)
         return updated
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether a model must pass the states of every token to a layer, rather than write to those that it holds.
 
-        Layers of ours with recurrent states always say so, as they count tokens. Whether a layer holds more than it
-        needs, for a later rollback, is its `is_recording`.
+        kvlayers' recurrent layers always say so, since they count tokens. A layer's `is_recording` says whether it
+        holds more than it needs, for a later rollback.
         """
-        layer = self.layers[layer_idx]
-        if isinstance(layer, KVLAYERS):
-            return bool(layer.record_past)
-        return bool(vars(layer).get("record_past", False))
+        return bool(self.adapted_layer(layer_idx).record_past)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, in a sparse-attention layer."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, LayerOperations):
+        layer: Any = self.adapted_layer(layer_idx)
+        if not layer.has_other_states:
             raise UnsupportedLayerError(
-                f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer).__name__}: make the cache "
-                "from the config of the model that uses it."
+                f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer.original).__name__}: make "
+                "the cache from the config of the model that uses it."
             )
-        return upstream_calls.update_indexer(layer, indexer_key_states)
+        updated: Tensor = layer.update_indexer(indexer_key_states)
+        return updated

@@ -1,4 +1,4 @@
-"""How many tokens a cache has seen, beside how many `generate()` was given."""
+"""Refuses a prompt of `generate()` without new tokens."""
 
 from typing import Protocol
 
@@ -8,20 +8,20 @@ from kvlayers.errors import InterruptedPassError, StateMismatchError
 
 
 class Counted(Protocol):
-    """A cache, as far as a count of its tokens must know it."""
+    """What a count of tokens needs to know of its cache."""
 
     def interruption(self) -> InterruptedPassError | None:
         """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
 
 
 def check_is_new(cache: Counted, held: int, given: int) -> None:
-    """Check that a sequence goes on from the tokens of a cache.
+    """Check that a sequence is longer than what a cache has seen.
 
-    transformers takes the new tokens by counting from the end of what it is given, and would take other tokens.
+    transformers finds the new tokens by counting from the end of the sequence. Without new tokens it would take others.
 
     Args:
         cache: the cache.
-        held: tokens that it has seen.
+        held: tokens that the cache has seen.
         given: tokens of the sequence.
 
     Raises:
@@ -42,8 +42,8 @@ def check_is_new(cache: Counted, held: int, given: int) -> None:
 class SeenTokens(int):
     """The length of a cache, as the prefill of `generate()` is told it.
 
-    The prefill subtracts it from the number of tokens that it was given, and takes so many from their end. If no token
-    is new, it would take all of them, or some that the cache has seen.
+    The prefill subtracts it from the number of tokens that it was given, and takes the difference from their end. If no
+    token is new, it would take all tokens, or tokens that the cache has seen.
     """
 
     cache: Counted

@@ -1,8 +1,8 @@
-"""The cache for chats without an end."""
+"""The cache that keeps attention sinks and a window, for chats without an end."""
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, sink_layers
+from kvlayers.caches.from_config import sink_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from kvlayers.layers import OffloadedLayer, SinkLayer, TokenLayer
-from kvlayers.layers.sink import check_sinks, padding_of
-from kvlayers.layers.sink_config import SinkConfig
+from kvlayers.layers import LayerOperations, SinkLayer
+from kvlayers.layers.sink import SinkConfig
+from kvlayers.layers.sinks import check_sinks, padding_of
+from kvlayers.layers.upstream import adapted
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
@@ -26,13 +27,13 @@ from kvlayers.utils.units import tokens
 
 @register_cache_class
 class SinkCache(Cache):
-    """Attention sinks: holds the first few tokens and the newest, so that a chat may go on for as long as it likes.
+    """Attention sinks: holds the first few tokens and the newest tokens, so that a chat may go on without an end.
 
-    StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453). See `SinkLayer` for what is attended to. Windows that the model
-    slides itself, and that are no longer than `window_length`, stay what they are.
+    StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453). `SinkLayer` says what is attended to. Layers of the model that
+    slide a window of `window_length` tokens or fewer keep their own window.
 
-    How a model rotates its keys is read from its config, which may also come later: a cache without one is given it by
-    `generate()` under `install()`, and by `prepare`.
+    The config says how a model rotates its keys. It may also come later: `prepare` takes it, and `generate()` under
+    `install()` passes it to a cache without a config.
 
     Example:
         >>> import kvlayers, transformers
@@ -50,15 +51,15 @@ class SinkCache(Cache):
         config: config of the model, or the model.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know.
         left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
-        quantization: how the window is held in packed codes: a `Quantization`, or its options. In full precision where
-            not given; the sinks always are.
+        quantization: how the window is held in packed codes: a `Quantization`, or a mapping of its options. Without it,
+            the window is held in full precision. The sinks always are.
         offloading: hold states on the host, and on their device only while they are attended to.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
-        offload_directory: where the files are made, for "disk".
+        offload_directory: the directory of these files, for "disk".
 
     Raises:
         OptionError: an option that does not exist, or a window that is not larger than the sinks.
-        ConfigError: a model without RoPE, with one that depends on the length, or whose RoPE is not known.
+        ConfigError: a model without RoPE, with a RoPE that depends on the length, or with an unknown RoPE.
     """
 
     rotates_keys = True
@@ -107,14 +108,14 @@ class SinkCache(Cache):
 
     @override
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
-        """Tell an empty cache which model it is for, and which tokens are padding, where it does not know.
+        """Tell an empty cache which model it is for, and which tokens are padding.
 
         Args:
             config: config of the model, or the model.
             attention_mask: `[batch, tokens]`, 0 for padding on the left.
 
         Raises:
-            StateMismatchError: tokens are held, or there is padding elsewhere than on the left.
+            StateMismatchError: tokens are held, or there is padding that is not on the left.
             ConfigError: as for the cache itself.
         """
         if self.get_seq_length():
@@ -129,10 +130,10 @@ class SinkCache(Cache):
         except Exception:
             self._padding = before
             raise
-        if _settings(layers) == _settings(self.layers):
-            # What it has reserved and records stays.
-            for layer in _sinks(self.layers):
-                layer.left_padding = padding
+        if _settings(map(adapted, layers)) == _settings(self.adapted_layers()):
+            # The memory stays reserved, and recording goes on.
+            for layer in self.adapted_layers():
+                layer.note_left_padding(padding)
             return
         is_recording = any(layer.is_recording for layer in self.adapted_layers())
         Cache.__init__(self, layers, None, **self.offloading_options())
@@ -188,22 +189,22 @@ class SinkCache(Cache):
 
     @override
     def most_tokens(self, layer_idx: int | None = None) -> int:
-        """Tokens that a query attends to; in a layer whose window the model slides itself, those of that window."""
+        """Tokens that a query attends to; for a layer with a window of the model itself, the length of that window."""
         return self.window_length if layer_idx is None else super().most_tokens(layer_idx)
 
     @property
     def is_compileable(self) -> bool:
-        """Never: the sinks are turned by a number of their own at every token."""
+        """False: at every token the sinks are rotated by another distance."""
         return False
 
 
 def left_padding_of(attention_mask: Tensor) -> Tensor | None:
-    """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` where there is none.
+    """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` without padding.
 
-    A sequence that is nothing but padding has none, as it has no first token either.
+    A sequence that consists of padding only counts as unpadded, since it has no first token.
 
     Raises:
-        StateMismatchError: it is no such mask, or has padding elsewhere.
+        StateMismatchError: the mask has another shape, or padding that is not on the left.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or not attention_mask.numel():
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
@@ -211,27 +212,18 @@ def left_padding_of(attention_mask: Tensor) -> Tensor | None:
     is_token = attention_mask.ne(0).to("cpu", torch.int8)
     if bool((is_token[:, 1:] < is_token[:, :-1]).any()):
         raise StateMismatchError(
-            "expected padding on the left alone, as masks go by position and sinks stand at those of tokens that have "
-            "been evicted, but saw some behind tokens: pad on the left, and the turns of a batch of chats not at all "
-            "(one cache for each), or use a DynamicCache."
+            "expected padding on the left only, since the sinks move to the positions of evicted tokens and masks go "
+            "by position, but saw padding behind tokens: pad on the left, and do not pad the turns of a batch of chats "
+            "(use one cache for each chat), or use a DynamicCache."
         )
     padding = is_token.argmax(dim=1)
     return padding if bool(padding.any()) else None
 
 
-def _sinks(layers: Sequence[Any]) -> list[SinkLayer]:
-    return [part for part in map(_token_part, layers) if isinstance(part, SinkLayer)]
-
-
-def _token_part(layer: Any) -> Any:
-    part = attention_part(layer)
-    return part.layer if isinstance(part, OffloadedLayer) else part
-
-
-def _settings(layers: Sequence[Any]) -> list[Any]:
-    """What layers were made with, for as much as two caches can differ in it."""
-    parts = map(_token_part, layers)
-    return [(type(part), part.describe() if isinstance(part, TokenLayer) else None) for part in parts]
+def _settings(layers: Iterable[LayerOperations]) -> list[Any]:
+    """The settings of layers, as far as two caches for one model can differ in them."""
+    parts = [layer.parts[0].unwrapped for layer in layers]
+    return [(type(part.original), part.describe()) for part in parts]
 
 
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:
@@ -239,9 +231,9 @@ def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quan
         return None
     if not isinstance(given, Quantization | Mapping):
         raise OptionError(
-            f"expected quantization to be a kvlayers.Quantization or a mapping with its options, but saw a "
+            f"expected quantization to be a kvlayers.Quantization or a mapping of its options, but saw a "
             f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
         )
     quantization = given if isinstance(given, Quantization) else Quantization(**given)
-    # A window drops its oldest tokens, so that none of those in it stays for good.
+    # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
     return dataclasses.replace(quantization, sink_tokens=0)

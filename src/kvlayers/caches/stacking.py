@@ -1,4 +1,4 @@
-"""Several sequences from several caches in one, padded on the left where they are of several lengths."""
+"""Puts the sequences of several caches into one, padded on the left to one length."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ def can_be_stacked(cache: Cache) -> bool:
 
 
 def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
-    """Let `into` become what has seen the sequences of `caches`, each padded on the left to `length` tokens.
+    """Let `into` hold the sequences of `caches`, each padded on the left to `length` tokens.
 
     The states of padding are zeros, which the attention mask must leave out. Recurrent states have seen no padding.
-    Their checkpoints are not taken along.
+    Their checkpoints are not copied.
 
     Args:
         caches: of one sequence each, with layers like those of `into`.
@@ -29,21 +29,21 @@ def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
         length: tokens, padding included; no fewer than any of the caches has seen.
 
     Raises:
-        UnsupportedLayerError: layers whose tokens do not lie apart: packed ones, sinks, those of transformers.
+        UnsupportedLayerError: a layer whose tokens do not lie apart: a packed layer, a sink, transformers' layer.
         StateMismatchError: the caches have other layers than `into`.
     """
     if not all(map(can_be_stacked, [*caches, into])):
         raise UnsupportedLayerError(
             f"expected caches whose tokens lie apart from each other, but saw {into!r}: use one for each sequence."
         )
-    # A layer at a time, so that no more than one is held in three places.
+    # One layer at a time, so that the states of only one layer are held three times.
     for layer, *rows in zip(into.adapted_layers(), *(cache.adapted_layers() for cache in caches), strict=True):
         layer.load_state(_stacked([row.state() for row in rows], length))
 
 
 def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
     """The states of one layer side by side, as if each sequence had `length` tokens."""
-    # A prompt of one token has nothing before it, and a layer that the model never used has nothing of any.
+    # The cache of a prompt of one token is empty, and a layer that the model never used is empty in every cache.
     example = next((state for state in states if state.tensors), states[0])
     facts = {name: _padded_fact(name, fact, length) for name, fact in example.facts.items() if not _is_past(name)}
     window = facts.get("sliding_window")

@@ -1,4 +1,4 @@
-"""The caches that reserve their memory once."""
+"""The cache that reserves its memory once."""
 
 import dataclasses
 import os
@@ -10,25 +10,26 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import WINDOWED, Reservation, fixed_layers, static_layers
+from kvlayers.caches.from_config import Reservation, fixed_layers, static_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.layers import Checkpoints, StaticLayer, StaticSlidingLayer
+from kvlayers.layers import Checkpoints, StaticLayer
 from kvlayers.stores import Buckets
 from kvlayers.stores.description import DescriptionContext
-from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream import model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
 
 @register_cache_class
 class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
-    """Reserves memory for `max_cache_len` tokens when the first ones come, and keeps it at one address.
+    """Reserves memory for `max_cache_len` tokens when the first tokens come, and keeps it at one address.
 
-    Sliding and chunked attention reserve their window and some room to move it in.
+    Sliding and chunked attention reserve their window, and some room to move it in.
 
-    Eager code attends to the tokens that are there. Compiled code attends to a bucket, the smallest of a few sizes that
-    holds them: it is compiled once for each, however many tokens come, and costs what they cost, not what is reserved.
+    Eager code attends to the tokens that are held. Compiled code attends to a bucket, the smallest of a few sizes that
+    holds them. So it is compiled once for each bucket, and the cost of a step depends on the tokens that are held, not
+    on the tokens that are reserved.
 
     Example:
         >>> import torch, kvlayers, transformers
@@ -44,25 +45,26 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     Args:
         config: config of the model, or the model.
         max_cache_len: tokens to reserve, prompt and continuation together: 4096, or "4k".
-        offloading: hold states on the host, and on their device only while they are attended to. Such a cache is not
-            compiled around.
+        offloading: hold states on the host, and on their device only while they are attended to. The forward pass
+            around such a cache is not compiled.
         offload_only_non_sliding: leave layers that attend within a window on the device.
-        max_batch_size: sequences to reserve for, as many as come first where not given. Fewer use part of it.
-        buckets: sizes of what compiled code attends to.
-        grow: take a larger reservation where this one is too small, instead of raising `CapacityError`. Compiled code
+        max_batch_size: sequences to reserve for; the batch size of the first tokens if it is not given. Fewer sequences
+            use a part of the memory.
+        buckets: sizes of the buckets that compiled code attends to.
+        grow: take a larger reservation if this one is too small, instead of raising `CapacityError`. Compiled code
             cannot, and raises.
-        compiled: whether `generate()` may compile the forward pass around this cache: its masks, which it makes
-            outside, are then those of buckets. Where not given, wherever there is an accelerator. A function that you
-            compile with the model and its masks in it needs nothing.
+        compiled: whether `generate()` may compile the forward pass around this cache. The masks, which it makes outside
+            of compiled code, are then masks of buckets. If it is not given, it is true if there is an accelerator. A
+            function that you compile with the model and its masks in it does not need it.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
-        offload_directory: where the files are made, for "disk".
+        offload_directory: the directory of these files, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments. Compiled code takes none.
-        device: accepted as transformers accepts it, without effect: states stay on the device that they come on.
+        device: accepted because transformers accepts it, without effect: states stay on the device that they come on.
         dtype: accepted in the same way: states keep the dtype that they come in.
 
     Raises:
-        UnsupportedLayerError: offloading is asked for, and a layer of transformers cannot be.
+        UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
         OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
         ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
             compiled around such a cache (those with alibi).
@@ -110,7 +112,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         return compiled
 
     def check_config(self, config: object) -> None:
-        """Raise `ConfigError` where this cache is none for such a model."""
+        """Raise `ConfigError` if this kind of cache is not for such a model."""
 
     @override
     def describe(self) -> dict[str, Any]:
@@ -135,39 +137,36 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
 
     @property
     def compiled(self) -> bool:
-        """Whether masks that are made outside of compiled code are those of buckets."""
-        return any(layer.reserved.mask_extent.mode.compiled for layer in self._fixed_layers())
+        """Whether masks that are made outside of compiled code are masks of buckets."""
+        return any(layer.reserved.mask_extent.mode.compiled for layer in fixed_layers(self.layers))
 
     @compiled.setter
     def compiled(self, compiled: bool) -> None:
-        for layer in self._fixed_layers():
+        for layer in fixed_layers(self.layers):
             layer.reserved.mask_extent.mode.compiled = compiled
 
     def settle(self) -> None:
-        """Let compiled steps go on from any number of tokens without being compiled for it.
+        """Let compiled steps go on from any number of tokens without another compilation.
 
-        Needed only between a compiled function that took in prompts of many different lengths and compiled steps, where
-        no eager code of the cache runs between the two. `generate()` does it by itself.
+        This is needed only between a compiled function that took in prompts of many different lengths and compiled
+        steps, if no eager code of the cache runs between the two. `generate()` does it by itself.
         """
-        for layer in self._fixed_layers():
+        for layer in fixed_layers(self.layers):
             layer.reserved.sync_slot()
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        """An empty cache for the cross-attention of a model whose self-attention has this one.
+        """An empty cache for cross-attention in a model that has this cache for self-attention.
 
         Args:
-            encoder_length: tokens to reserve. Where not given, the cache grows.
+            encoder_length: tokens to reserve. If it is not given, the cache grows.
         """
         if encoder_length is None:
             return super().for_cross_attention()
-        # Its masks are the encoder's, and it is filled once, so it reads what is there in compiled code as well.
+        # Its masks are the encoder's, and it is filled once, so compiled code too reads the tokens that are held.
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
         layers = [StaticLayer(**reservation.options()) for _ in self.layers]
         return Cache(layers=layers, **self.offloading_options())
-
-    def _fixed_layers(self) -> list[StaticLayer | StaticSlidingLayer]:
-        return fixed_layers(self.layers)
 
 
 def _reservation_from(options: Mapping[str, Any]) -> Reservation:
@@ -179,39 +178,3 @@ def _reservation_from(options: Mapping[str, Any]) -> Reservation:
         None if buckets is None else Buckets(**buckets),
         options["grow"],
     )
-
-
-@register_cache_class
-class HybridCache(StaticCache):
-    """A `StaticCache` by the name that models with some sliding and some full layers had for it.
-
-    Args: those of `StaticCache`.
-    """
-
-
-@register_cache_class
-class HybridChunkedCache(StaticCache):
-    """A `StaticCache` by the name that models with some chunked and some full layers had for it.
-
-    Args: those of `StaticCache`.
-    """
-
-
-@register_cache_class
-class SlidingWindowCache(StaticCache):
-    """A `StaticCache` for models that attend within a window.
-
-    Args: those of `StaticCache`, with the config of a model that has sliding or chunked attention.
-
-    Raises:
-        ConfigError: no layer of the model attends within a window.
-    """
-
-    @override
-    def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
-        if layer_types.isdisjoint(WINDOWED):
-            raise ConfigError(
-                f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
-                f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
-            )

@@ -1,33 +1,32 @@
-"""What a cache holds, for people: a table for a terminal, for rich, and for a notebook."""
+"""What a cache tells people: what it holds, as a table, and why its last calls were not faster."""
 
+import html
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvlayers.caches.from_config import held_layer
-from kvlayers.layers import HybridLayer, OffloadedLayer, TokenLayer, TransformersLayer
-from kvlayers.stores import QuantizedStore
+from kvlayers.layers import LayerOperations
 from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
 if TYPE_CHECKING:
     import rich.table
 
-DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
-"""Where states are at home: on the device that computes, in the host's memory, or in files."""
+TIERS = ("device", "host", "disk")
+"""Where states are between updates: on the device that computes, in the host's memory, or in files."""
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """What one layer holds, or several that follow one another and hold the same.
+    """What one layer holds, or each of several layers that follow one another and hold the same.
 
     Attributes:
-        layers: their indices in the cache.
-        kind: name of the class, of both parts for a hybrid layer.
-        tokens: those that it has seen, `None` for a layer that does not count them.
-        held: those of which it holds keys and values: fewer than it has seen in a window; `None` for a recurrent state.
-        bits: of a key and of a value, where they are rounded: `(4, 4)`; else `None`.
-        bytes: by tier, of each of the layers.
+        layers: indices of the layers in the cache.
+        kind: name of the class; of both parts for a hybrid layer.
+        tokens: tokens that the layer has seen, `None` for a layer that does not count them.
+        held: tokens of which it holds keys and values, fewer than seen in a window; `None` for a recurrent state.
+        bits: bits of a number of a key and of a value if they are rounded, such as `(4, 4)`; else `None`.
+        bytes: for each tier, bytes of each of the layers.
     """
 
     layers: range
@@ -39,7 +38,7 @@ class LayerSummary:
 
     @property
     def shown_bits(self) -> str:
-        """Bits of a key and of a value: once if they are the same, and nothing in full precision."""
+        """Bits of a key and of a value: one number if they are the same, and "" in full precision."""
         return "" if self.bits is None else "/".join(map(str, dict.fromkeys(self.bits)))
 
     def cells(self) -> tuple[str, ...]:
@@ -57,15 +56,15 @@ class LayerSummary:
 
 @dataclass(frozen=True, repr=False)
 class CacheSummary:
-    """What a cache holds. Printed it is a table; so it is for rich, and in a notebook.
+    """What a cache holds. Printed, it is a table, also by rich and in a notebook.
 
     Attributes:
         kind: name of the cache's class.
-        tokens: those that it has seen.
+        tokens: tokens that the cache has seen.
         batch_size: sequences side by side, -1 before the first states.
-        nbytes: bytes of all memory held. What several layers or caches share counts once, here alone.
-        bytes: by tier, the sum of all layers.
-        layers: what each holds, alike ones that follow one another together.
+        nbytes: bytes of all memory held. Only here does memory that layers or caches share count once.
+        bytes: for each tier, bytes of all layers.
+        layers: what each layer holds. Layers that follow one another and hold the same are one entry.
     """
 
     kind: str
@@ -77,7 +76,7 @@ class CacheSummary:
 
     @property
     def line(self) -> str:
-        """What the cache is made of and holds, as its `repr`."""
+        """The `repr` of the cache: its layers, tokens and bytes."""
         kinds = itertools.groupby(
             (
                 (layer.kind + (f" of {layer.shown_bits} bits" if layer.bits else ""), len(layer.layers))
@@ -91,7 +90,7 @@ class CacheSummary:
 
     @property
     def title(self) -> str:
-        """The whole cache in a line."""
+        """The whole cache in one line."""
         batch = f", batch {self.batch_size}" if self.batch_size >= 0 else ""
         return f"{self.kind}: {self.tokens} tokens{batch}, {readable_bytes(self.nbytes)}"
 
@@ -100,7 +99,7 @@ class CacheSummary:
         return f"{self.title}\n{plain_table([head, *rows])}"
 
     def __rich__(self) -> "rich.table.Table":
-        # Late, as it is rich that asks.
+        # Late: rich itself asks for this.
         from rich import box
         from rich.table import Table
 
@@ -116,67 +115,41 @@ class CacheSummary:
         return html_table(self.title, self._rows())
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A head and a row for each group of layers, without the columns that nothing is in."""
+        """A head and a row for each group of layers, without empty columns."""
         table = [("layers", "kind", "seen", "held", "bits", *TIERS), *(layer.cells() for layer in self.layers)]
         columns = [column for column in zip(*table, strict=True) if any(column[1:]) or column[0] == "kind"]
         return list(zip(*columns, strict=True))
 
 
 def summary_of(
-    kind: str, tokens: int, batch_size: int, nbytes: int, parts: Mapping[str, Sequence[Any]]
+    kind: str, tokens: int, batch_size: int, nbytes: int, layers: Mapping[str, Sequence[LayerOperations]]
 ) -> CacheSummary:
     """The summary of a cache.
 
     Args:
         kind: name of its class.
-        tokens: those that it has seen.
+        tokens: tokens that it has seen.
         batch_size: sequences side by side.
         nbytes: bytes that it holds.
-        parts: its layers, with the operations of ours, by what they are for; "" where they are for one thing.
+        layers: its layers by their use ("self", "cross"), or by "" if they have one use.
     """
     summaries = tuple(
         summary
-        for use, layers in parts.items()
-        for summary in _grouped([_of_layer(use, index, layer) for index, layer in enumerate(layers)])
+        for use, of_use in layers.items()
+        for summary in _grouped([_of_layer(use, index, layer) for index, layer in enumerate(of_use)])
     )
     total = {tier: sum(layer.bytes[tier] * len(layer.layers) for layer in summaries) for tier in TIERS}
     return CacheSummary(kind, tokens, batch_size, nbytes, total, summaries)
 
 
-def _of_layer(use: str, index: int, layer: Any) -> LayerSummary:
-    parts = [layer.attention, layer.linear] if isinstance(layer, HybridLayer) else [layer]
+def _of_layer(use: str, index: int, layer: LayerOperations) -> LayerSummary:
     amounts = dict.fromkeys(TIERS, 0)
-    bits: tuple[int, int] | None = None
-    for part in parts:
-        amounts[_tier(part)] += part.nbytes
-        held = held_layer(part)
-        if isinstance(held, TokenLayer) and isinstance(held.store, QuantizedStore):
-            quantization = held.store.quantization
-            bits = quantization.keys.nbits, quantization.values.nbits
-    kinds = " and ".join(map(_name, parts))
-    return LayerSummary(range(index, index + 1), f"{use} {kinds}".strip(), layer.length, _held(parts[0]), bits, amounts)
-
-
-def _held(part: Any) -> int | None:
-    """Tokens of which a layer holds keys and values."""
-    held = held_layer(part)
-    if isinstance(held, TokenLayer):
-        return held.held_tokens
-    if part.attends:
-        keys = part.keys
-        return part.length if keys is None or keys.dim() != 4 else min(part.length or 0, int(keys.shape[2]))
-    return None
-
-
-def _name(part: Any) -> str:
-    held = part.layer if isinstance(part, TransformersLayer) else held_layer(part)
-    return type(held).__name__
-
-
-def _tier(part: Any) -> str:
-    if not isinstance(part, OffloadedLayer) or not part.prefetcher.offloads(part.device):
-        return DEVICE
-    return DISK if part.prefetcher.memory.holds_host_states else HOST
+    for part in layer.parts:
+        amounts[part.home] += part.nbytes
+    kinds = " and ".join(type(part.unwrapped.original).__name__ for part in layer.parts)
+    return LayerSummary(
+        range(index, index + 1), f"{use} {kinds}".strip(), layer.length, layer.held_tokens, layer.bits, amounts
+    )
 
 
 def _grouped(layers: Sequence[LayerSummary]) -> Iterator[LayerSummary]:
@@ -186,3 +159,51 @@ def _grouped(layers: Sequence[LayerSummary]) -> Iterator[LayerSummary]:
     for _, same in itertools.groupby(layers, key=alike):
         first, *others = same
         yield replace(first, layers=range(first.layers[0], first.layers[0] + 1 + len(others)))
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """Why a call was not as fast as it might have been. Printed, it has one line for each finding.
+
+    Attributes:
+        prefixes: for each prompt of the call of `generate()` that made the cache, how much of it a prefix store had,
+            and why not more; or why the call could not use the store. Empty if there was no store.
+        attention: how often attention on packed states, or on states that sequences share, was computed in which way,
+            and why not in a faster one. It is counted once for each layer and forward pass, or once for each of the two
+            products if the model writes attention as two. Empty if all states are held in full precision.
+        traces: how often torch.compile or torch.export has traced code that updates the cache. 1 is the first
+            compilation; each further one was for another shape, or another mode, such as `no_grad`.
+    """
+
+    prefixes: tuple[str, ...]
+    attention: Mapping[str, int]
+    traces: int
+
+    def __repr__(self) -> str:
+        ways = sorted(self.attention.items(), key=lambda way: -way[1])
+        lines = [
+            *(f"prefix: {note}" for note in self.prefixes or ("no store was asked",)),
+            *(f"attention, {count} times: {way}" for way, count in ways),
+            *([] if ways else ["attention: states are held in full precision, as torch reads them"]),
+            f"compiled: {_times(self.traces)}",
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def _times(traces: int) -> str:
+    if not traces:
+        return "no code that updates this cache"
+    again = "" if traces == 1 else f", of which {traces - 1} again (TORCH_LOGS=recompiles says why)"
+    return f"{traces} times{again}" if traces > 1 else "once"
+
+
+def explanation_of(prefixes: Sequence[str], layers: Sequence[LayerOperations], traces: int) -> Explanation:
+    """The explanation of a cache with these layers; see `Explanation`."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        for way, count in layer.attention_paths.items():
+            counts[way] = counts.get(way, 0) + count
+    return Explanation(tuple(prefixes), counts, traces)

@@ -16,12 +16,10 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import recurrent_part
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
-from kvlayers.layers import LayerOperations
-from kvlayers.layers.contract import crop_target
+from kvlayers.layers.arguments import crop_target
 from kvlayers.upstream import compat, model_types
 
 MAX_REPLAYED_WITH_DRAFT = 32
@@ -47,7 +45,7 @@ class RollbackCache(Cache):
 
 def as_rollback_cache(cache: Any) -> Any:
     """A `RollbackCache` if kvlayers holds recurrent states in `cache`; otherwise the cache itself."""
-    if isinstance(cache, Cache) and any(recurrent_part(layer) is not None for layer in cache.layers):
+    if isinstance(cache, Cache) and cache.recurrent_parts():
         return RollbackCache(cache)
     return cache
 
@@ -123,10 +121,10 @@ def check_rollback(model: Any, cache: Any) -> None:
             f"expected a model that takes past_key_values, but {name} takes cache_params, which transformers' loop "
             "over drafts does not pass: leave out the assistance."
         )
-    layers = cache.layers if isinstance(cache, Cache) else []
-    all_kvlayers = all(isinstance(layer, LayerOperations) or not _holds_states(layer) for layer in layers)
+    layers = cache.adapted_layers() if isinstance(cache, Cache) else []
+    holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
     states_elsewhere = model.config.model_type in model_types.KEEPS_STATES_IN_MODULES
-    if states_elsewhere or not all_kvlayers or not any(recurrent_part(layer) is not None for layer in layers):
+    if states_elsewhere or not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
             f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be rolled back, but saw "
             f"{cache!r}: leave out past_key_values, or make it from the config of the model. A model that keeps states "
@@ -137,10 +135,6 @@ def check_rollback(model: Any, cache: Any) -> None:
             f"expected a model that can verify several tokens at once, but the scan of {name} starts from zero: leave "
             "out the assistance. (It can be used as the draft model of another one.)"
         )
-
-
-def _holds_states(layer: Any) -> bool:
-    return isinstance(layer, compat.ATTENTION_LAYER | compat.LINEAR_LAYER)
 
 
 def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:

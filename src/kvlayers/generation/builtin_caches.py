@@ -4,13 +4,19 @@ from typing import Any
 
 import transformers
 
+from kvlayers.caches.aliases import (
+    HybridCache,
+    HybridChunkedCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    SlidingWindowCache,
+)
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import every_token_layers
-from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.sink import SinkCache, left_padding_of
-from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.generation.registry import CacheRequest, register
 from kvlayers.utils import late

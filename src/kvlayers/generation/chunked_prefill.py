@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import recurrent_part
 from kvlayers.errors import StateMismatchError
 from kvlayers.upstream import generate_calls, model_types
 
@@ -14,14 +13,10 @@ PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_t
 """Arguments of a model that have one entry per token in their last dimension."""
 
 
-def _is_recurrent(cache: Cache) -> bool:
-    return any(recurrent_part(layer) is not None for layer in cache.layers)
-
-
 def pass_limit(cache: Any) -> int | None:
     """The most tokens that a model can take in one pass behind those that a cache has seen; `None` for no limit."""
-    parts = map(recurrent_part, cache.layers if isinstance(cache, Cache) else ())
-    limits = [part.tokens_at_once for part in parts if part is not None and part.tokens_at_once is not None]
+    parts = cache.recurrent_parts() if isinstance(cache, Cache) else []
+    limits = [part.tokens_at_once for part in parts if part.tokens_at_once is not None]
     return min(limits, default=None)
 
 
@@ -93,7 +88,7 @@ def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, mod
     cache = model_kwargs.get(name)
     mask = model_kwargs.get("attention_mask")
     is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if not isinstance(cache, Cache) or is_unusual or not _is_recurrent(cache):
+    if not isinstance(cache, Cache) or is_unusual or not cache.recurrent_parts():
         return None
     limit, chunk, tokens = pass_limit(cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.get_seq_length()

@@ -67,7 +67,7 @@ def _replace_layers(cache: Any, model: Any) -> None:
         if cache not in _logged:
             _logged.add(cache)
             logger.info(
-                "A %s keeps its layers of transformers as it holds states: only empty caches get kvlayers' layers.",
+                "A %s keeps its layers of transformers, as it holds states: only empty caches get kvlayers' layers.",
                 type(cache).__name__,
             )
     elif layers:

@@ -125,6 +125,18 @@ def installed(
 
     Raises:
         OptionError: as `install`.
+
+    Example:
+        >>> import torch, transformers, kvlayers
+        >>> config = transformers.LlamaConfig(
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ... )
+        >>> model, ids = transformers.LlamaForCausalLM(config).eval(), torch.tensor([[5, 8, 13]])
+        >>> options = {"max_new_tokens": 4, "return_dict_in_generate": True}
+        >>> with kvlayers.installed():
+        ...     output = model.generate(ids, cache_implementation="int8", **options)
+        >>> type(output.past_key_values).__name__, kvlayers.is_installed()
+        ('QuantizedCache', False)
     """
     active = active_store.optional_store(prefix_store, namespace)
     _check_flags(legacy_names, replace_empty_caches, strict_prompts)

@@ -9,20 +9,17 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 from typing_extensions import Self
 
-from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches import nested_tuples
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.legacy_api import LegacyStates
+from kvlayers.caches.nested_tuples import LegacyStates
 from kvlayers.errors import LegacyFormatError, StateMismatchError
 from kvlayers.layers import CacheLayer
 from kvlayers.upstream import model_types
 from kvlayers.upstream.deprecation import warn_of_old_use
 
 ARGUMENT = "past_key_values"
-
-TuplesCache = DynamicCache | EncoderDecoderCache
-"""The caches that are made from tuples."""
 
 
 def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,12 +105,12 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
             cache: a cache that a model returned.
             config: config of the model, whose forward passes may continue in the cache.
         """
-        states = cls(kvlayers_view(cache).as_tuples(legacy_api.handed_out_states))
-        if isinstance(cache, DynamicCache | EncoderDecoderCache):
+        states = cls(kvlayers_view(cache).as_tuples(nested_tuples.handed_out_states))
+        if isinstance(cache, Cache):
             vars(states)["source"] = cache, config
         return states
 
-    def source_for(self, config: object) -> TuplesCache | None:
+    def source_for(self, config: object) -> Cache | None:
         """The cache that these are views of, if `config` is that of its model. It is returned once; then `None`."""
         cache, made_for = vars(self).pop("source", (None, None))
         return cache if made_for is config else None
@@ -122,7 +119,7 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
         return tuple, (tuple(self),)
 
 
-def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
+def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
     """A cache in which a forward pass can continue without changing `states`.
 
     It keeps all tokens, even if the model attends within a window, since the shape of the tuples is the only count of
@@ -146,7 +143,7 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> TuplesCache:
     return DynamicCache.from_legacy_cache(checked, config=config)
 
 
-def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
+def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
     """A cache with copies of `states` that keeps the tokens which the model attends to.
 
     Raises:
@@ -159,13 +156,13 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> TuplesCache:
 
 
 def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
-    checked = legacy_api.check_tuples(states, width=(2, 4))
+    checked = nested_tuples.check_tuples(states, width=(2, 4))
     for index, layer in enumerate(checked):
-        windowed_states.check_is_whole(layer, index)
+        nested_tuples.check_is_whole(layer, index)
     if checked and config.is_encoder_decoder:
         _check_count(checked, model_types.decoder_config(config).num_hidden_layers)
     elif not _has_cross_attention(config, checked):
-        legacy_api.check_tuples(checked, width=(2,))
+        nested_tuples.check_tuples(checked, width=(2,))
     return checked
 
 

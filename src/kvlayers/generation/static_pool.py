@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from kvlayers.caches.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
-from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache, StaticCache
+from kvlayers.caches.static import StaticCache
 from kvlayers.generation.registry import CacheRequest
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)

@@ -11,13 +11,21 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from kvlayers.caches import legacy_api, windowed_states
+from kvlayers.caches import legacy_api, nested_tuples
+from kvlayers.caches.aliases import (
+    HQQQuantizedCache,
+    HybridCache,
+    HybridChunkedCache,
+    HybridMambaAttentionDynamicCache,
+    MambaCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    QuantoQuantizedCache,
+    SlidingWindowCache,
+)
 from kvlayers.caches.legacy_api import LegacySurface
-from kvlayers.caches.mamba import HybridMambaAttentionDynamicCache, MambaCache
-from kvlayers.caches.offloaded import OffloadedCache, OffloadedStaticCache
-from kvlayers.caches.quantized import HQQQuantizedCache, QuantizedCacheConfig, QuantoQuantizedCache
+from kvlayers.caches.quantized import QuantizedCacheConfig
 from kvlayers.caches.sink import SinkCache
-from kvlayers.caches.static import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
 from kvlayers.generation.patching import Activation
 from kvlayers.upstream import compat
@@ -249,12 +257,12 @@ def _max_length_or_none(self: Any, layer_idx: int | None = None) -> int | None:
 
 def _dynamic_from_tuples(cls: Callable[[], Any], past_key_values: object = None) -> Any:
     cache = cls()
-    _fill(cache, () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2,)))
+    _fill(cache, () if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2,)))
     return cache
 
 
 def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: object = None) -> Any:
-    states = () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4))
+    states = () if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2, 4))
     own, cross = transformers.DynamicCache(), transformers.DynamicCache()
     _fill(own, [layer[:2] for layer in states])
     _fill(cross, [layer[2:] for layer in states if layer[2:]])
@@ -262,7 +270,7 @@ def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: objec
     return cls(own, cross)
 
 
-def _fill(cache: Any, pairs: "legacy_api.LegacyStates | list[tuple[Tensor, ...]]") -> None:
+def _fill(cache: Any, pairs: "nested_tuples.LegacyStates | list[tuple[Tensor, ...]]") -> None:
     for index, pair in enumerate(pairs):
-        windowed_states.check_is_whole(pair, index)
+        nested_tuples.check_is_whole(pair, index)
         cache.update(*pair, index)

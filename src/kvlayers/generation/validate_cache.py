@@ -8,11 +8,9 @@ import torch
 import transformers
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, held_layer
 from kvlayers.caches.seen_tokens import check_is_new
 from kvlayers.caches.sink import left_padding_of
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from kvlayers.layers import CacheLayer
 from kvlayers.upstream import compat, generate_calls, model_types
 from kvlayers.upstream.model_layers import layer_specs
 
@@ -83,11 +81,10 @@ def validate(
 
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` if a layer holds fewer tokens than the model attends to, as it was made for another model."""
-    parts: list[Any] = [held_layer(attention_part(layer)) for layer in cache.layers]
-    windows = {
-        index: part.sliding_window
-        for index, part in enumerate(parts)
-        if isinstance(part, CacheLayer) and part.is_sliding
+    windows: dict[int, int] = {
+        index: layer.sliding_window
+        for index, layer in enumerate(cache.adapted_layers())
+        if layer.sliding_window is not None
     }
     if not windows:
         return

@@ -1,12 +1,12 @@
 """Which tokens a layer keeps. One file a kind of layer."""
 
-from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.layers.contract import CacheLayer
 from kvlayers.layers.dynamic import DynamicLayer
 from kvlayers.layers.hybrid import HybridLayer
 from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
-from kvlayers.layers.operations import LayerOperations
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.quantized import QuantizedLayer
 from kvlayers.layers.registry import layer_names, register_layer, unregister_layer
 from kvlayers.layers.sink import SinkLayer

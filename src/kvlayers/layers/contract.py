@@ -1,4 +1,4 @@
-"""Which tokens a layer keeps: the contract of a layer of attention, and the transformers surface derived from it."""
+"""The contract of a layer that attends: what it adds to `LayerOperations`, the contract of every layer."""
 
 from abc import abstractmethod
 from typing import Any
@@ -7,18 +7,17 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.operations import LayerOperations, LayerState, crop_target, unbounded_as_minus_one, whole_number
+from kvlayers.errors import StateMismatchError
+from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.upstream_names import TransformersNames
 from kvlayers.stores.buffer import StateForm, form_of
 
-__all__ = ["CacheLayer", "LayerOperations", "LayerState", "crop_target", "unbounded_as_minus_one", "whole_number"]
 
+class CacheLayer(TransformersNames, CacheLayerMixin):  # type: ignore[misc]
+    """The keys and values of one layer of a model.
 
-class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
-    """One model layer's share of a cache: the keys and values that it attends to.
-
-    A kind of layer implements the abstract members below and those of `LayerOperations`; what transformers and older
-    code call besides is derived from them, once.
+    A kind of layer implements the abstract members below, and those of `LayerOperations`. The names that transformers
+    and older code call are derived from them, here and in `TransformersNames`.
     """
 
     def __init__(self) -> None:
@@ -27,19 +26,19 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
 
     @abstractmethod
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in the states of new tokens, and return the states that their queries attend to.
+        """Append the states of new tokens, and return the states that their queries attend to.
 
         Args:
             key_states: `[batch, kv_heads, new, key_head_dim]`.
             value_states: `[batch, kv_heads, new, value_head_dim]`.
 
         Returns:
-            Keys `[batch, kv_heads, attended, key_head_dim]` and values `[batch, kv_heads, attended, value_head_dim]`,
-            where `attended` is what `mask_sizes(new)` said just before. They may be views of the cache's memory: read
-            them, do not write to them.
+            Keys `[batch, kv_heads, attended, key_head_dim]` and values `[batch, kv_heads, attended, value_head_dim]`.
+            `attended` is the length that `mask_sizes(new)` returned just before. They may be views of the cache's
+            memory, so do not write to them.
 
         Raises:
-            StateMismatchError: states of another batch size, kv_heads, head_dim, dtype or device than those held.
+            StateMismatchError: the batch size, kv_heads, head_dim, dtype or device differ from those held.
             CapacityError: more tokens than fit.
         """
 
@@ -68,22 +67,17 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def device(self) -> Any:
         """Device of the keys, `None` before the first states."""
 
-    def count(self, tokens: int) -> None:
-        """Count tokens that an operator takes in, while compiled code that calls it is traced.
-
-        When that code runs, the operator counts them itself, and to the same number.
-        """
-        raise UnsupportedLayerError(
-            f"expected a layer that compiled code calls by an operator, but saw a {type(self).__name__}: give it a "
-            "count of its own, as its is_opaque is true."
-        )
-
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length of what the next `update` of `query_length` tokens returns, and the position of its first token.
+        """Length of the states that the next `update` of `query_length` tokens returns, and position of the first one.
 
-        That update must follow: a layer may move or take memory for it, and remembers what it has said.
+        That update must follow: a layer may take or move memory for it, and remembers what it returned here.
         """
+
+    @property
+    @override
+    def held_tokens(self) -> int | None:
+        return self.length
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -107,17 +101,18 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
         """Prepare for states of these forms before the first ones arrive."""
 
     def recount(self, length: int) -> None:
-        """Take `length` for the number of tokens seen, after states were put in place by hand.
+        """Set the number of tokens seen to `length`, after states were assigned by hand.
 
         Raises:
-            StateMismatchError: the layer does not hold the states of so many tokens; nothing is changed.
+            StateMismatchError: the layer does not hold the states of `length` tokens; nothing is changed.
         """
         if length != self.length:
             raise not_of_so_many(length, self.length)
 
-    # What follows is how transformers and older code ask for the above.
+    # By the names of transformers and older code
 
     @property
+    @override
     def is_initialized(self) -> bool:
         """Whether the form of the states is known. Setting it to false is a `reset`."""
         return self.batch_size is not None
@@ -142,20 +137,21 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
         self.recount(whole_number(length, "cumulative_length"))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Prepare for states like these, whose tokens are not taken in. Values are like keys where not given."""
+        """Prepare for states of these shapes, which are not taken in. Values have the form of keys if not given."""
         self.reserve_form(form_of(key_states), form_of(key_states if value_states is None else value_states))
 
+    @override
     def get_seq_length(self) -> int:
         """As `length`."""
         return self.length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """As `mask_sizes`, of a number of tokens, or of their positions as caches of transformers before 5.4 pass."""
+        """As `mask_sizes`. Caches of transformers before 5.4 pass positions instead, int64 `[query_length]`."""
         return self.mask_sizes(query_length.shape[0] if isinstance(query_length, Tensor) else query_length)
 
 
 def not_of_so_many(length: int, held: int) -> StateMismatchError:
-    """The error for a count of tokens that a layer's states are not those of."""
+    """The error for a number of tokens whose states a layer does not hold."""
     return StateMismatchError(
         f"expected the number of tokens whose states are held, {held}, but saw {length}: use crop to remove tokens, "
         "and update to add tokens."
@@ -168,17 +164,17 @@ def public_names(layer: CacheLayer) -> list[str]:
 
 
 def attribute_within(wrapper: CacheLayer, within: str, name: str) -> Any:
-    """A public attribute of the layer that another layer is made of.
+    """A public attribute of a wrapped layer.
 
     Args:
-        wrapper: the layer that was asked, and does not have it.
-        within: which of its attributes is the layer that may have it.
-        name: what was asked for.
+        wrapper: the layer that was asked, which does not have the attribute.
+        within: name of the wrapper's attribute that holds the wrapped layer.
+        name: name of the attribute that was asked for.
 
     Raises:
         AttributeError: neither of the two layers has it.
     """
-    # A copy that is being made has no layer within yet.
+    # A copy that is being made does not have its wrapped layer yet.
     if not name.startswith("_") and within in vars(wrapper):
         return getattr(vars(wrapper)[within], name)
     raise AttributeError(f"'{type(wrapper).__name__}' object has no attribute '{name}'")

@@ -1,12 +1,13 @@
 """A layer that keeps every token."""
 
 from collections.abc import Mapping
+from typing import cast
 
 from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.errors import RollbackError
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, SharedStore, TokenStore
@@ -15,11 +16,11 @@ from kvlayers.utils.options import checks_options
 
 @register_layer
 class DynamicLayer(TokenLayer):
-    """Full attention: keeps every token, for as long as memory lasts.
+    """Full attention: keeps every token.
 
     Args:
-        length_hint: the most tokens that are expected, where known; see `DenseStore`.
-        store: how the tokens are held, a `DenseStore` where not given.
+        length_hint: the most tokens that are expected, if known; see `DenseStore`.
+        store: how the tokens are held; a `DenseStore` if it is not given.
     """
 
     hints = ("length_hint",)
@@ -46,8 +47,8 @@ class DynamicLayer(TokenLayer):
 
     @override
     def expand(self, repeats: int) -> None:
-        if isinstance(self._store, DenseStore) and self._store.length:
-            self._store = SharedStore(self._store.fork(), repeats)
+        if self._store.shares_prefixes and self._store.length:
+            self._store = SharedStore(cast("DenseStore", self._store.fork()), repeats)
         else:
             super().expand(repeats)
 
@@ -81,7 +82,7 @@ class DynamicLayer(TokenLayer):
 
 
 def check_rollback(length: int, held: int) -> None:
-    """Raise `RollbackError` where `length` is no length that a layer of `held` tokens once had."""
+    """Raise `RollbackError` if a layer of `held` tokens never had `length` tokens."""
     if not 0 <= length <= held:
         raise RollbackError(
             f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."

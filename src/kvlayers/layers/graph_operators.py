@@ -1,11 +1,11 @@
-"""Operators by which compiled code calls a layer of a cache, rather than be traced through it.
+"""Operators by which compiled code calls a layer of a cache, instead of being traced through it.
 
-What a packed layer, or an offloaded one, does in an update is Python over numbers and streams that change with every
-token: traced, it would be compiled anew whenever a block is packed, or break the graph in each layer. So compiled code
-calls `take_in` and `attend`, which run what eager code runs: one graph serves a sequence from its first token to its
-last, and attention reads codes as they are held. What TorchDynamo sees of a layer is its count of tokens.
+The update of a packed layer, or of an offloaded layer, is Python over numbers and streams that change with every token.
+Traced, it would be compiled anew whenever a block is packed, or break the graph in each layer. So compiled code calls
+`take_in` and `attend`, which run the same code as eager mode. One graph then serves a sequence from its first token to
+its last, and attention reads the codes as they are held. Of a layer, TorchDynamo sees only the count of tokens.
 
-Every operator is given the handle of a cache, and `take_in` and `attend` say that they write to it: so they stay in the
+Every operator is given the handle of a cache. `take_in` and `attend` declare that they write to it, so they stay in the
 order in which the model calls them.
 """
 
@@ -30,12 +30,12 @@ _handles: "weakref.WeakValueDictionary[int, GraphHandle]" = weakref.WeakValueDic
 
 
 class GraphHandle:
-    """What compiled code knows a cache by.
+    """The handle by which compiled code knows a cache.
 
-    A handle is of one cache: a copy of it, which comes with a copy of the cache, has another number.
+    A handle belongs to one cache. A copy of the cache has a handle with another number.
 
     Attributes:
-        number: int64 scalar on the host. Being a tensor it is an input of compiled code, and never part of it.
+        number: int64 scalar on the host. Since it is a tensor, it is an input of compiled code, and never a constant.
     """
 
     __slots__ = ("__weakref__", "_cache", "number", "returned")
@@ -50,31 +50,31 @@ class GraphHandle:
         _handles[number] = self
 
     def take_in(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Update a layer, and keep what its queries attend to."""
+        """Update a layer, and keep the states that its queries attend to."""
         self.returned.pop(layer_idx, None)
         cache = self._cache()
         if cache is None:
             raise _gone()
         layer = cache.layers[layer_idx]
         if cache.offloading:
-            # What is brought to the device goes again when the next layer is there. Models that share states between
-            # layers share those of the last layer that has a window, and of the last one that has none.
+            # States leave the device when the next layer has arrived. Models that share states between layers share
+            # those of the last layer with a window, and those of the last layer without.
             others = self.returned.items()
             self.returned = {at: kept for at, kept in others if cache.layers[at].is_sliding != layer.is_sliding}
         self.returned[layer_idx] = layer.update(keys, values)
 
     def states(self, layer_idx: int, tokens: int) -> KVPair:
-        """What the last update of a layer returned, which was so many tokens."""
+        """The states of `tokens` tokens that the last update of a layer returned."""
         if layer_idx not in self.returned:
             raise StaleStatesError(
-                f"expected layer {layer_idx} to be read before other offloaded layers are updated, as its states have "
-                "left the device, but saw it read afterwards: run this function in eager code."
+                f"expected layer {layer_idx} to be read before other offloaded layers are updated, but it was read "
+                "afterwards, when its states had left the device: run this function in eager code."
             )
         keys, values = self.returned[layer_idx]
         if keys.shape[2] != tokens:
             raise StaleStatesError(
-                f"expected the states of the last update of layer {layer_idx}, which are {keys.shape[2]} tokens, but "
-                f"saw those of an earlier one, {tokens} tokens: read states before the layer is updated again."
+                f"expected the states of the last update of layer {layer_idx}, of {keys.shape[2]} tokens, but saw "
+                f"states of an earlier update, of {tokens} tokens: read states before the layer is updated again."
             )
         return keys, values
 
@@ -88,7 +88,7 @@ def _handle(number: Tensor) -> GraphHandle:
 
 def _gone() -> StaleStatesError:
     return StaleStatesError(
-        "expected a cache that still exists, but saw none: keep it for as long as compiled code uses it."
+        "expected a cache that still exists, but it was deleted: keep it for as long as compiled code uses it."
     )
 
 
@@ -115,13 +115,13 @@ def attend(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention of `query`, `[batch, heads, new, head_dim]`, on what the last update of a layer returned."""
+    """Attention of `query`, `[batch, heads, new, head_dim]`, to the states that the last update of a layer returned."""
     with torch.no_grad():
         keys, values = _handle(number).states(layer_idx, tokens)
         shares_heads = query.shape[1] != keys.shape[1]
         options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": shares_heads}
         arguments = (query.detach(), keys, values)
-        # Within an operator torch does not ask what is given to a function how it is computed.
+        # Within an operator torch does not dispatch to the `__torch_function__` of an argument.
         kind: Any = type(keys)
         attended: Tensor = kind.__torch_function__(scaled_dot_product_attention, (kind,), arguments, options)
         return attended.contiguous()
@@ -146,7 +146,7 @@ def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: S
     """Keys, or values, that the last update of a layer returned, in full precision: a copy, of the dtype of `like`."""
     with torch.no_grad():
         states = _handle(number).states(layer_idx, shape[2])[is_values]
-        # Never what the cache holds: compiled code may write to what operators return.
+        # A copy, as compiled code may write to the results of operators.
         return as_dense(states).as_subclass(Tensor).clone(memory_format=torch.contiguous_format)
 
 
@@ -156,9 +156,9 @@ def _(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequ
 
 
 def calls_operators(layer: Any, keys: Tensor, values: Tensor) -> bool:
-    """Whether code that is being compiled calls the layer, rather than be traced through it.
+    """Whether code that is being compiled calls the layer by an operator.
 
-    Where autograd follows the states it does not: what is behind an operator has no gradient.
+    If autograd follows the states it does not, since no gradient goes through an operator.
     """
     if not compat.COMPILES_TENSOR_SUBCLASSES or not torch.compiler.is_dynamo_compiling() or compat.may_be_exporting():
         return False
@@ -174,7 +174,7 @@ def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, value
     layer.count(new)
     attended = []
     for is_values, states in enumerate((keys, values)):
-        # Of the right shape, and of no memory: what it is that is attended to, the operators know.
+        # It has the right shape and takes no memory: the operators know the attended states.
         shape = (batch, states.shape[1], tokens, states.shape[3])
         placeholder = states.new_empty(()).expand(shape)
         attended.append(_called(placeholder, handle.number, layer_idx, tokens, bool(is_values), 0))
@@ -182,14 +182,14 @@ def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, value
 
 
 class CalledStates(Tensor):
-    """Stands for keys, or values, that attention reads by an operator; for TorchDynamo to trace.
+    """Stands for keys or values that attention reads by an operator, while TorchDynamo traces.
 
     Attributes:
-        number: of the handle of the cache.
-        layer_idx: the layer.
-        tokens: how many they are.
+        number: number of the cache's handle.
+        layer_idx: index of the layer.
+        tokens: number of tokens.
         is_values: whether they are values.
-        copies: times that each kv head comes: 0 before models begin to repeat them.
+        copies: how often each kv head occurs: 0 before the model begins to repeat them.
     """
 
     number: Tensor
@@ -242,7 +242,7 @@ def _repeated(states: CalledStates, result: Tensor) -> Tensor | None:
 
 
 def _in_full(argument: Any) -> Any:
-    """An argument with states in full precision for those that stand for them."""
+    """An argument in which the states themselves, in full precision, replace each `CalledStates`."""
     if isinstance(argument, CalledStates):
         batch, heads = argument.size(0), argument.size(1)
         repeated = argument.copies and argument.dim() == 4

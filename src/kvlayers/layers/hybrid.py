@@ -1,4 +1,4 @@
-"""A layer that attends and has a state besides: an attention layer and a recurrent one, side by side."""
+"""A layer that attends and has a recurrent state: an attention layer and a recurrent layer, side by side."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,11 +7,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names, whole_number
+from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.contract import CacheLayer, attribute_within, public_names
 from kvlayers.layers.linear.layer import LinearAttentionLayer
-from kvlayers.layers.linear.states import LinearStates
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity, least_faithful
@@ -19,21 +21,22 @@ from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
 
 LINEAR = "linear."
-"""What the names of the recurrent part begin with in a saved state."""
+"""Prefix of the names of the recurrent part in a saved state."""
 
 
 @register_layer
 class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
-    Keys and values go to the one, convolution states and recurrent states to the other; operations go to both.
+    Keys and values go to the attention layer, convolution states and recurrent states to the linear-attention layer.
+    Operations go to both.
 
     Args:
-        attention: which tokens are attended to, and how they are held: any `CacheLayer`.
-        linear: the states besides.
+        attention: any `CacheLayer` that has no recurrent states itself.
+        linear: the layer of the convolution states and recurrent states.
 
     Raises:
-        UnsupportedLayerError: layers of other kinds.
+        UnsupportedLayerError: a layer of another kind.
 
     Example:
         >>> import kvlayers
@@ -56,6 +59,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         super().__init__()
         self.attention = attention
         self.linear = linear
+        self.sliding_window = attention.sliding_window
 
     # Attention
 
@@ -120,7 +124,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def keys(self) -> Any:
-        """As those of the attention layer."""
+        """See the attention layer."""
         return self._attends.keys
 
     @keys.setter
@@ -129,7 +133,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def values(self) -> Any:
-        """As those of the attention layer."""
+        """See the attention layer."""
         return self._attends.values
 
     @values.setter
@@ -149,7 +153,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.attention.recount(length)
 
     def __getattr__(self, name: str) -> Any:
-        """What this kind of attention layer has besides, such as a window or a reservation."""
+        """Further attributes of the attention layer, such as its window or its reservation."""
         return attribute_within(self, "attention", name)
 
     def __dir__(self) -> list[str]:
@@ -180,14 +184,17 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         """Convolution states that the model's layer has."""
         return self.linear.number_of_states
 
-    @property
-    def held(self) -> LinearStates:
-        """As those of the recurrent layer."""
-        return self.linear.held
+    def conv_state(self, state_idx: int) -> Tensor | None:
+        """See `LinearAttentionLayer.conv_state`."""
+        return self.linear.conv_state(state_idx)
+
+    def recurrent_state(self, state_idx: int) -> Tensor | None:
+        """See `LinearAttentionLayer.recurrent_state`."""
+        return self.linear.recurrent_state(state_idx)
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
-        """As those of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.conv_states
 
     @conv_states.setter
@@ -196,7 +203,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """As those of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.recurrent_states
 
     @recurrent_states.setter
@@ -205,27 +212,27 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     def is_conv_states_initialized(self) -> dict[int, bool]:
-        """As that of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.is_conv_states_initialized
 
     @property
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
-        """As that of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.is_recurrent_states_initialized
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:
-        """As those of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.conv_kernel_size
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """As that of the recurrent layer."""
+        """See `LinearAttentionLayer`."""
         return self.linear.has_previous_state
 
     @property
     def record_past(self) -> bool:
-        """As that of the recurrent layer: always true."""
+        """Always true; see `LinearAttentionLayer`."""
         return self.linear.record_past
 
     @record_past.setter
@@ -234,6 +241,39 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             self.deactivate_past_recording()
 
     # Both
+
+    @property
+    @override
+    def parts(self) -> tuple[LayerOperations, ...]:
+        return self.attention, self.linear
+
+    @override
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+        self.attention.use_prefetcher(prefetcher)
+
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.attention.note_left_padding(padding)
+
+    @property
+    @override
+    def held_tokens(self) -> int | None:
+        return self.attention.held_tokens
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.attention.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.attention.attention_paths
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.attention.can_be_stacked and self.linear.can_be_stacked
 
     @property
     @override
@@ -271,7 +311,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @override
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, that both can be put back to."""
+        """The greatest length, `length` at most, to which both layers can be put back."""
         while True:
             before = length
             length = self._of_linear(self.attention.nearest_restorable(length))
@@ -279,7 +319,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
                 return length
 
     def _of_linear(self, length: int) -> int:
-        # Where the model does not use it, or an update broke off before it, there is nothing to take back.
+        # If the model does not use it, or an update was interrupted before it, there is nothing to take back.
         unused = self.linear.length == 0
         if unused or (self.linear.length is None and length == self.attention.length):
             return length
@@ -343,11 +383,6 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
         """Those of the attention layer."""
         return self.attention.rotaries
-
-    @property
-    @override
-    def can_be_stacked(self) -> bool:
-        return self.attention.can_be_stacked and self.linear.can_be_stacked
 
     @override
     def describe(self) -> dict[str, Fact]:

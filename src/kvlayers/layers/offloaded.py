@@ -1,7 +1,7 @@
-"""A layer whose states are held elsewhere between updates."""
+"""A layer whose states are on the host, or on disk, between updates."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
-from kvlayers.layers.contract import CacheLayer, LayerState, attribute_within, public_names
+from kvlayers.layers.contract import CacheLayer, attribute_within, public_names
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
@@ -26,22 +27,23 @@ from kvlayers.stores.description import DescriptionContext, Fact, Facts
 class OffloadedLayer(CacheLayer):
     """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
 
-    Which tokens are kept, and how, is the business of the layer that it wraps. Updates return states on the device;
-    everything else is done at home. What is ordered after what, `Prefetcher` guarantees.
+    The wrapped layer decides which tokens are kept, and how. Updates return states on the device; everything else is
+    done where the states are held. `Prefetcher` guarantees the order of transfers and computations.
 
-    On a machine that computes on the host, states stay where they are, or in the files of `DiskMemory`.
+    On a machine that computes on the host, states stay in the host's memory, or in the files of `DiskMemory`.
 
     States that autograd follows are not moved.
 
-    Compiled code calls its `update` by an operator. What the masks are made from in such code, the layer counts by
-    itself, in numbers that are the same whether the states are at home or away.
+    Compiled code calls `update` by an operator. For the masks of such code, the layer keeps counts of its own, which
+    are the same wherever the states are.
 
     Args:
-        layer: the layer that is wrapped, such as a `DynamicLayer`, `SlidingLayer`, `StaticLayer` or `QuantizedLayer`.
-        prefetcher: shared by all layers of a cache; one of its own, to the host's memory, where not given.
+        layer: the layer to wrap, such as a `DynamicLayer`, `SlidingLayer`, `StaticLayer` or `QuantizedLayer`.
+        prefetcher: the prefetcher that all layers of a cache share. If it is not given, the layer gets its own, which
+            uses the host's memory.
 
     Raises:
-        UnsupportedLayerError: a layer that is not one of tokens. (Recurrent states are small, and stay on the device.)
+        UnsupportedLayerError: a layer that does not hold tokens. (Recurrent states are small, and stay on the device.)
 
     Example:
         >>> import torch, kvlayers
@@ -60,6 +62,7 @@ class OffloadedLayer(CacheLayer):
             )
         super().__init__()
         self.layer = layer
+        self.sliding_window = layer.sliding_window
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
         self.version = 0
@@ -73,7 +76,7 @@ class OffloadedLayer(CacheLayer):
         attended: tuple[Tensor, Tensor] = self._update(key_states, value_states)
         return attended
 
-    # Streams are no part of what is compiled. If no operator can be called, compiled code breaks its graph here.
+    # Streams cannot be compiled. If compiled code cannot call the operator, it breaks its graph here.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
@@ -89,7 +92,7 @@ class OffloadedLayer(CacheLayer):
             attended = self.layer.update(key_states, value_states)
             self.prefetcher.write_back(self)
         except BaseException:
-            # What was at home is there still, and was not written to.
+            # The buffers on the host still hold what they held, as nobody wrote to them.
             self.layer = before
             self.version += 1
             self.prefetcher.discard(self)
@@ -99,7 +102,7 @@ class OffloadedLayer(CacheLayer):
     # Counting for compiled code
 
     def _read_counts(self) -> None:
-        """Take the counts of the layer within. It has no counts between the assignments of keys and of values."""
+        """Copy the counts of the wrapped layer. It has no counts between the assignments of keys and of values."""
         layer = self.layer
         if not layer.store.is_pending:
             self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
@@ -113,9 +116,9 @@ class OffloadedLayer(CacheLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys held, on their device: a copy if they are at home elsewhere, else as `TokenLayer.keys`.
+        """Keys held, on their device: a copy if they are held elsewhere, otherwise as `TokenLayer.keys`.
 
-        Writing to a copy does not change the layer: assign it, then values, to do that.
+        Writing to a copy does not change the layer. To change it, assign keys, and then values.
         """
         return self._handed_out("keys")
 
@@ -150,7 +153,7 @@ class OffloadedLayer(CacheLayer):
 
     @contextlib.contextmanager
     def _away(self, changes: bool = False) -> Iterator[None]:
-        """Have the states on their device."""
+        """Keep the states on their device within this context."""
         device = self.device
         if device is None or not self.prefetcher.offloads(device):
             yield
@@ -164,7 +167,7 @@ class OffloadedLayer(CacheLayer):
 
     @contextlib.contextmanager
     def _at_home(self) -> Iterator[TokenLayer]:
-        """Have the states at home, for what the host does to them; whatever is not there then comes there."""
+        """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
         self.prefetcher.synchronize(self)
         self.prefetcher.discard(self)
         self.version += 1
@@ -175,7 +178,8 @@ class OffloadedLayer(CacheLayer):
             self._leave_if_there_is_room()
 
     def _leave_if_there_is_room(self) -> None:
-        # What was asked for is done. States that there is no home for stay on their device until there is one.
+        # The operation is done. If there is no memory for the states on the host, they stay on their device until
+        # there is.
         with contextlib.suppress(CapacityError):
             self.prefetcher.write_back(self)
 
@@ -224,8 +228,8 @@ class OffloadedLayer(CacheLayer):
         twin._leave_if_there_is_room()
         return twin
 
+    @override
     def use_prefetcher(self, prefetcher: Prefetcher) -> None:
-        """Be brought and sent back by another prefetcher from now on, as the layer of another cache."""
         self.prefetcher.synchronize(self)
         self.prefetcher.discard(self)
         self.prefetcher = prefetcher
@@ -242,7 +246,7 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def state(self) -> LayerState:
-        """As that of the layer within, with tensors on the host."""
+        """The state of the wrapped layer, with tensors on the host."""
         self.prefetcher.synchronize(self)
         state = self.layer.state()
         device = None if self.device is None else str(self.device)
@@ -262,21 +266,62 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def offload(self) -> None:
-        """Nothing: between updates the states are offloaded."""
+        """Do nothing: between updates the states are offloaded."""
 
     @override
     def prefetch(self) -> None:
-        """Nothing: the states of the next layer are brought by themselves."""
+        """Do nothing: the prefetcher brings the states of the next layer by itself."""
 
     @override
     def recount(self, length: int) -> None:
         with self._at_home() as layer:
             layer.recount(length)
 
-    # What the layer within says
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.layer.note_left_padding(padding)
+
+    # Members of the wrapped layer
+
+    @property
+    @override
+    def unwrapped(self) -> TokenLayer:
+        return self.layer
+
+    @property
+    @override
+    def home(self) -> str:
+        if not self.prefetcher.offloads(self.device):
+            return "device"
+        return "disk" if self.prefetcher.memory.holds_host_states else "host"
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return self.layer.held_tokens
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.layer.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self.layer.attention_paths
+
+    @property
+    def keeps_every_token(self) -> bool:  # type: ignore[override]
+        """Whether it can be put back to any number of tokens, whatever it has seen since."""
+        return self.layer.keeps_every_token
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self.layer.can_be_stacked
 
     def __getattr__(self, name: str) -> Any:
-        """What this kind of layer has besides, such as a window or a reservation."""
+        """Further attributes of the wrapped layer, such as its window."""
         return attribute_within(self, "layer", name)
 
     def __dir__(self) -> list[str]:
@@ -322,7 +367,7 @@ class OffloadedLayer(CacheLayer):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the states are computed, `None` before the first ones."""
+        """The device that computes the states, `None` before the first states."""
         return self.layer.device
 
     @property
@@ -331,19 +376,9 @@ class OffloadedLayer(CacheLayer):
         return self.layer.is_sliding
 
     @property
-    def keeps_every_token(self) -> bool:  # type: ignore[override]
-        """Whether it can be put back to any number of tokens, whatever it has seen since."""
-        return self.layer.keeps_every_token
-
-    @property
     def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
         """Those of the layer within."""
         return self.layer.rotaries
-
-    @property
-    @override
-    def can_be_stacked(self) -> bool:
-        return self.layer.can_be_stacked
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -357,7 +392,7 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        # What compiled code calls by an operator makes room by itself.
+        # The operator that compiled code calls makes room by itself.
         if not torch.compiler.is_compiling():
             self.layer.make_room(tokens)
 
@@ -381,7 +416,7 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive at home."""
+        """Every tensor that keeps memory alive between updates."""
         yield from self.layer.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:

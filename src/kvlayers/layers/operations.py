@@ -1,26 +1,35 @@
-"""What every layer of a cache can do, whether it attends or not, and the names that transformers has for it."""
+"""The contract of every layer of a cache, whether it attends or not. `CacheLayer` adds attention."""
 
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.batch_indices import BatchIndices, as_batch_indices, repeated_rows
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.layers.arguments import repeated_rows
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity, lacks_member
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.static import StaticStore
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.tensor_memory import storages_of
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """All that a layer must keep to go on decoding elsewhere: tensors, and plain facts."""
+    """Everything that a layer needs to go on decoding elsewhere.
+
+    Attributes:
+        kind: name of the kind of layer.
+        tensors: copies of its tensors, by name.
+        facts: plain facts that belong to them, by name.
+    """
 
     kind: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -31,7 +40,7 @@ class LayerState:
         """Tokens that the layer had seen.
 
         Raises:
-            StateMismatchError: the state does not say it.
+            StateMismatchError: the state does not say so.
         """
         length = self.facts.get("length")
         if not isinstance(length, int):
@@ -39,28 +48,26 @@ class LayerState:
         return length
 
 
-def unbounded_as_minus_one(capacity: int | None) -> int:
-    """A capacity as transformers writes it, where -1 means that there is no maximum."""
-    return -1 if capacity is None else capacity
-
-
 class LayerOperations(DescribesItself, ABC):
-    """The operations of a layer: roll back, select sequences, copy, measure, save.
+    """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 
-    A kind of layer implements the abstract members; what transformers and older code call besides is derived from them
-    here, once.
+    A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
+    for which it is wrong overrides it.
 
     Attributes:
         attends: whether it takes keys and values.
         is_recurrent: whether it has convolution states or recurrent states.
-        has_other_states: whether keys and values are not all that it holds of a token that it attends to.
+        has_other_states: whether it holds more of an attended token than its key and value, such as an indexer's key.
         is_sliding: whether it attends within a window.
         is_croppable: whether `crop` can put it back as it was.
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
-        record_past: whether models must pass every token's states to it, rather than write to the states themselves.
-        is_opaque: whether compiled code calls its `update` as an operator, rather than be traced through it.
+        record_past: whether models must pass the states of every token to it, instead of writing to the held states.
+        is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
+        sliding_window: tokens that a query attends to, itself included; `None` for full attention.
+        is_upstream: whether it is one of transformers' layers, behind an adapter.
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
+        counts_columns: whether it counts its tokens by the columns that its convolutions are given.
         rotaries: rotations that its description names by their fingerprints.
     """
 
@@ -73,8 +80,30 @@ class LayerOperations(DescribesItself, ABC):
     has_other_states = False
     record_past: bool = False
     is_opaque = False
+    sliding_window: int | None = None
+    is_upstream = False
     keeps_every_token = False
+    counts_columns = False
     rotaries: tuple[Rotary, ...] = ()
+
+    # What the layer consists of
+
+    @property
+    def original(self) -> Any:
+        """The layer as it stands in `cache.layers`: itself, or transformers' layer for the adapter of one."""
+        return self
+
+    @property
+    def parts(self) -> "tuple[LayerOperations, ...]":
+        """The layer itself; for a hybrid layer, its attention layer and then its recurrent layer."""
+        return (self,)
+
+    @property
+    def unwrapped(self) -> "LayerOperations":
+        """The layer without a wrapper that moves its states between devices."""
+        return self
+
+    # What it is made from
 
     @property
     def kind(self) -> str:
@@ -83,7 +112,7 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Fact]:
-        """Plain facts from which an empty layer like this one is made. They are among the facts of its `state()`."""
+        """Plain facts from which an empty layer like this one can be made. They are among those of its `state()`."""
 
     @classmethod
     @abstractmethod
@@ -107,25 +136,81 @@ class LayerOperations(DescribesItself, ABC):
         """
         return 0, 0
 
-    @property
-    def can_be_stacked(self) -> bool:
-        """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
-        return False
+    # What it holds
 
     @property
     @abstractmethod
     def length(self) -> int | None:
-        """Tokens seen and not rolled back, `None` where that cannot be known."""
+        """Tokens seen and not rolled back, `None` if that cannot be known."""
+
+    @property
+    def length_on_host(self) -> int | None:
+        """As `length`, or `None` if the count stands on a device that would have to be waited for."""
+        return self.length
+
+    def get_seq_length(self) -> int:
+        """As `length`. Static layers return a tensor in compiled code.
+
+        Raises:
+            UnsupportedLayerError: the layer does not know.
+        """
+        length = self.length
+        if length is None:
+            raise UnsupportedLayerError(
+                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
+                "many it has seen: ask an attention layer, if the model has one."
+            )
+        return length
 
     @property
     @abstractmethod
     def capacity(self) -> int | None:
-        """The most tokens that the layer can hold, `None` where there is no such number."""
+        """The most tokens that the layer can hold, `None` if there is no maximum."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int | None:
         """Sequences side by side, `None` before the first states."""
+
+    @property
+    def device(self) -> Any:
+        """Device of the states, `None` before the first ones."""
+        return None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the form of the states is known."""
+        return self.batch_size is not None
+
+    @property
+    def held_tokens(self) -> int | None:
+        """Tokens of which keys and values are held, `None` for a layer that does not attend."""
+        return None
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def attention_paths(self) -> Mapping[str, int]:
+        """How often attention on its states was computed in which way; empty in full precision."""
+        return {}
+
+    @property
+    def reserved(self) -> StaticStore | None:
+        """The memory that was reserved at one address, `None` for a layer that takes memory as it needs it."""
+        return None
+
+    @property
+    def home(self) -> str:
+        """Where the states are between updates: "device", "host" or "disk"."""
+        return "device"
+
+    @property
+    def can_be_stacked(self) -> bool:
+        """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
+        return False
 
     @property
     def sized_for(self) -> int | None:
@@ -167,30 +252,30 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, that the layer can be put back to, exactly.
+        """The greatest length, `length` at most, to which the layer can be put back exactly.
 
         Raises:
-            RollbackError: there is none.
+            RollbackError: it cannot be put back to any such length.
         """
 
     @abstractmethod
     def check_truncate(self, length: int) -> None:
-        """Raise `RollbackError` where the layer cannot be put back to `length` tokens, exactly."""
+        """Raise `RollbackError` if the layer cannot be put back to `length` tokens exactly."""
 
     @abstractmethod
     def truncate(self, length: int) -> int | None:
-        """Roll back to when the layer had seen `length` tokens, or as near before that as it can.
+        """Roll back to when the layer had seen `length` tokens, or to the nearest earlier length that it can restore.
 
         Returns:
-            How many of the `length` tokens must be passed again. A layer of tokens goes back exactly, or raises, and
-            so returns nothing.
+            How many of the `length` tokens must be passed again. A layer of tokens goes back exactly or raises, so it
+            returns `None`.
 
         Raises:
-            RollbackError: it cannot; nothing is changed.
+            RollbackError: the layer cannot go back; nothing is changed.
         """
 
     def check_select(self, batch_size: int) -> None:
-        """Raise what `select` would raise for any `batch_size` indices: nothing, where memory is taken as needed."""
+        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
         return
 
     @abstractmethod
@@ -203,13 +288,13 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def fork(self) -> Self:
-        """An independent continuation: what happens to the one never shows in the other."""
+        """An independent continuation: a change of one layer never shows in the other."""
 
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
 
-        They may be views of memory that forks share and that is written again; `keys` and `values` are not. A layer
-        that does not attend has none.
+        They may be views of memory that forks share and that is written again, while `keys` and `values` may not. Both
+        are `None` for a layer that does not attend.
         """
         return None, None
 
@@ -224,14 +309,14 @@ class LayerOperations(DescribesItself, ABC):
 
     @abstractmethod
     def state(self) -> LayerState:
-        """Copies of the live tensors, and the facts beside them."""
+        """Copies of the live tensors, and the facts that belong to them."""
 
     @abstractmethod
     def load_state(self, state: LayerState) -> None:
         """Become what the layer was when `state` was taken.
 
         Raises:
-            StateMismatchError: the state is of another kind of layer, or of one that was made with other settings.
+            StateMismatchError: the state is of another kind of layer, or of a layer that was made with other arguments.
         """
 
     @abstractmethod
@@ -239,15 +324,70 @@ class LayerOperations(DescribesItself, ABC):
         """Raise what `load_state(state)` would raise."""
 
     def make_room(self, tokens: int) -> None:
-        """Be ready for `tokens` more, before any layer takes them in: some layers cannot give a token back.
+        """Make room for `tokens` more tokens, before any layer takes them in: some layers cannot give a token back.
 
         Raises:
-            CapacityError: so many do not fit.
+            CapacityError: they do not fit.
         """
         return
 
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CacheLayer.update`. A layer that does not attend refuses keys and values.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+        raise self._does_not_attend()
+
+    def update_with_kwargs(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """As `update`. Only transformers' layers before 5.4 read the further arguments, such as `cache_position`."""
+        return self.update(key_states, value_states)
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See `CacheLayer.mask_sizes`.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+        raise self._does_not_attend()
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
+
+        When that code runs, the operator counts the tokens itself, and arrives at the same number.
+
+        Raises:
+            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
+        """
+        raise UnsupportedLayerError(
+            f"expected a layer that compiled code calls by an operator, but saw a {type(self).__name__}: give it a "
+            "count of its own, as its is_opaque is true."
+        )
+
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        """See `CacheLayer.reserve_form`.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+        raise self._does_not_attend()
+
+    def _does_not_attend(self) -> UnsupportedLayerError:
+        return UnsupportedLayerError(
+            f"expected a layer that attends, but this one is a {type(self.original).__name__}: the cache was made for "
+            "another model, so make one from the config of the model that uses it."
+        )
+
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+        """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
+
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        """Learn how many tokens of padding come before each sequence, int64 `[batch]`, before the first tokens."""
+
     def activate_past_recording(self) -> None:
-        """Keep what a later `truncate` may need. Nothing to do for a layer that drops no tokens of its own accord."""
+        """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
         return
 
     def deactivate_past_recording(self) -> None:
@@ -255,62 +395,29 @@ class LayerOperations(DescribesItself, ABC):
         return
 
     def check_removal(self, tokens: int) -> None:
-        """Raise `RollbackError` where `remove_newest(tokens)` would."""
+        """Raise `RollbackError` if `remove_newest(tokens)` would."""
         if self.length:
             self.check_truncate(self.length - tokens)
 
     def remove_newest(self, tokens: int) -> None:
-        """Roll back the newest `tokens` tokens. A layer that the model never used has none, and is left alone."""
+        """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
         if self.length:
             self.truncate(self.length - tokens)
 
-    # What follows is how transformers and older code ask for the above.
-
-    def get_max_length(self) -> int:
-        """As `capacity`, with -1 for no maximum."""
-        return unbounded_as_minus_one(self.capacity)
-
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.13."""
-        return self.get_max_length()
-
-    def crop(self, tokens: int) -> None:
-        """Keep `tokens` tokens where that is positive, else remove `-tokens` of the newest: exactly.
-
-        Raises:
-            RollbackError: as `check_truncate`.
-        """
-        length = crop_target(tokens, self.length or 0)
-        self.check_truncate(length)
-        self.truncate(length)
-
-    def reorder_cache(self, beam_idx: BatchIndices) -> None:
-        """As `batch_select_indices`, under the name that beam search uses."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: BatchIndices) -> None:
-        """Keep the sequences at `indices`, in that order; an index may come more than once."""
-        if self.batch_size is not None:
-            self.select(as_batch_indices(indices, self.batch_size))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times, copies side by side."""
+    def expand(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
         if self.batch_size is not None:
             self.select(repeated_rows(repeats, self.batch_size))
 
-    def expand(self, repeats: int) -> None:
-        """As `batch_repeat_interleave`, where what the copies have in common may be held once for all of them."""
-        self.batch_repeat_interleave(repeats)
-
     def offload(self) -> None:
-        """Refuse to move: where a layer's memory is, is the business of a wrapper, and a plain layer has none.
+        """Refuse to move the states to the host: only an `OffloadedLayer` moves them.
 
         Raises:
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            f"expected a layer that can move between devices, but a {type(self).__name__} stays on its own: make the "
-            "cache with offloading=True."
+            f"expected a layer whose states can move between devices, but those of a {type(self).__name__} cannot: "
+            "make the cache with offloading=True."
         )
 
     def prefetch(self) -> None:
@@ -322,7 +429,7 @@ class LayerOperations(DescribesItself, ABC):
         self.offload()
 
     def __copy__(self) -> Self:
-        # As a shallow copy of a layer of transformers is: it may be updated without the original.
+        # Like a shallow copy of transformers' layer, it may be updated without a change of the original.
         return self.fork()
 
     def _twin(self) -> Self:
@@ -340,40 +447,9 @@ class LayerOperations(DescribesItself, ABC):
         try:
             return f"{type(self).__name__}(length={self.length})"
         except StateMismatchError as error:
-            # Keys and values that were assigned do not match: a debugger shows the layer all the same.
+            # Assigned keys and values do not match. A debugger shows the layer all the same.
             return f"{type(self).__name__}({error})"
 
 
 LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations)  # type: ignore[type-abstract]
 """The layers that a file may name."""
-
-
-def whole_number(number: object, what: str) -> int:
-    """`number` as an `int`, where it is one by type: an int, or an integer tensor of one element.
-
-    Raises:
-        OptionError: it is not.
-    """
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise OptionError(f"expected {what} to be a whole number, but saw {number!r}.") from error
-
-
-def crop_target(tokens: int, length: int) -> int:
-    """Length that `crop(tokens)` asks for, of a cache of `length` tokens.
-
-    A positive number is a length, as in transformers 4; zero and negative ones remove tokens, as in transformers 5.
-
-    Raises:
-        RollbackError: that many tokens are not held.
-    """
-    tokens = whole_number(tokens, "tokens to crop")
-    target = tokens if tokens > 0 else length + tokens
-    if not 0 <= target <= length:
-        asked = f"to keep {tokens}" if tokens > 0 else f"to remove {-tokens}"
-        raise RollbackError(
-            f"expected to crop within the {length} tokens that are held, but was asked {asked}: pass a length of at "
-            f"most {length}, or a negative count of at least {-length}."
-        )
-    return target

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from typing_extensions import Self, override
 
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.dynamic import DynamicLayer
 from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.layers.registry import register_layer
@@ -20,12 +20,12 @@ from kvlayers.utils.options import checks_options
 class QuantizedLayer(DynamicLayer):
     """Full attention over a `QuantizedStore`.
 
-    A cache with a backend that transformers has as well holds layers of a subclass, which are instances of
-    transformers' layer class of that backend and are otherwise the same.
+    For a backend that transformers has too, a cache holds layers of a subclass. They are instances of transformers'
+    layer class of that backend, and otherwise the same.
 
     Args:
-        quantization: bits, groups, and the tokens that stay in full precision; the defaults where not given.
-        length_hint: the most tokens that are expected, where known.
+        quantization: bits, groups, and the tokens that stay in full precision; the defaults if it is not given.
+        length_hint: the most tokens that are expected, if known.
 
     Example:
         >>> import torch, kvlayers
@@ -57,11 +57,11 @@ class QuantizedLayer(DynamicLayer):
         layer_class = _BY_BACKEND.get(quantization.backend, cls) if cls is QuantizedLayer else cls
         return cast("Self", layer_class(quantization))
 
-    # What follows is how transformers' layers say the above.
+    # By the names of transformers' layers
 
     @property
     def nbits(self) -> int:
-        """Bits of a code. If values have other bits than keys, those of the keys."""
+        """Bits of a code of the keys. The values may have others."""
         return self.quantization.keys.nbits
 
     @property
@@ -76,7 +76,7 @@ class QuantizedLayer(DynamicLayer):
 
     @property
     def q_group_size(self) -> int | None:
-        """States that share a scale, as asked for; `None` for the size that suits the head_dim."""
+        """States that share a scale, as given; `None` for a size that suits the head_dim."""
         return self.quantization.keys.group_size
 
     @property
@@ -86,23 +86,23 @@ class QuantizedLayer(DynamicLayer):
 
 
 class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc]
-    """A `QuantizedLayer` of the quanto backend, which is an instance of transformers' class as well.
+    """A `QuantizedLayer` of the quanto backend, which is also an instance of transformers' class.
 
-    The name alone is inherited: every public method is that of `QuantizedLayer`.
+    Only the name is inherited: every public method is that of `QuantizedLayer`.
     """
 
 
 class HQQQuantizedLayer(QuantizedLayer, compat.HQQ_LAYER):  # type: ignore[misc]
-    """A `QuantizedLayer` of the hqq backend, which is an instance of transformers' class as well.
+    """A `QuantizedLayer` of the hqq backend, which is also an instance of transformers' class.
 
-    The name alone is inherited, as in `QuantoQuantizedLayer`.
+    Only the name is inherited, as in `QuantoQuantizedLayer`.
     """
 
 
 class Fp8QuantizedLayer(QuantizedLayer, compat.FP8_LAYER):  # type: ignore[misc]
-    """A `QuantizedLayer` of the fp8 backend, which is an instance of transformers' class as well.
+    """A `QuantizedLayer` of the fp8 backend, which is also an instance of transformers' class.
 
-    The name alone is inherited, as in `QuantoQuantizedLayer`.
+    Only the name is inherited, as in `QuantoQuantizedLayer`.
 
     Attributes:
         fp8_dtype: dtype of a code.

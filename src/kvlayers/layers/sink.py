@@ -1,18 +1,20 @@
-"""A layer that keeps the first few tokens and a window of the newest."""
+"""A layer that keeps the first few tokens and a window of the newest tokens."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.errors import OptionError, RollbackError, StateMismatchError
-from kvlayers.layers.contract import LayerState, whole_number
+from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks
+from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
 from kvlayers.layers.sliding import take_back, window_room
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.quantizers.contract import Side
@@ -20,33 +22,35 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.utils.options import checks_options
 
 
 @register_layer
 class SinkLayer(TokenLayer):
-    """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest, `window_length` in all.
+    """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest tokens, `window_length` in all.
 
-    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query see the kept tokens as if they were one sequence
-    without a gap. Attention under RoPE sees distances alone, so the window's keys stay as they are, and the few keys of
-    the sinks are turned by the distance that eviction has put between them and the window. They are always turned
-    from what they were at first: nothing is rounded twice.
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query attend to the kept tokens as if they were one
+    sequence without a gap. Attention under RoPE depends on distances only. So the window's keys stay as they are, and
+    the few keys of the sinks are rotated by the distance that eviction has put between them and the window. They are
+    always rotated from the keys as they came, so nothing is rounded twice.
 
-    Tokens are evicted between updates, never within one: the tokens of a prompt see all of it.
+    Tokens are evicted between updates, never within one: the tokens of a prompt attend to the whole prompt.
 
-    Where sequences are padded on the left, each has its own sinks: its first tokens that are no padding.
+    If sequences are padded on the left, each has its own sinks: its first tokens that are not padding.
 
-    While the past is recorded, nothing is evicted between one `truncate` or `crop` and the next.
+    While the past is recorded, no token is evicted between one `truncate` or `crop` and the next.
 
     Args:
         window_length: tokens that a query attends to, the sinks and itself included.
         num_sink_tokens: how many of them are sinks.
-        rotary: how keys are rotated, `None` for a layer of attention that knows no positions.
-        store: how the tokens of the window are held, a `DenseStore` where not given.
-        left_padding: tokens of padding before each sequence.
+        rotary: how keys are rotated, `None` for a layer whose attention does not know positions.
+        store: how the tokens of the window are held; a `DenseStore` if it is not given.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`.
 
     Raises:
-        OptionError: a window that is not larger than the sinks, or a count that is no whole number.
+        OptionError: a window that is not larger than the sinks, or a count that is not a whole number.
 
     Example:
         >>> import torch, kvlayers
@@ -87,8 +91,7 @@ class SinkLayer(TokenLayer):
         past = self.attended_past(seen)
         first = seen - past
         front = sinks.standing_before(first) if first > sinks.first_start else None
-        # Where some sequences have tokens between their sinks and the window and others do not, those of the latter
-        # are attended to as they are.
+        # A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
         all_stand = front is not None and first > sinks.last_start
         behind = past - self.num_sink_tokens if all_stand else past
         if self.record_past:
@@ -111,7 +114,13 @@ class SinkLayer(TokenLayer):
         return attended
 
     def _with_some(self, stands: Tensor, front: KVPair, attended: KVPair) -> KVPair:
-        """What is attended to, with the sinks of those sequences whose sinks are not among it anyway."""
+        """The attended states, in which the sinks replace the first states of the sequences that `stands` marks.
+
+        Args:
+            stands: bool `[batch, 1, 1, 1]`, see `Sinks.stands_before`.
+            front: keys and values of the sinks.
+            attended: keys and values `[batch, kv_heads, attended, head_dim]`.
+        """
         width = self.num_sink_tokens
         keys, values = (
             torch.cat([torch.where(stands.to(states.device), sinks, states[:, :, :width]), states[:, :, width:]], 2)
@@ -121,11 +130,11 @@ class SinkLayer(TokenLayer):
 
     @override
     def attended_past(self, tokens: int) -> int:
-        # The sinks included.
+        # Sinks included.
         return min(tokens, self.window_length - 1)
 
     def _needed(self, seen: int) -> int:
-        """Newest tokens that must be held after `seen` tokens: all that is attended to, or that but for the sinks."""
+        """Newest tokens to hold after `seen` tokens: all attended tokens, less the sinks once they stand apart."""
         past = self.attended_past(seen)
         return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
 
@@ -155,25 +164,30 @@ class SinkLayer(TokenLayer):
 
     @property
     def rotary(self) -> Rotary | None:
-        """How keys are rotated, `None` where they know no positions."""
+        """How keys are rotated, `None` for keys that do not know positions."""
         return self._sinks.rotary
 
     @property
     def left_padding(self) -> Tensor | None:
-        """Tokens of padding before each sequence, int64 `[batch]`; `None` where there is none."""
+        """Tokens of padding before each sequence, int64 `[batch]`; `None` without padding."""
         return self._sinks.padding
 
     @left_padding.setter
     def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
-                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first."
+                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first "
+                "token."
             )
         self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
 
     @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.left_padding = padding
+
+    @override
     def _handed_out(self, side: Side) -> Tensor | None:
-        # Copies: the layer does not hold what the next token attends to, but the sinks as they came, and the window.
+        # Copies: what the next token attends to is made from the sinks, as they came, and from the window.
         keys, values = self.peek()
         return _copied(keys if side == "keys" else values)
 
@@ -195,13 +209,13 @@ class SinkLayer(TokenLayer):
     def assignable(self, states: Tensor) -> Tensor:
         if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
-                f"expected states in place of those of all {self._seen} tokens, but some have been evicted: use "
+                f"expected a layer that holds all of its {self._seen} tokens, but tokens have been evicted: use "
                 "state() and load_state()."
             )
         if states.shape[2] != self._seen:
             raise StateMismatchError(
-                f"expected states of all {self._seen} tokens, as keys are turned by their positions, but saw "
-                f"{states.shape[2]}: use a DynamicCache to evict others than the oldest."
+                f"expected states of all {self._seen} tokens, since keys are rotated by their positions, but saw "
+                f"{states.shape[2]}: use a DynamicCache to evict other tokens than the oldest."
             )
         return states
 
@@ -248,7 +262,7 @@ class SinkLayer(TokenLayer):
         if length and needed < dropped:
             raise RollbackError(
                 f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
-                f"tokens needs token {needed} again, and those between the {self.num_sink_tokens} sinks and token "
+                f"tokens needs token {needed} again, and the tokens between the {self.num_sink_tokens} sinks and token "
                 f"{dropped} have been evicted: call activate_past_recording() before the tokens that may be taken "
                 "back, or fork() the cache."
             )
@@ -321,8 +335,8 @@ class SinkLayer(TokenLayer):
         least = max(self.attended_past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
         if not least <= held <= seen:
             raise StateMismatchError(
-                f"expected a state with the newest {least} of {seen} tokens, or with more of them, but saw {held}: "
-                "take the state again."
+                f"expected a state with at least the newest {least} of {seen} tokens, but saw {held}: take the state "
+                "again."
             )
 
     @override
@@ -334,8 +348,31 @@ class SinkLayer(TokenLayer):
         self._sinks, self._seen = sinks, state.length
 
 
+@dataclass(frozen=True, eq=False)
+class SinkConfig:
+    """How the layers of a `SinkCache` are made.
+
+    Attributes:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        quantization: how windows are held in packed codes, `None` for full precision.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`; `None` if there is no padding.
+    """
+
+    window_length: int
+    num_sink_tokens: int
+    quantization: Quantization | None = None
+    left_padding: Tensor | None = None
+
+    def layer(self, rotary: Rotary | None) -> SinkLayer:
+        """A layer whose keys are rotated by `rotary`, `None` for keys that know no positions."""
+        quantization, window = self.quantization, self.window_length
+        store = None if quantization is None else QuantizedStore(quantization, window_room(window))
+        return SinkLayer(window, self.num_sink_tokens, rotary, store, self.left_padding)
+
+
 def _copied(states: Tensor | None) -> Tensor | None:
-    # Handles cannot be written to.
+    # Handles of packed states cannot be written to.
     return states if states is None or isinstance(states, PackedStates) else states.clone()
 
 
@@ -345,40 +382,3 @@ def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
     own = {name: tensor for name, tensor in state.tensors.items() if name in names}
     window = {name: tensor for name, tensor in state.tensors.items() if name not in names}
     return own, LayerState(state.kind, window, state.facts)
-
-
-def check_sinks(window_length: object, num_sink_tokens: object) -> None:
-    """Raise `OptionError` where the two are no window and no count of sinks in it."""
-    for name, number, least in (("window_length", window_length, 2), ("num_sink_tokens", num_sink_tokens, 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise OptionError(f"expected {name} to be a whole number of at least {least}, but saw {number!r}.")
-    if window_length <= num_sink_tokens:  # type: ignore[operator]
-        raise OptionError(
-            f"expected a window_length larger than num_sink_tokens, since the sinks are part of it, but saw "
-            f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
-        )
-
-
-def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
-    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` where there is none.
-
-    Raises:
-        OptionError: other than one whole number, of at least 0, for each sequence.
-    """
-    if left_padding is None:
-        return None
-    try:
-        padding = torch.as_tensor(left_padding)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_padding(left_padding) from error
-    whole = not padding.dtype.is_floating_point and padding.dtype != torch.bool and not padding.dtype.is_complex
-    if padding.dim() != 1 or not padding.numel() or not whole or bool((padding < 0).any()):
-        raise _no_padding(left_padding)
-    padding = padding.to("cpu", torch.int64, copy=True)
-    return padding if bool(padding.any()) else None
-
-
-def _no_padding(left_padding: object) -> OptionError:
-    return OptionError(
-        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
-    )

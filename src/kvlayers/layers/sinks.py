@@ -1,35 +1,35 @@
 """The first tokens of each sequence, and where they stand in front of a window."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kvlayers.errors import StateMismatchError
+from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import KVPair
 
 NAMES = ("first_keys", "first_values")
-"""What the sinks are called in a state."""
+"""The names of the sinks in a state."""
 
 PADDING_NAME = "left_padding"
-"""What the padding of each sequence is called in a state."""
+"""The name of the padding of each sequence in a state."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sinks:
-    """The first `num_tokens` tokens of each sequence that are no padding. What changes them makes new ones.
+    """The first `num_tokens` tokens of each sequence that are not padding. Every change makes a new object.
 
     Attributes:
-        num_tokens: tokens of each sequence.
-        rotary: how their keys are turned to where they stand, `None` where keys know no positions.
-        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` where there is none.
-        keys: `[batch, kv_heads, num_tokens, key_head_dim]`, turned as they came; `None` before the first tokens.
+        num_tokens: sinks of each sequence.
+        rotary: how their keys are rotated to their place, `None` for keys that do not know positions.
+        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
+        keys: `[batch, kv_heads, num_tokens, key_head_dim]`, rotated as they came; `None` before the first tokens.
         values: `[batch, kv_heads, num_tokens, value_head_dim]`.
-        partner: what a rotation mixes into the keys, of their shape.
-        first_start: position of the first token that is no padding.
+        partner: the channels that a rotation mixes into the keys, of the shape of the keys.
+        first_start: position of the first token that is not padding in any sequence.
         last_start: position from which on no sequence has padding.
     """
 
@@ -48,15 +48,15 @@ class Sinks:
             object.__setattr__(self, "last_start", int(self.padding.max()))
 
     def check_batch(self, batch_size: int) -> None:
-        """Raise `StateMismatchError` where the padding is of another count of sequences."""
+        """Raise `StateMismatchError` if the padding is for another number of sequences."""
         if self.padding is not None and self.padding.shape[0] != batch_size:
             raise StateMismatchError(
-                f"expected states of {self.padding.shape[0]} sequences, as left_padding was given for, but saw "
-                f"{batch_size}: give it for each sequence, beams included, or reset the cache."
+                f"expected states of {self.padding.shape[0]} sequences, since left_padding has as many entries, but "
+                f"saw {batch_size}: give one entry for each sequence, beams included, or reset the cache."
             )
 
     def with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
-        """The sinks with those of new tokens that are some; `seen` tokens came before.
+        """The sinks, with any new tokens that fall into sink positions.
 
         Args:
             seen: position of the first new token.
@@ -67,7 +67,7 @@ class Sinks:
             return self
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return self._with_tokens(seen, keys, values)
-        # What is made in inference mode could not be attended to by queries that require gradients.
+        # Queries that require gradients could not attend to tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._with_tokens(seen, keys.clone(), values.clone())
 
@@ -80,12 +80,12 @@ class Sinks:
         return replace(self, keys=taken_keys, values=taken_values, partner=partner)
 
     def standing_before(self, position: int) -> KVPair:
-        """Keys and values as they are attended to in front of the token at `position + num_tokens`.
+        """Keys and values of the sinks, rotated to stand in front of the token at `position + num_tokens`.
 
-        A sequence whose padding reaches beyond `position` has its keys as they came.
+        The keys of a sequence whose padding reaches beyond `position` stay as they came.
         """
         if self.keys is None or self.values is None:
-            raise StateMismatchError("expected tokens before any stand in front of others: update the layer first.")
+            raise StateMismatchError("expected a layer that has seen tokens, but saw an empty layer: update it first.")
         if self.rotary is None or self.partner is None:
             return self.keys, self.values
         distance = position if self.padding is None else (position - self.padding).clamp(min=0)
@@ -97,7 +97,7 @@ class Sinks:
         return (position > starts)[:, None, None, None]
 
     def selected(self, indices: Tensor) -> "Sinks":
-        """Those of the sequences at `indices`, int64 `[new_batch]`."""
+        """The sinks of the sequences at `indices`, int64 `[new_batch]`."""
 
         def rows(states: Tensor | None) -> Tensor | None:
             return None if states is None else states.index_select(0, indices.to(states.device))
@@ -107,7 +107,7 @@ class Sinks:
         )
 
     def emptied(self) -> "Sinks":
-        """As many sinks of sequences that are not known yet."""
+        """Sinks of the same number and rotation, before the first tokens."""
         return Sinks(self.num_tokens, self.rotary)
 
     def held_tensors(self) -> Iterator[Tensor]:
@@ -126,15 +126,15 @@ class Sinks:
         return sinks + nbytes_of((batch, kv_heads, head_dim, wide, device), self.num_tokens)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of what is held, by name."""
+        """Copies of the keys, values and padding, by name."""
         held = {NAMES[0]: self.keys, NAMES[1]: self.values, PADDING_NAME: self.padding}
         return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
 
     def of_state(self, tensors: dict[str, Tensor]) -> "Sinks":
-        """The sinks that `state` was taken of, with the rotation of these.
+        """The sinks that `state` returned these tensors for, with the rotation of these sinks.
 
         Raises:
-            StateMismatchError: the tensors are no such state.
+            StateMismatchError: the tensors are not a state of as many sinks.
         """
         keys, values = (tensors.get(name) for name in NAMES)
         padding = tensors.get(PADDING_NAME)
@@ -167,7 +167,7 @@ def _holds(states: Tensor, tokens: int) -> bool:
 
 
 def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:
-    """For each sink the new state at its `place`, `[batch, num_tokens]`, or what is held where that is none of them."""
+    """For each sink the new state at its `place`, `[batch, num_tokens]`, or the held state if no new token is there."""
     batch, kv_heads, new, head_dim = states.shape
     sinks = place.shape[1]
     index = place.clamp(0, new - 1)[:, None, :, None].expand(batch, kv_heads, sinks, head_dim)
@@ -175,3 +175,40 @@ def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:
     if held is None or held.shape[0] != batch:
         held = states.new_zeros(())
     return torch.where(is_new, states.gather(2, index), held)
+
+
+def check_sinks(window_length: object, num_sink_tokens: object) -> None:
+    """Raise `OptionError` if the two are not the length of a window and a smaller number of sinks."""
+    for name, number, least in (("window_length", window_length, 2), ("num_sink_tokens", num_sink_tokens, 1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise OptionError(f"expected {name} to be a whole number of at least {least}, but saw {number!r}.")
+    if window_length <= num_sink_tokens:  # type: ignore[operator]
+        raise OptionError(
+            f"expected window_length to be larger than num_sink_tokens, since the sinks are part of it, but saw "
+            f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
+        )
+
+
+def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
+    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
+
+    Raises:
+        OptionError: not a whole number, of at least 0, for each sequence.
+    """
+    if left_padding is None:
+        return None
+    try:
+        padding = torch.as_tensor(left_padding)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_padding(left_padding) from error
+    whole = not padding.dtype.is_floating_point and padding.dtype != torch.bool and not padding.dtype.is_complex
+    if padding.dim() != 1 or not padding.numel() or not whole or bool((padding < 0).any()):
+        raise _no_padding(left_padding)
+    padding = padding.to("cpu", torch.int64, copy=True)
+    return padding if bool(padding.any()) else None
+
+
+def _no_padding(left_padding: object) -> OptionError:
+    return OptionError(
+        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
+    )

@@ -6,8 +6,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
-from kvlayers.layers.contract import LayerState, not_of_so_many, whole_number
+from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.contract import not_of_so_many
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import DenseStore, TokenStore
@@ -15,14 +17,14 @@ from kvlayers.stores.description import DescriptionContext, Facts
 from kvlayers.utils.options import checks_options
 
 SLACK_DIVISOR = 4
-"""A window has spare room for one part in so many of its tokens, and moves to the front when that is used up."""
+"""A window has spare room for its own length divided by this number, and moves to the front when that is used up."""
 
 MINIMUM_SLACK = 16
-"""Tokens of spare room that a window has at least."""
+"""The least spare room of a window, in tokens."""
 
 
 def window_room(sliding_window: int) -> int:
-    """Tokens of memory that a window needs to slide at a constant cost."""
+    """Tokens of memory that a window needs so that each step of sliding costs the same."""
     return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
 
 
@@ -30,19 +32,20 @@ def window_room(sliding_window: int) -> int:
 class SlidingLayer(TokenLayer):
     """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
 
-    A query attends to itself and the `sliding_window - 1` tokens before it, so no more than those are kept between
-    updates. Chunked attention attends to less (the chunk that the query is in), by its mask.
+    A query attends to itself and the `sliding_window - 1` tokens before it, so no more tokens are kept between updates.
+    Chunked attention attends to fewer tokens, those of the query's chunk, by its mask.
 
-    While the past is recorded, nothing is dropped between one `truncate` or `crop` and the next, so that the tokens of
-    a rejected draft can be taken back although the window is full.
+    While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
+    rejected draft can be taken back although the window is full.
 
     Args:
         sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
-        store: how the tokens are held, a `DenseStore` where not given.
+        store: how the tokens are held; a `DenseStore` if it is not given.
     """
 
     described = ("sliding_window",)
     is_sliding = True
+    sliding_window: int
 
     @checks_options
     def __init__(self, sliding_window: int, store: TokenStore | None = None) -> None:
@@ -94,8 +97,13 @@ class SlidingLayer(TokenLayer):
         self._keep_window()
 
     def resume_at(self, seen: int) -> None:
-        """Take the tokens that are held for the newest of `seen` tokens."""
+        """Take the held tokens for the newest of `seen` tokens."""
         self._seen = seen
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return self._store.holds_tokens_apart
 
     @property
     @override
@@ -139,7 +147,7 @@ class SlidingLayer(TokenLayer):
         if length and needed < dropped:
             raise RollbackError(
                 f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
-                f"tokens needs token {needed} again, and those before {dropped} have left the window of "
+                f"tokens needs token {needed} again, and the tokens before {dropped} have left the window of "
                 f"{self.sliding_window}: call activate_past_recording() before the tokens that may be taken back, or "
                 "fork() the cache."
             )
@@ -158,11 +166,11 @@ class SlidingLayer(TokenLayer):
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
-        # How many tokens were seen, an assignment does not change. Those that are left count as the newest.
+        # An assignment does not change how many tokens were seen. The assigned states count as the newest tokens.
         if states.shape[2] > self._seen:
             raise StateMismatchError(
-                f"expected states in place of those of the {self._seen} tokens that were seen, but saw "
-                f"{states.shape[2]} tokens: use update for new ones, and from_legacy_cache to fill a new cache."
+                f"expected states of at most the {self._seen} tokens that were seen, but saw {states.shape[2]} tokens: "
+                "use update for new tokens, and from_legacy_cache to fill a new cache."
             )
         return states
 
@@ -189,11 +197,6 @@ class SlidingLayer(TokenLayer):
         arguments = cls.arguments_from(facts)
         return cls(**arguments, store=context.store(facts, window_room(arguments["sliding_window"])))
 
-    @property
-    @override
-    def can_be_stacked(self) -> bool:
-        return self._store.holds_tokens_apart
-
     @override
     def load_state(self, state: LayerState) -> None:
         super().load_state(state)
@@ -203,19 +206,19 @@ class SlidingLayer(TokenLayer):
     def check_held(self, held: int, seen: int) -> None:
         if not min(seen, self.sliding_window - 1) <= held <= seen:
             raise StateMismatchError(
-                f"expected a state with the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, or with more "
-                f"of them, but saw {held}: take the state again."
+                f"expected a state with at least the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, but "
+                f"saw {held}: take the state again."
             )
 
 
 def take_back(store: TokenStore, held: int) -> None:
-    """Let a store hold `held` tokens again, where an update was interrupted behind what it had added to them."""
+    """Let a store hold `held` tokens again, after an update that added to them was interrupted."""
     if store.length > held:
         store.truncate(held)
 
 
 def check_window(sliding_window: object) -> None:
-    """Raise `ConfigError` where `sliding_window` is no number of tokens."""
+    """Raise `ConfigError` if `sliding_window` is not a number of tokens."""
     if not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1:
         raise ConfigError(
             f"expected a sliding window (or chunk size) of at least 1 token, but saw {sliding_window!r}: set it in the "

@@ -1,4 +1,4 @@
-"""A layer that keeps every token, up to a fixed number."""
+"""A layer that keeps every token, up to the number that memory is reserved for."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_buck
 
 
 def check_reserved(number: object, name: str, what: str) -> None:
-    """Raise `OptionError` where `number` cannot be reserved for."""
+    """Raise `OptionError` if `number` is not a positive whole number. `what` says what is counted, such as "tokens"."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise OptionError(
-            f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}: pass the most of them "
+            f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}: pass the most {what} "
             "that will be held at once."
         )
 
@@ -29,7 +29,7 @@ def check_reserved(number: object, name: str, what: str) -> None:
 def check_reservation(
     max_cache_len: object, max_batch_size: object, buckets: object = None, grow: object = False
 ) -> None:
-    """Raise `OptionError` where one of the options of a reservation is nothing of the kind."""
+    """Raise `OptionError` if an option of a reservation has a value that it cannot have."""
     if not isinstance(grow, bool):
         raise OptionError(f"expected grow to be True or False, but saw {grow!r}.")
     if buckets is not None and not isinstance(buckets, Buckets):
@@ -49,21 +49,21 @@ def reservation_from(facts: Facts) -> dict[str, Any]:
 class StaticLayer(DynamicLayer):
     """Full attention over memory that is reserved once, at an address that does not change.
 
-    In eager code attention reads the tokens that are there. In compiled code it reads the smallest bucket that holds
+    In eager code attention reads the tokens that are held. In compiled code it reads the smallest bucket that contains
     them, so that one compiled function serves many lengths.
 
     Args:
-        max_cache_len: tokens to reserve. One more raises `CapacityError`.
-        max_batch_size: sequences to reserve for, as many as come first where not given. One more raises
-            `CapacityError`.
-        buckets: sizes of what compiled code reads.
+        max_cache_len: tokens to reserve. One token more raises `CapacityError`.
+        max_batch_size: sequences to reserve for; the batch size of the first tokens if it is not given. One sequence
+            more raises `CapacityError`.
+        buckets: sizes of the buckets that compiled code reads.
         grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
     _store: StaticStore
     reservation_facts = RESERVATION_FACTS
     followers: "tuple[StaticLayer, ...]" = ()
-    """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
+    """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -88,7 +88,7 @@ class StaticLayer(DynamicLayer):
 
     @property
     def max_batch_size(self) -> int | None:
-        """Sequences reserved for, `None` while that is open."""
+        """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
         return self._store.reserved_batch_size
 
     @override
@@ -96,13 +96,14 @@ class StaticLayer(DynamicLayer):
         """Go on from `length` tokens, as `truncate`.
 
         Raises:
-            RollbackError: fewer are held.
+            RollbackError: fewer tokens are held.
         """
         self.truncate(length)
 
     @property
+    @override
     def reserved(self) -> StaticStore:
-        """The memory, and what attention reads of it."""
+        """The memory, and the part of it that attention reads."""
         return self._store
 
     @property
@@ -115,23 +116,23 @@ class StaticLayer(DynamicLayer):
         held, tokens = self.length, states.shape[2]
         if tokens > held and tokens != self.max_cache_len:
             raise StateMismatchError(
-                f"expected states in place of those of the {held} tokens that are held, or of the whole reservation of "
+                f"expected states of at most the {held} tokens that are held, or of the whole reservation of "
                 f"{self.max_cache_len}, but saw {tokens}: use update for new tokens."
             )
         return states[:, :, :held]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that compiled code writes to, which an exported program must have as its buffers.
+        """The tensors that compiled code writes to. An exported program must have them as its buffers.
 
-        `keys` and `values` `[batch, kv_heads, max_cache_len, head_dim]`, and the `position` of the next token, int64.
-        They are reserved by the first update, or by `early_initialization`.
+        `keys` and `values` are `[batch, kv_heads, max_cache_len, head_dim]`; `position` is that of the next token, an
+        int64 scalar. They are reserved by the first update, or by `early_initialization`.
         """
         return self._store.tensors()
 
     @override
     def make_room(self, tokens: int) -> None:
         if self._store.mask_extent.mode.uses_buckets:
-            # Compiled code leaves it to eager code to grow.
+            # Only eager code can grow.
             self._store.make_room(tokens)
         else:
             self._store.check_room(tokens)
@@ -152,13 +153,13 @@ class StaticLayer(DynamicLayer):
 
     @override
     def get_seq_length(self) -> int:
-        """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
+        """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
-    def covers(self, other: object, batch_size: int | None) -> bool:
-        """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
+    def covers(self, other: Any, batch_size: int | None) -> bool:
+        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
         return (
-            isinstance(other, StaticLayer)
+            type(self) is type(other)
             and self.max_cache_len >= other.max_cache_len
             and self._store.covers(other._store, batch_size)
         )

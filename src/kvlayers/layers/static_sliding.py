@@ -19,7 +19,7 @@ from kvlayers.utils.options import checks_options
 
 
 def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
-    """Tokens that are reserved for a window: no more than are expected, unless more may come."""
+    """Tokens to reserve for a window: no more than are expected, unless the layer may grow."""
     return window_room(sliding_window) if grow or max_cache_len >= sliding_window else max_cache_len
 
 
@@ -27,26 +27,26 @@ def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
 class StaticSlidingLayer(SlidingLayer):
     """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
 
-    The window has spare room, and moves to the front when that is used up: a token is written once, and moved once in
-    so many tokens. In compiled code attention reads the slots from the first one on, and the mask leaves out those that
-    the window has passed: tokens stay in the order of their positions, which is what a mask goes by.
+    The window has spare room, and moves to the front when the room is used up. So a token is written once, and moved
+    only when that happens. In compiled code attention reads the slots from the first slot on, and the mask leaves out
+    slots that the window has passed: tokens stay in the order of their positions, which the mask needs.
 
     Args:
-        max_cache_len: the most tokens that are expected. Where that is less than the window, no more is reserved, and
+        max_cache_len: the most tokens that are expected. If they are fewer than the window, no more are reserved, and
             one token more raises `CapacityError`.
         sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
         token_limit: tokens after which `CapacityError` is raised although the window could go on, `None` for no limit.
-            Beside layers that hold every token, it makes all of them refuse the same one.
-        max_batch_size: sequences to reserve for, as many as come first where not given. One more raises
-            `CapacityError`.
-        buckets: sizes of what compiled code reads while the window fills.
-        grow: reserve for the window even where fewer tokens are expected, and for more sequences where they come.
+            Next to layers that hold every token, it makes all layers refuse the same token.
+        max_batch_size: sequences to reserve for; the batch size of the first tokens if it is not given. One sequence
+            more raises `CapacityError`.
+        buckets: sizes of the buckets that compiled code reads while the window fills.
+        grow: reserve for the whole window even if fewer tokens are expected, and for more sequences when they come.
     """
 
     _store: StaticStore
     reservation_facts = RESERVATION_FACTS | {"token_limit"}
     followers: "tuple[StaticSlidingLayer, ...]" = ()
-    """Layers that make room when this one is asked for its mask sizes, in a cache that asks one layer for all."""
+    """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -68,7 +68,7 @@ class StaticSlidingLayer(SlidingLayer):
         self._expected = max_cache_len
         self.token_limit = None if grow else token_limit if fits_window else max_cache_len
 
-    # The store counts what it takes in, as compiled code cannot count here without becoming code for one length.
+    # The store counts the tokens: if compiled code counted here, it would be compiled for one length.
 
     @property
     def _seen(self) -> int:
@@ -87,7 +87,7 @@ class StaticSlidingLayer(SlidingLayer):
         if self.token_limit is not None and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
         if not self.record_past:
-            # Compiled code leaves to eager code what has left the window.
+            # Compiled code leaves it to eager code to drop tokens that have left the window.
             self._drop_beyond_window()
         return super().update(key_states, value_states)
 
@@ -97,13 +97,14 @@ class StaticSlidingLayer(SlidingLayer):
 
     @property
     def _past(self) -> int:
-        # Not the minimum: compiled code then knows that this is one number.
+        # Not min(): so compiled code knows that a full window is one constant number.
         most = self.sliding_window - 1
         return most if self._seen >= most else self._seen
 
     @property
+    @override
     def reserved(self) -> StaticStore:
-        """The memory, and what attention reads of it."""
+        """The memory, and the part of it that attention reads."""
         return self._store
 
     @property
@@ -136,7 +137,7 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def get_seq_length(self) -> int:
-        """As `length`. In compiled code it is a tensor, and not the number of the step that was compiled."""
+        """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
         return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +165,7 @@ class StaticSlidingLayer(SlidingLayer):
 
     @property
     def max_cache_len(self) -> int:
-        """Tokens that a query attends to at most: the window, or what was reserved if that is less."""
+        """The most tokens that a query attends to: the window, or the reservation if that is smaller."""
         return min(self._expected, self.sliding_window)
 
     @property
@@ -182,12 +183,12 @@ class StaticSlidingLayer(SlidingLayer):
 
     @property
     def max_batch_size(self) -> int | None:
-        """Sequences reserved for, `None` while that is open."""
+        """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
         return self._store.reserved_batch_size
 
     @property
     def cumulative_length_int(self) -> int:
-        """As `length`, by the name of transformers, whose layer counts in a tensor as well."""
+        """As `length`, by the name of transformers, whose layer also counts in a tensor."""
         return self.length
 
     @override
@@ -205,15 +206,15 @@ class StaticSlidingLayer(SlidingLayer):
         least = min(self._seen, self.sliding_window - 1)
         if states.shape[2] < least:
             raise StateMismatchError(
-                f"expected states of at least the {least} tokens that a static window attends to, as compiled code "
-                f"counts on them, but saw {states.shape[2]}: use a DynamicCache to evict some of a window."
+                f"expected states of at least the {least} tokens that a static window attends to, since compiled code "
+                f"relies on them, but saw {states.shape[2]}: use a DynamicCache to evict tokens of a window."
             )
         return super().assignable(states)
 
-    def covers(self, other: object, batch_size: int | None) -> bool:
-        """Whether this layer can stand in for another one, for so many sequences, with the memory that it has."""
+    def covers(self, other: Any, batch_size: int | None) -> bool:
+        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
         return (
-            isinstance(other, StaticSlidingLayer)
+            type(self) is type(other)
             and self.sliding_window == other.sliding_window
             and self._expected >= other._expected
             and (self.token_limit is None) == (other.token_limit is None)

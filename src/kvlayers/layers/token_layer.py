@@ -1,6 +1,6 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.layers.contract import CacheLayer, LayerState
+from kvlayers.layers.contract import CacheLayer
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore
@@ -48,9 +49,19 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         return self._store
 
     @property
+    @override
     def held_tokens(self) -> int:
-        """Tokens of which keys and values are held: fewer than `length` where a window has dropped some."""
         return self._store.length
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self._store.bits
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return self._store.attention_paths
 
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
@@ -110,13 +121,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         self._assign(states, "values")
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        store = self._store
-        if store.is_pending:
-            pending = cast("PendingAssignment", store)
-            return pending.keys if side == "keys" else pending.values
-        if store.key_form is None:
-            return None
-        keys, values = store.caller_views()
+        keys, values = self._store.visible_states()
         return keys if side == "keys" else values
 
     @override
@@ -132,8 +137,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             )
         before = self._store
         keys, values = self.keys, self.values
-        if before.is_pending:
-            self._store = cast("PendingAssignment", before).store
+        self._store = before.complete
         try:
             states = self.assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
@@ -215,8 +219,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     @override
     def reset(self) -> None:
-        if self._store.is_pending:
-            self._store = cast("PendingAssignment", self._store).store
+        self._store = self._store.complete
         self._store.clear()
 
     @override

@@ -1,23 +1,20 @@
-"""The operations of our layers, on a layer of transformers' own."""
+"""Transformers' layers behind an adapter, which gives them the contract of kvlayers' layers."""
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, override
 
-from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.layers import upstream_calls
-from kvlayers.layers.batch_indices import repeated_rows
-from kvlayers.layers.contract import LayerState
+from kvlayers.errors import OptionError, RollbackError, UnsupportedLayerError
+from kvlayers.layers import upstream_calls, upstream_states
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.rope.rotary import Rotary
-from kvlayers.stores.buffer import nbytes_of
+from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity
-from kvlayers.stores.description import Fact
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
-from kvlayers.utils.tensor_memory import storages_of
 
 
 @runtime_checkable
@@ -40,70 +37,159 @@ class _Indexed(Protocol):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor: ...
 
 
-class TransformersLayer:
-    """Adapter over a layer that kvlayers has no kind for: indexers, compressed attention, a model's own.
+def adapted(layer: Any, grows: bool = False) -> LayerOperations:
+    """The layer itself if it is one of kvlayers' layers; otherwise a new adapter over it.
 
-    The layer itself stays in the cache, since models look at its class; an adapter lives for one operation only.
+    Args:
+        layer: a layer of kvlayers or of transformers.
+        grows: see `TransformersLayer`.
+
+    Raises:
+        OptionError: it is no layer.
+    """
+    if isinstance(layer, LayerOperations):
+        return layer
+    if not isinstance(layer, (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)):
+        shown = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
+        raise OptionError(
+            f"expected a layer of kvlayers or of transformers, but saw {shown}: a cache is made of layers, such as "
+            "those of cache.layers."
+        )
+    return TransformersLayer(layer, grows)
+
+
+def adapted_anew(layers: Sequence[Any], known: Sequence[LayerOperations], grows: bool) -> list[LayerOperations]:
+    """For each layer the layer itself or its adapter: the known adapter if it has one, and otherwise a new one."""
+    by_identity = {id(layer.original): layer for layer in known}
+    return [by_identity.get(id(layer)) or adapted(layer, grows) for layer in layers]
+
+
+class TransformersLayer(LayerOperations):
+    """Adapter over one of transformers' layers: an indexer, compressed attention, or a class of a model's own.
+
+    The layer itself stays in `cache.layers`, since models look at its class. A cache makes the adapter once, and finds
+    it by the identity of the layer.
 
     Args:
         layer: the layer, which is changed in place.
+        grows: whether a reservation that is too small is replaced by a larger one, instead of raising `CapacityError`.
     """
 
-    rotaries: tuple[Rotary, ...] = ()
+    is_upstream = True
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, grows: bool = False) -> None:
         self.layer = layer
+        self.grows = grows
         self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
+        self.has_other_states = isinstance(layer, _Indexed)
+        self.keeps_every_token = isinstance(layer, compat.DUMMY_LAYER)
 
     @property
+    @override
+    def original(self) -> Any:
+        return self.layer
+
+    @property
+    @override
     def kind(self) -> str:
-        """Module and name of the layer's class: no kind of kvlayers' own has such a name."""
+        """Module and name of the layer's class. No kind of kvlayers has such a name."""
         return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
 
-    @property
-    def keeps_every_token(self) -> bool:
-        """Whether it can be put back to any number of tokens: if it holds nothing at all."""
-        return isinstance(self.layer, compat.DUMMY_LAYER)
+    @override
+    def describe(self) -> dict[str, Fact]:
+        """No facts: the layer is made from the model's config, not from a description."""
+        return {}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """Refuse: see `describe`.
+
+        Raises:
+            UnsupportedLayerError: always.
+        """
+        raise UnsupportedLayerError(
+            "expected a kind of kvlayers, but transformers' layers are made from the config of the model: pass it."
+        )
+
+    # Attention
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.update_with_kwargs(key_states, value_states, {})
+
+    @override
+    def update_with_kwargs(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        if not self.attends:
+            raise self._does_not_attend()
+        return upstream_calls.update(self.layer, key_states, value_states, cache_kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, and return those of all tokens."""
+        return upstream_calls.update_indexer(self.layer, indexer_key_states)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return upstream_calls.mask_sizes(self.layer, query_length)
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        if upstream_calls.is_reserved(self.layer) and not torch.compiler.is_compiling():
+            (upstream_calls.grow if self.grows else upstream_calls.check_room)(self.layer, tokens)
 
     @property
-    def can_be_stacked(self) -> bool:
-        """Whether states of several such layers can be put side by side: if it holds nothing at all."""
-        return isinstance(self.layer, compat.DUMMY_LAYER)
+    def supports_early_init(self) -> bool:  # type: ignore[override]
+        """Whether memory can be reserved before the first states."""
+        return upstream_calls.reserves(self.layer)
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        batch, kv_heads, head_dim, dtype, device = key_form
+        upstream_calls.reserve(self.layer, torch.empty((batch, kv_heads, 0, head_dim), dtype=dtype, device=device))
 
     @property
-    def has_other_states(self) -> bool:
-        """Whether keys and values are not all that the layer holds of a token."""
-        return isinstance(self.layer, _Indexed)
+    @override
+    def is_initialized(self) -> bool:
+        return bool(self.layer.is_initialized)
 
     @property
+    @override
     def length(self) -> int | None:
-        """Tokens seen, `None` for a layer that does not count them."""
         return int(self.layer.get_seq_length()) if self.attends else None
 
     @property
-    def record_past(self) -> bool:
-        """Whether the layer holds more than it needs, for a later crop. Not every class of transformers says so."""
-        return bool(vars(self.layer).get("record_past", False))
+    @override
+    def length_on_host(self) -> int | None:
+        seen = self.layer.get_seq_length() if self.attends else None
+        return seen if isinstance(seen, int) else None
+
+    @override
+    def get_seq_length(self) -> int:
+        """As `length`. A layer may count in a tensor, and static layers do so in compiled code."""
+        return self.layer.get_seq_length()  # type: ignore[no-any-return]
 
     @property
-    def device(self) -> torch.device | None:
-        """Device of what the layer holds, `None` where it holds nothing."""
-        return next((tensor.device for tensor in self.held_tensors()), None)
+    @override
+    def capacity(self) -> int | None:
+        most = upstream_calls.max_length(self.layer)
+        return None if most < 0 else most
 
     @property
-    def is_recording(self) -> bool:
-        """As `record_past`."""
-        return self.record_past
-
-    @property
-    def is_sliding(self) -> bool:
+    def is_sliding(self) -> bool:  # type: ignore[override]
         """Whether the layer attends within a window. Not every class of transformers says so."""
         return bool(getattr(self.layer, "is_sliding", False))
 
     @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether generate() may compile the forward pass around the layer."""
+        return bool(self.layer.is_compileable)
+
+    @property
     def keys(self) -> Tensor | None:
-        """Keys held, `[batch, kv_heads, tokens, head_dim]`, where the layer has any."""
+        """Keys held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.keys if self.attends else None
 
     @keys.setter
@@ -112,33 +198,69 @@ class TransformersLayer:
 
     @property
     def values(self) -> Tensor | None:
-        """Values held, `[batch, kv_heads, tokens, head_dim]`, where the layer has any."""
+        """Values held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.values if self.attends else None
 
     @values.setter
     def values(self, states: Tensor) -> None:
         self.layer.values = states
 
+    @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values held."""
         return self.keys, self.values
 
     @property
-    def capacity(self) -> int | None:
-        """The most tokens that the layer can hold, `None` where there is no such number."""
-        most = upstream_calls.max_length(self.layer)
-        return None if most < 0 else most
+    @override
+    def held_tokens(self) -> int | None:
+        keys = self.keys
+        return self.length if keys is None or keys.dim() != 4 else min(self.length or 0, int(keys.shape[2]))
+
+    @override
+    def offload(self) -> None:
+        self.layer.offload()
+
+    @override
+    def prefetch(self) -> None:
+        self.layer.prefetch()
+
+    # Recurrent states
 
     @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """By state index, whether tokens have been seen."""
+        return upstream_calls.by_index(self.layer.has_previous_state)
+
+    def conv_state(self, state_idx: int) -> Tensor | None:
+        """The convolution state, `None` before the first tokens."""
+        return upstream_calls.by_index(self.layer.conv_states)[state_idx]  # type: ignore[no-any-return]
+
+    def recurrent_state(self, state_idx: int) -> Tensor | None:
+        """The recurrent state, `None` before the first tokens."""
+        return upstream_calls.by_index(self.layer.recurrent_states)[state_idx]  # type: ignore[no-any-return]
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **layer_options: Any) -> Tensor:
+        """Take in the inputs of a convolution, as the layer does, which checks `layer_options` itself."""
+        which = upstream_calls.which_state(state_idx)
+        return self.layer.update_conv_state(conv_states, *which, **layer_options)  # type: ignore[no-any-return]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **layer_options: Any) -> Tensor:
+        """Replace a recurrent state, as the layer does, which checks `layer_options` itself."""
+        which = upstream_calls.which_state(state_idx)
+        return self.layer.update_recurrent_state(recurrent_states, *which, **layer_options)  # type: ignore[no-any-return]
+
+    # Planning
+
+    @property
+    @override
     def sized_for(self) -> int | None:
-        """The number of tokens that the layer reserves, `None` if it makes room as tokens come."""
         return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
 
     @property
+    @override
     def fidelity(self) -> Fidelity:
-        """What the layer does to the states that the model attends to."""
         return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
 
+    @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         """See `LayerOperations.planned_nbytes`. Counters are not included.
 
@@ -158,13 +280,11 @@ class TransformersLayer:
             )
         return PlannedBytes(sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held))
 
-    def planned_bits(self, shape: LayerShape) -> float:
-        """See `LayerOperations.planned_bits`."""
-        return 8.0 * shape.dtype.itemsize
+    # Both
 
     @property
+    @override
     def batch_size(self) -> int | None:
-        """Sequences side by side, `None` before the first states."""
         if self.keys is not None and self.keys.dim() == 4:
             return int(self.keys.shape[0])
         if self.is_recurrent:
@@ -172,9 +292,40 @@ class TransformersLayer:
         return None
 
     @property
-    def is_croppable(self) -> bool:
+    def device(self) -> torch.device | None:
+        """Device of the states, `None` before the first ones."""
+        return next((tensor.device for tensor in self.held_tensors()), None)
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        # A dummy holds nothing.
+        return self.keeps_every_token
+
+    @property
+    def record_past(self) -> bool:  # type: ignore[override]
+        """Whether more is held than is needed, for a later crop. Not every class of transformers says so."""
+        return bool(vars(self.layer).get("record_past", False))
+
+    # Rolling back
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
         return upstream_calls.is_croppable(self.layer)
+
+    @override
+    def nearest_restorable(self, length: int) -> int:
+        self.check_truncate(length)
+        return length
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        self.check_removal((self.length or 0) - length)
+
+    @override
+    def truncate(self, length: int) -> None:
+        self.remove_newest((self.length or 0) - length)
 
     def _can_crop(self) -> bool:
         return isinstance(self.layer, _Croppable)
@@ -182,10 +333,10 @@ class TransformersLayer:
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
-        return next(self._tensors(), None) is None
+        return next(upstream_states.held_tensors(self.layer), None) is None
 
+    @override
     def check_removal(self, tokens: int) -> None:
-        """Raise `RollbackError` where `remove_newest(tokens)` would."""
         if self.is_empty or tokens == 0:
             return
         name = type(self.layer).__name__
@@ -222,24 +373,24 @@ class TransformersLayer:
         if self.attends and self.length is not None and tokens > self.length:
             raise RollbackError(f"expected to remove at most {self.length} tokens from {name}, but was asked {tokens}.")
 
+    @override
     def remove_newest(self, tokens: int) -> None:
-        """Roll back the newest `tokens` tokens, and forget a past that was recorded for that."""
         self.check_removal(tokens)
         if self.is_empty or not self._can_crop():
             return
         if tokens or (self.is_recurrent and self.record_past):
             self.layer.crop(-tokens)
 
+    @override
     def check_select(self, batch_size: int) -> None:
-        """Raise `UnsupportedLayerError` where `select` would."""
         if not isinstance(self.layer, _Reorderable):
             raise UnsupportedLayerError(
                 f"expected layers whose sequences can be selected, but transformers' {type(self.layer).__name__} has "
                 "no reorder_cache: run one sequence at a time."
             )
 
+    @override
     def select(self, indices: Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was; `indices` is int64 `[new_batch]`."""
         self.check_select(indices.shape[0])
         if self.is_empty:
             return
@@ -247,18 +398,13 @@ class TransformersLayer:
         if "batch_size" in vars(self.layer):
             self.layer.batch_size = indices.shape[0]
 
-    def expand(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times, copies side by side."""
-        if self.batch_size is not None:
-            self.select(repeated_rows(repeats, self.batch_size))
-
+    @override
     def activate_past_recording(self) -> None:
-        """Hold what a later removal needs, where the layer can."""
         if isinstance(self.layer, _Recording):
             self.layer.activate_past_recording()
 
+    @override
     def deactivate_past_recording(self) -> None:
-        """Record no more, and hold no more than is needed without."""
         if not vars(self.layer).get("record_past"):
             return
         self.layer.record_past = False
@@ -267,8 +413,8 @@ class TransformersLayer:
                 # A layer that does not record writes its convolutions in place, and so needs them of their own size.
                 self.layer.conv_states[index] = _newest_columns(states, self.layer.conv_kernel_size[index])
 
+    @override
     def reset(self) -> None:
-        """Forget all tokens."""
         self.layer.reset()
         if self.attends and self.length:
             # In transformers 5.17, layers that grow fill their tokens with zeros, and keep them.
@@ -278,97 +424,27 @@ class TransformersLayer:
                 elif name in ("is_initialized", "is_indexer_initialized"):
                     setattr(self.layer, name, False)
 
-    def fork(self) -> Any:
-        """An independent layer with the same states."""
-        twin = copy.copy(self.layer)
-        for name, value in vars(self.layer).items():
-            setattr(twin, name, _copied(value))
-        return twin
+    @override
+    def fork(self) -> Self:
+        return type(self)(upstream_states.copy_of(self.layer), self.grows)
 
+    @override
     def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive."""
-        yield from (tensor for _, tensor in self._tensors())
+        yield from upstream_states.held_tensors(self.layer)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return sum(storages_of(self.held_tensors()).values())
-
+    @override
     def state(self) -> LayerState:
-        """Copies of every tensor that the layer holds, and its plain facts."""
-        facts: dict[str, Fact] = {
-            name: value for name, value in self._entries() if isinstance(value, int | str | bool | None)
-        }
-        tensors = {name: states.clone() for name, states in self._tensors(skip_empty=False)}
-        return LayerState(self.kind, tensors, facts)
+        return upstream_states.state_of(self.layer, self.kind)
 
+    @override
     def check_state(self, state: LayerState) -> None:
-        """Raise what `load_state(state)` would raise."""
         # Files of the first version have the name of the class alone.
-        if state.kind not in (self.kind, type(self.layer).__name__):
-            raise StateMismatchError(
-                f"expected the state of a {type(self.layer).__name__}, but saw that of a {state.kind}: load it into a "
-                "cache that was made for the same model config."
-            )
-        known = {name for name, _ in self._entries()}
-        if not vars(self.layer).get("is_initialized", True):
-            # Before its first states a layer of transformers has no fields for what they look like.
-            known |= {name for name in state.facts if "." not in name}
-        needed = {
-            name.replace("is_", "", 1).replace("_initialized", "", 1)
-            for name, value in state.facts.items()
-            if name.startswith("is_") and "states_initialized." in name and value
-        }
-        unknown, missing = {*state.facts, *state.tensors} - known, needed - set(state.tensors)
-        if unknown or missing:
-            raise StateMismatchError(
-                f"expected the state of a {type(self.layer).__name__} as this one, but saw {sorted(unknown)} besides, "
-                f"and not {sorted(missing)}: load it into a cache for the same config and version of transformers."
-            )
+        upstream_states.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
 
+    @override
     def load_state(self, state: LayerState) -> None:
-        """Become what the layer was when `state` was taken."""
         self.check_state(state)
-        entries: dict[str, Fact | Tensor] = {**state.facts, **{k: _copied(v) for k, v in state.tensors.items()}}
-        for name, value in entries.items():
-            attribute, _, key = name.partition(".")
-            if key:
-                held = getattr(self.layer, attribute)
-                held[next((known for known in held if str(known) == key), key)] = value
-            else:
-                setattr(self.layer, attribute, value)
-        for name, states in state.tensors.items():
-            if name == "indexer_keys":
-                self.layer.indexer_dtype, self.layer.indexer_device = states.dtype, states.device
-            else:
-                self.layer.dtype, self.layer.device = states.dtype, states.device
-
-    def _entries(self) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self.layer).items():
-            if isinstance(value, dict):
-                yield from ((f"{name}.{key}", item) for key, item in value.items())
-            else:
-                yield name, value
-
-    def _tensors(self, skip_empty: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that hold states. Scalars count tokens, and are there before any came."""
-        for name, value in self._entries():
-            if isinstance(value, Tensor) and not (skip_empty and value.dim() == 0):
-                yield name, value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        # A clone that is made in inference mode could never be written to outside of it.
-        with torch.inference_mode(False):
-            return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    if isinstance(value, int | str | bool | None | torch.dtype | torch.device):
-        return value
-    return copy.deepcopy(value)
+        upstream_states.load_state(self.layer, state)
 
 
 def _newest_columns(states: Tensor, columns: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How layers of transformers' own are asked, in the words of the installed version."""
+"""How transformers' layers are called, in the installed version."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from kvlayers.upstream import compat
 def update(
     layer: Any, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any] | None
 ) -> tuple[Tensor, Tensor]:
-    """`update` of a layer of transformers' own. Static ones once wrote at slot 0 where nobody told them another."""
+    """`update` of transformers' layer. Before 5.4, static layers wrote to slot 0 unless they were told another slot."""
     if is_checked_on_host(layer, key_states):
         check_room(layer, key_states.shape[-2])
     if compat.UPDATES_BY_CACHE_POSITION:
@@ -28,9 +28,9 @@ def update(
 
 
 def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:
-    """`update_indexer` of a layer of transformers' own, `[batch, new, index_head_dim]`."""
+    """`update_indexer` of transformers' layer, with keys `[batch, new, index_head_dim]`."""
     if is_checked_on_host(layer, indexer_key_states):
-        # An indexer counts for itself, as attention may have taken in the tokens already.
+        # An indexer has a count of its own, since attention may have taken in the tokens already.
         seen = int(layer.indexer_cumulative_length) if layer.is_indexer_initialized else 0
         check_reservation(layer, seen, indexer_key_states.shape[-2])
     updated: Tensor = layer.update_indexer(indexer_key_states)
@@ -38,46 +38,46 @@ def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:
 
 
 def is_checked_on_host(layer: Any, states: Tensor) -> bool:
-    """Whether an update checks that its states fit, as a mask may be made elsewhere. A device would be waited for."""
+    """Whether an update checks that its states fit. On an accelerator it would have to wait for the count."""
     return states.device.type == "cpu" and is_reserved(layer) and not torch.compiler.is_compiling()
 
 
 def mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
-    """`get_mask_sizes` of a layer of transformers' own."""
+    """`get_mask_sizes` of transformers' layer."""
     asked = torch.empty(query_length) if compat.MASKS_BY_CACHE_POSITION else query_length
     kv_length, kv_offset = layer.get_mask_sizes(asked)
     return kv_length, kv_offset
 
 
 def max_length(layer: Any) -> int:
-    """The most tokens that a layer of transformers' own can hold, -1 for any number."""
+    """The most tokens that transformers' layer can hold, -1 if there is no maximum."""
     return int(layer.get_max_length() if compat.RENAMED_MAXIMA else layer.get_max_cache_shape())
 
 
 def is_reserved(layer: Any) -> bool:
-    """Whether a layer of transformers' own holds every token in a reservation: an indexer's, or that of a model."""
+    """Whether transformers' layer holds every token in a reservation: a static indexer, or a model's own class."""
     return isinstance(layer, compat.STATIC_LAYER) and type(layer) is not compat.STATIC_LAYER and not layer.is_sliding
 
 
 def check_room(layer: Any, tokens: int) -> None:
-    """Raise `CapacityError` if the reservation of a layer of transformers' own has no room for `tokens` more."""
+    """Raise `CapacityError` if the reservation of transformers' layer has no room for `tokens` more tokens."""
     check_reservation(layer, int(layer.get_seq_length()), tokens)
 
 
 def check_reservation(layer: Any, seen: int, tokens: int) -> None:
-    """Raise `CapacityError` if `tokens` more than were `seen` are more than a layer of transformers' own reserved."""
+    """Raise `CapacityError` if `tokens` more tokens, after `seen`, exceed the reservation of transformers' layer."""
     if seen + tokens > layer.max_cache_len:
         raise no_room_for_tokens(layer.max_cache_len, seen, tokens)
 
 
 def grow(layer: Any, tokens: int) -> None:
-    """Take a larger reservation in a layer of transformers' own, if it has no room for `tokens` more."""
+    """Take a larger reservation in transformers' layer if it has no room for `tokens` more tokens."""
     reserved, needed = layer.max_cache_len, int(layer.get_seq_length()) + tokens
     if needed <= reserved:
         return
     layer.max_cache_len = max(needed, 2 * reserved)
     for name, states in vars(layer).items():
-        # States have a row for each reserved token, counts have none.
+        # States have a row for each reserved token, and counts do not.
         if isinstance(states, Tensor) and states.dim() > 2 and states.shape[-2] == reserved:
             with torch.inference_mode(False):
                 larger = states.new_zeros(*states.shape[:-2], layer.max_cache_len, states.shape[-1])
@@ -87,34 +87,34 @@ def grow(layer: Any, tokens: int) -> None:
 
 
 def is_croppable(layer: Any) -> bool:
-    """Whether `crop` puts a layer of transformers' own back as it was. Before 5.17 no recurrent one could."""
+    """Whether `crop` puts transformers' layer back as it was. Before 5.17 no recurrent layer could do that."""
     if compat.LAYERS_SAY_WHAT_THEY_CAN_CROP:
         return bool(layer.is_croppable)
     return isinstance(layer, compat.ATTENTION_LAYER) and not isinstance(layer, compat.LINEAR_LAYER)
 
 
 def reserves(layer: Any) -> bool:
-    """Whether a layer of transformers' own can reserve memory before its states: once, any that attends could."""
+    """Whether transformers' layer can reserve memory before its states. Before 5.13, any layer that attends could."""
     return bool(layer.supports_early_init) if compat.SAYS_WHAT_RESERVES else isinstance(layer, compat.ATTENTION_LAYER)
 
 
 def reserve(layer: Any, no_tokens: Tensor) -> None:
-    """Let a layer of transformers' own reserve memory for states like these, `[batch, kv_heads, 0, head_dim]`."""
+    """Let transformers' layer reserve memory for states of this form, `[batch, kv_heads, 0, head_dim]`."""
     layer.lazy_initialization(*([no_tokens] * (2 if compat.RESERVES_FOR_KEYS_AND_VALUES else 1)))
 
 
 def by_index(held: Any) -> dict[int, Any]:
-    """What a recurrent layer holds, by the index of the state. Layers of transformers' own once had one of each."""
+    """The states of a recurrent layer by their index. Before 5.14, transformers' layers had one state of each kind."""
     found: dict[int, Any] = held if isinstance(held, dict) else {0: held}
     return found
 
 
 def which_state(state_idx: int) -> tuple[int, ...]:
-    """How a recurrent layer of transformers' own is told which of its states is meant."""
+    """The argument that tells transformers' recurrent layer which of its states is meant."""
     return (state_idx,) if compat.STATES_BY_INDEX else ()
 
 
 def recurrent_states(layer: Any) -> list[Tensor]:
-    """Every state, `[batch, ...]`, that a recurrent layer of transformers' own holds."""
+    """Every state, `[batch, ...]`, that transformers' recurrent layer holds."""
     held = [*by_index(layer.conv_states).values(), *by_index(layer.recurrent_states).values()]
     return [states for states in held if states is not None]

@@ -2,6 +2,9 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import Self
 
 from kvlayers.errors import OptionError
 from kvlayers.offload.storage import DiskMemory, HomeMemory, HostMemory
@@ -40,6 +43,33 @@ class Offloading:
                 f"offload_device={self.offload_device!r} and offload_directory={self.offload_directory!r}: pass both, "
                 "or neither."
             )
+
+    @classmethod
+    def from_options(
+        cls,
+        offloading: bool,
+        offload_only_non_sliding: bool,
+        offload_device: str,
+        offload_directory: str | os.PathLike[str] | None,
+    ) -> Self | None:
+        """The options of a cache as one value, `None` if nothing is offloaded.
+
+        Raises:
+            OptionError: as `Offloading`, or a directory without offloading.
+        """
+        placement = cls(offload_only_non_sliding, offload_device, offload_directory)
+        if placement.offload_directory is not None and not offloading:
+            raise OptionError("expected offloading=True with offload_device='disk', but saw False.")
+        return placement if offloading else None
+
+    def options(self) -> dict[str, Any]:
+        """The options of a cache that this value was made of."""
+        return {
+            "offloading": True,
+            "offload_only_non_sliding": self.only_non_sliding,
+            "offload_device": self.offload_device,
+            "offload_directory": self.offload_directory,
+        }
 
     def memory(self) -> HomeMemory:
         """The memory that these options choose."""

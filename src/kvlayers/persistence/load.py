@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.from_config import attention_part
-from kvlayers.caches.operations import CacheState, Operable
+from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState, TransformersLayer
+from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.registry import description_context
+from kvlayers.layers.upstream import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
@@ -91,9 +91,9 @@ def load_cache(
 def _device_of(cache: Cache) -> torch.device:
     """Where a cache computes; the host, where it does not know yet."""
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    for layer in (layer for part in parts for layer in part.layers):
-        if isinstance(layer, LayerOperations) and layer.batch_size is not None:
-            found = attention_part(layer).device
+    for layer in (layer for part in parts for layer in part.adapted_layers()):
+        if layer.batch_size is not None and not layer.is_upstream:
+            found = layer.parts[0].device
             if found is not None:
                 return torch.device(found)
     return torch.device("cpu")
@@ -160,7 +160,7 @@ class _StateReader:
                     f"expected states of {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it "
                     "into a cache that was made for the same model config."
                 )
-            pairs = enumerate(zip(map(_operable, layers), record.layers, strict=True))
+            pairs = enumerate(zip(map(adapted, layers), record.layers, strict=True))
             found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
             states.append(CacheState(record.kind, found))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
@@ -172,12 +172,12 @@ class _StateReader:
         cache.load_state(state)
         return self._recording(cache)
 
-    def _rehearsed(self, layer: Operable, record: LayerRecord, part: int | None, index: int) -> LayerState:
+    def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
-        if layer.is_recurrent or isinstance(layer, TransformersLayer):
+        if layer.is_recurrent or layer.is_upstream:
             # These believe more of a state than layers of tokens do, and what they hold besides is small.
             with file_at_fault(self.saved.path, mismatch_too=False):
-                _operable(layer.fork()).load_state(state)
+                layer.fork().load_state(state)
         return state
 
     def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
@@ -191,7 +191,7 @@ class _StateReader:
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
-        if isinstance(layer, TransformersLayer):
+        if layer.is_upstream:
             _check_upstream(layer, facts)
         return LayerState(record.kind, tensors, facts)
 
@@ -216,10 +216,6 @@ class _StateReader:
         return cache
 
 
-def _operable(layer: Any) -> Operable:
-    return layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
-
-
 def _parts(cache: Cache) -> list[Cache]:
     return (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
@@ -237,7 +233,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _check_upstream(layer: TransformersLayer, facts: dict[str, Any]) -> None:
+def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
     """Raise `StateMismatchError` where facts are of other types than a layer of transformers has them."""
     own = layer.state().facts
     for name, value in facts.items():

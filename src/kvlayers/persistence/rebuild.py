@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kvlayers.caches import mamba, offloaded, quantized, sink, static  # noqa: F401 - they register their caches
+from kvlayers.caches import aliases, quantized, sink, static  # noqa: F401 - they register their caches
 from kvlayers.caches.base import CACHE_CLASSES, Cache
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError
-from kvlayers.layers import LayerOperations, layer_names
+from kvlayers.layers import layer_names
 from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
 from kvlayers.persistence.safetensors_header import refuse, shown
@@ -123,7 +123,7 @@ def check_remakeable(cache: Cache) -> None:
             f"expected a cache that can be made from a file ({', '.join(CACHE_CLASSES.names())}), but saw a "
             f"{type(cache).__name__}: register_cache_class() it, or save it yourself, and load it with into=."
         )
-    for state in (layer.kind for layer in cache.adapted_layers() if isinstance(layer, LayerOperations)):
+    for state in (layer.kind for layer in cache.adapted_layers() if not layer.is_upstream):
         if state not in LAYER_CLASSES:
             raise CacheFileError(
                 f"expected layers that can be made from a file ({', '.join(layer_names())}), but saw a {state}: "

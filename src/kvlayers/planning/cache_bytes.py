@@ -7,8 +7,9 @@ from typing import Any
 from kvlayers.caches.base import Cache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, UnsupportedLayerError
-from kvlayers.layers import LayerOperations, TransformersLayer
+from kvlayers.layers import LayerOperations
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.upstream import adapted
 from kvlayers.stores.contract import Fidelity, least_faithful
 
 SAMPLE_HINT = 1
@@ -52,7 +53,7 @@ class _SampleLayer:
         follows_hint: whether the layer makes room for as many tokens as the length hint says.
     """
 
-    layer: LayerOperations | TransformersLayer
+    layer: LayerOperations
     shape: LayerShape
     follows_hint: bool
 
@@ -113,7 +114,7 @@ def fidelity_of(cache: Any) -> Fidelity:
         UnsupportedLayerError: the class of a layer does not say.
     """
     parts = (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
-    return least_faithful(layer.fidelity for part in parts for layer in part.operable())
+    return least_faithful(layer.fidelity for part in parts for layer in part.adapted_layers())
 
 
 def _is_pair(cache: Any) -> bool:
@@ -132,14 +133,14 @@ def _sample_layers(cache: Any, longer: Any, shapes: Sequence[LayerShape]) -> lis
     ]
 
 
-def _adapted_layers(cache: Any, count: int) -> Iterator[LayerOperations | TransformersLayer]:
+def _adapted_layers(cache: Any, count: int) -> Iterator[LayerOperations]:
     if not isinstance(cache, Cache):
         raise UnsupportedLayerError(
             f"A `{type(cache).__module__}.{type(cache).__name__}` is not a cache of kvlayers, whose bytes are known: "
             "leave it out of the names."
         )
     for layer in cache.layers_for(count):
-        yield layer if isinstance(layer, LayerOperations) else TransformersLayer(layer)
+        yield adapted(layer)
 
 
 def _follows_hint(cache: Any, size: int | None, size_if_longer: int | None) -> bool:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
-from kvlayers.layers.contract import whole_number
+from kvlayers.layers.arguments import whole_number
 from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
 from kvlayers.planning.longest_context import longest_context
 from kvlayers.planning.planned_cache import Plan, PlannedCache

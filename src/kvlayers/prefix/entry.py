@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import RollbackError
-from kvlayers.layers import LayerOperations
 from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.utils.tensor_memory import Storages
 
@@ -66,13 +65,13 @@ class PrefixEntry:
 
 
 def restorable_length(cache: Cache, length: int) -> int:
-    """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is none."""
+    """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
     if length == cache.get_seq_length():
         return length
     try:
         target = cache.nearest_restorable(length)
-        # Layers of transformers must be tried, since they do not tell.
-        if target and not all(isinstance(layer, LayerOperations) and layer.length for layer in cache.adapted_layers()):
+        # transformers' layers, and layers that do not count their tokens, have to be tried.
+        if target and not all(layer.length and not layer.is_upstream for layer in cache.adapted_layers()):
             cache.fork().truncate(target)
     except RollbackError:
         return 0

@@ -121,7 +121,7 @@ class EntryIndex:
         entry.drop_cache()
 
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
-        """An entry in memory that can be rolled back to exactly these tokens, `None` if there is none."""
+        """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
         for found in self.tree(label).nearest(ids):
             if found.tokens < len(ids):
                 return None

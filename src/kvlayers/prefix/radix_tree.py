@@ -60,7 +60,7 @@ class RadixTree(Generic[T]):
         return self._count
 
     def get(self, ids: Tokens) -> T | None:
-        """The value of exactly these tokens, `None` if there is none."""
+        """The value of exactly these tokens, or `None`."""
         node, matched, inside = self._descend(ids)
         return node.value if matched == len(ids) and not inside else None
 

@@ -265,13 +265,13 @@ class PrefixStore:
                 refused=self._refused,
             )
 
-    def note_bypassed(self, reason: str) -> None:
+    def record_bypass(self, reason: str) -> None:
         """Count a call of `generate()` that could not use the store, and log the reason."""
         with self._lock:
             self._bypassed += 1
         logger.info("A call of generate() did not use its prefix store: %s.", reason)
 
-    def note_refused(self, reason: str) -> None:
+    def record_refusal(self, reason: str) -> None:
         """Count a cache for which there was no room, and log the reason."""
         with self._lock:
             self._refused += 1

@@ -48,12 +48,12 @@ class Buckets:
             )
 
     def facts(self) -> dict[str, Fact]:
-        """The sizes by plain facts."""
+        """The arguments as plain facts."""
         return {"smallest_bucket": self.minimum, "bucket_factor": self.factor}
 
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:
-        """The sizes that have said `facts` of themselves; there may be other facts among them."""
+        """The buckets with these `facts`, which may contain other facts too."""
         given: Any = facts
         return cls(given["smallest_bucket"], given["bucket_factor"])
 

@@ -48,14 +48,16 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     `register_store`. Any other store defines `describe` and `from_description`.
     """
 
-    holds_tokens_apart = False
-    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
-
     is_opaque = False
     """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
 
     is_pending = False
     """Whether this is a `PendingAssignment`, which waits for values that match its keys, or the reverse."""
+
+    holds_tokens_apart = False
+    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
+    shares_prefixes = False
+    """Whether a `SharedStore` can hold the tokens once for several sequences that go on from them."""
 
     @property
     def sized_for(self) -> int | None:
@@ -94,6 +96,16 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def complete(self) -> Self:
+        """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
+        return self
 
     def count(self, tokens: int) -> None:
         """See `CacheLayer.count`. Only opaque stores need it."""
@@ -177,6 +189,10 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """
         return self.newest(self.length)
 
+    def visible_states(self) -> tuple[Tensor | None, Tensor | None]:
+        """As `caller_views`, or `None` twice before the first states."""
+        return (None, None) if self.key_form is None else self.caller_views()
+
     @abstractmethod
     def drop_oldest(self, count: int) -> None:
         """Forget the oldest `count` tokens."""
@@ -206,13 +222,13 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
 
     @property
     def kind(self) -> str:
-        """Name of the kind of store: that which its class is registered by."""
+        """Name that the class of the store is registered by."""
         return STORE_CLASSES.name_of(type(self))
 
     def describe(self) -> dict[str, Fact]:
         """Plain facts from which an empty store like this one is made. `store` is its kind.
 
-        They stand among those of the layer that has the store, so their names should be the store's own.
+        They are saved among the facts of the store's layer, so their names must differ from the layer's.
         """
         return {"store": self.kind, **self.described_arguments()}
 
@@ -221,8 +237,8 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """An empty store, from what `describe` returned.
 
         Args:
-            facts: what `describe` returned, among other facts.
-            context: what is needed besides.
+            facts: the result of `describe`, possibly among other facts.
+            context: everything else that it is made from.
 
         Raises:
             OptionError: a fact has a value that the store does not take.
@@ -232,15 +248,15 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
 
     @classmethod
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        """How many tokens, and how many sequences, a store of these facts reserves memory for with its first states.
+        """Tokens and sequences for which a store with these facts reserves memory when its first states arrive.
 
-        0 if it takes memory as it needs it. What a file asks for is compared with what it holds by this.
+        0 if it allocates memory as needed. A loader compares the numbers with the states in the file.
         """
         return 0, 0
 
     @classmethod
     def check_description(cls) -> None:
-        """Raise `RegistryError` if the arguments of the initialiser are not those that are described."""
+        """Raise `RegistryError` if the arguments of the initialiser are not the described ones."""
         if cls.from_description.__func__ is TokenStore.from_description.__func__:  # type: ignore[attr-defined]
             cls.check_arguments()
 

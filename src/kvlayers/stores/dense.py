@@ -28,6 +28,7 @@ class DenseStore(ContiguousStore):
     """
 
     hints = ("length_hint", "growth_divisor", "minimum_growth", "prefix_room")
+    shares_prefixes = True
 
     def __init__(
         self,

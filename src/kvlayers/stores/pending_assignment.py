@@ -31,6 +31,15 @@ class PendingAssignment:
         self.values = values
 
     @property
+    def complete(self) -> TokenStore:
+        """The store with the tokens that are held until then."""
+        return self.store
+
+    def visible_states(self) -> tuple[Tensor, Tensor]:
+        """The keys and values, which do not match."""
+        return self.keys, self.values
+
+    @property
     def key_form(self) -> StateForm | None:
         """Form of the held keys."""
         return self.store.key_form

@@ -113,7 +113,7 @@ class Quantization:
 
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:
-        """The quantization that has said `facts` of itself; there may be other facts among them."""
+        """The quantization with these `facts`, which may contain other facts too."""
         options: dict[str, Any] = {name: facts[name] for name in cls().facts()}
         return cls(**options)
 

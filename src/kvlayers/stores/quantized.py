@@ -72,6 +72,11 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
+    def bits(self) -> tuple[int, int] | None:
+        return self.quantization.keys.nbits, self.quantization.values.nbits
+
+    @property
+    @override
     def key_form(self) -> StateForm | None:
         return None if self._forms is None else self._forms[0]
 

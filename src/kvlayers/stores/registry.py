@@ -1,4 +1,4 @@
-"""Stores by name: which classes may be made from a file."""
+"""Stores by name: the classes that may be made from a file."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -19,11 +19,11 @@ def register_store(store_class: None = None, *, name: str | None = None) -> Call
 
 
 def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
-    """Let layers over a store of this class be saved and loaded, as a decorator or by a call.
+    """Allow layers with a store of this class to be saved and loaded. Use it as a decorator or call it.
 
     Args:
         store_class: the class, derived from `TokenStore`.
-        name: the name that files know it by, that of the class if not given.
+        name: its name in files, by default the name of the class.
 
     Raises:
         RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
@@ -35,17 +35,17 @@ def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
 
 
 def unregister_store(name: str) -> None:
-    """Forget a name.
+    """Remove a store.
 
     Raises:
-        RegistryError: no store is registered by it.
+        RegistryError: no store is registered by this name.
     """
     if not STORE_CLASSES.remove(name):
         raise _unknown(name)
 
 
 def store_names() -> list[str]:
-    """Every store that a file may name, those of other packages' entry points included."""
+    """All stores that a file may name, including those of entry points in other packages."""
     return STORE_CLASSES.names()
 
 
@@ -53,7 +53,7 @@ def store_class_of(facts: Facts) -> type[TokenStore] | None:
     """The class of the store that a layer's facts describe; `None` if the layer makes its own.
 
     Raises:
-        RegistryError: no store is registered by the name that they have.
+        RegistryError: no store is registered by the name in the facts.
     """
     if "store" not in facts:
         return None
@@ -71,6 +71,6 @@ def store_from_description(facts: Facts, context: DescriptionContext) -> TokenSt
 
 def _unknown(name: object) -> RegistryError:
     return RegistryError(
-        f"expected the name of a store ({', '.join(store_names())}), but saw {name!r}: import the package that has it, "
-        "or register_store() it."
+        f"`name` must be that of a store ({', '.join(store_names())}), got {name!r}: import the package that registers "
+        "it, or call register_store()."
     )

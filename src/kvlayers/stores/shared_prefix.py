@@ -223,7 +223,7 @@ class SharedStore(TokenStore):
 
     @override
     def describe(self) -> dict[str, Fact]:
-        # Each sequence is saved with a copy of what it shares.
+        # Each sequence is saved with a copy of its prefix.
         return self._own.describe()
 
     @override

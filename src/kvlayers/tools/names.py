@@ -1,11 +1,17 @@
-"""Names that `--help` shows. This module imports nothing."""
+"""Names and defaults that `--help` shows. This module imports nothing, so that `--help` need not wait for torch."""
 
 KVLAYERS = "kvlayers"
 TRANSFORMERS = "transformers"
 
 TRANSFORMERS_CACHES = ("dynamic", "static", "quanto", "hqq")
-"""Caches of transformers. `quanto` and `hqq` are its quantized caches, of 4 bits."""
+"""Caches of transformers. `quanto` and `hqq` are its quantized caches, with 4 bits."""
 
 DEMO_MODEL = "SmolLM2-135M-Instruct"
 HUB_NAME = f"HuggingFaceTB/{DEMO_MODEL}"
-"""The model that commands use if none is named."""
+"""The model that commands use by default."""
+
+FIDELITY_BITS = "8,fp8,k8v4,4,k4v2,3,2"
+"""Settings that `kvlayers fidelity` measures by default."""
+
+FIDELITY_CONTEXT, FIDELITY_SCORED = 1024, 512
+"""Tokens that `kvlayers fidelity` reads before it scores, and tokens that it scores, by default."""

@@ -1,1 +1,1 @@
-"""Everything that depends on the installed versions of transformers and torch."""
+"""All that depends on the installed versions of transformers and torch, or on the type of a model."""

@@ -1,4 +1,4 @@
-"""Warnings that point at the line to change, such as that a name is old."""
+"""Warnings that point at the line which the user should change."""
 
 import os
 import sys
@@ -16,26 +16,26 @@ _CALLERS_TOO = (*_LIBRARIES, os.path.dirname(str(transformers.__file__)) + os.se
 """The same, with transformers, which calls kvlayers for a user's line."""
 
 _IMPORTS = "<frozen importlib."
-"""What `from module import name` asks for the name with, before it asks at the line itself."""
+"""File name of the code behind `from module import name`. It looks up the name once before the line itself does."""
 
 
 def warn_of_old_use(old: str, instead: str) -> None:
-    """Say that `old` is old, at the line that uses it, of transformers as well. Nothing while torch traces.
+    """Warn that `old` is deprecated, at the line that uses it, which may be one of transformers. Silent under tracing.
 
     Args:
-        old: what the line does.
-        instead: what it should do.
+        old: the name or usage of transformers 4.
+        instead: what to write instead.
     """
     _warn(f"{old} is from transformers 4: {instead}.", DeprecationWarning, _LIBRARIES)
 
 
 def warn_the_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the caller outside of kvlayers, transformers and torch. Nothing while torch traces."""
+    """Warn at the calling line outside kvlayers, transformers and torch. Silent while torch traces."""
     _warn(message, category, _CALLERS_TOO)
 
 
 def _warn(message: str, category: type[Warning], folders: tuple[str, ...]) -> None:
-    """Warn at the nearest line of code that is not in one of `folders`."""
+    """Warn at the nearest calling line that is not in one of `folders`."""
     if torch.compiler.is_compiling():
         return
     frame, level = sys._getframe(2), 3

@@ -1,6 +1,6 @@
-"""The module `transformers` as it is when kvlayers is imported."""
+"""The module `transformers` as it was when kvlayers was imported."""
 
 import transformers
 
 AS_FIRST_IMPORTED = transformers
-"""The module that code has which imported it early: what models import may execute it once more, as another module."""
+"""The module object that early importers have. Importing a model may execute the module again, as another object."""

@@ -1,4 +1,4 @@
-"""Which versions of transformers and torch kvlayers runs on: checked first, as others may lack what it imports."""
+"""The supported versions of transformers and torch. They are checked first, as others may lack what is imported."""
 
 import contextlib
 import importlib.metadata
@@ -12,25 +12,25 @@ SUPPORTED = {"transformers": SpecifierSet(">=4.57,<6"), "torch": SpecifierSet(">
 
 
 def check_supported(package: str, version: str) -> Version:
-    """The release that `version` belongs to, development builds included.
+    """The release of `version`, without development and local parts.
 
     Raises:
-        ImportError: kvlayers does not work with it.
+        ImportError: the release is not supported.
     """
     release = Version(Version(version).base_version)
     if release not in SUPPORTED[package]:
         raise ImportError(
-            f"expected {package} {SUPPORTED[package]}, but saw {version}: install '{package}{SUPPORTED[package]}', or "
-            "another version of kvlayers."
+            f"expected {package} {SUPPORTED[package]}, but saw {version}: install '{package}{SUPPORTED[package]}', "
+            "or another version of kvlayers."
         )
     return release
 
 
 def check_installed() -> None:
-    """Check the versions that are there, without an import of either package. Raises as `check_supported`."""
+    """Check the installed versions, without importing either package. Raises as `check_supported`."""
     for package in SUPPORTED:
         loaded = sys.modules.get(package)
-        # A build of one's own may have no metadata: then `compat` finds out.
+        # A package built from source may have no metadata. Then `compat` checks it.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             check_supported(package, loaded.__version__ if loaded else importlib.metadata.version(package))
 
@@ -38,9 +38,9 @@ def check_installed() -> None:
 def is_command() -> bool:
     """Whether this process is the command `kvlayers`, or `python -m kvlayers`.
 
-    The command answers `--help` without transformers, and names a version that it cannot run on in one line. Where
-    this is true of another process by mistake, `compat` raises for such a version when it is first imported.
+    The command answers `--help` without transformers, and reports an unsupported version in one line. If another
+    process is mistaken for the command, `compat` raises for such a version when it is first imported.
     """
     started = Path(sys.argv[0]).stem if sys.argv else ""
-    # While Python looks for the module to run, that is the first argument.
+    # While Python looks for the module to run, the first argument is "-m".
     return started in ("kvlayers", "kvlayers-script") or (started == "-m" and "kvlayers" in sys.orig_argv)

@@ -1,4 +1,4 @@
-"""Registries: names for kinds of things, taken by a call or offered by another package's entry points."""
+"""Registries of named factories and classes, added by a call or by another package's entry points."""
 
 import functools
 import importlib.metadata
@@ -10,80 +10,78 @@ from typing_extensions import override
 
 from kvlayers.errors import RegistryError
 
-Thing = TypeVar("Thing", bound=Callable[..., Any])
+Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
-class Registry(Generic[Thing]):
-    """Names, and the factory or class that each of them stands for.
+class Registry(Generic[Entry]):
+    """Factories or classes by name.
 
     Args:
-        what: what a name stands for, as errors call it.
-        group: entry points in this group are offered by other packages, each under its own name.
-        unregister: the public function that gives up a name, as errors call it.
+        what: noun for an entry in errors, such as "store".
+        group: group of the entry points of other packages, which are entries under their own names.
+        unregister: name of the public function that removes an entry, for errors.
     """
 
     def __init__(self, what: str, group: str, unregister: str) -> None:
         self.what = what
         self.group = group
         self._unregister = unregister
-        self._things: dict[str, Thing] = {}
+        self._entries: dict[str, Entry] = {}
         self._changing = threading.Lock()
 
-    def add(self, name: str, thing: Thing) -> None:
-        """Let `name` stand for `thing`.
+    def add(self, name: str, entry: Entry) -> None:
+        """Add an entry.
 
         Raises:
-            RegistryError: the name is empty, or it is taken.
+            RegistryError: the name is empty or taken.
         """
         with self._changing:
             # Another thread may have taken the name since it was checked.
             self.check_free(name)
-            self._things[name] = thing
+            self._entries[name] = entry
 
     def check_free(self, name: object) -> None:
-        """Raise `RegistryError` if a name is empty, or if it is taken."""
+        """Raise `RegistryError` if a name is empty or taken."""
         if not isinstance(name, str) or not name.strip():
-            raise RegistryError(
-                f"expected a name for the {self.what}, but saw {name!r}: pass a string that is not empty."
-            )
-        taken_by = self._things.get(name)
+            raise RegistryError(f"`name` of a {self.what} must be a string that is not empty, got {name!r}.")
+        taken_by = self._entries.get(name)
         if taken_by is not None:
             raise RegistryError(
-                f"expected a name that is free, but '{name}' is taken by {taken_by.__module__}."
-                f"{taken_by.__qualname__}: choose another, or {self._unregister}('{name}') first."
+                f"The name '{name}' is already registered by {taken_by.__module__}.{taken_by.__qualname__}: choose "
+                f"another one, or call {self._unregister}('{name}') first."
             )
 
     def remove(self, name: str) -> bool:
-        """Give up a name. Returns whether it was taken."""
+        """Remove an entry; return whether there was one."""
         with self._changing:
-            return self._things.pop(name, None) is not None
+            return self._entries.pop(name, None) is not None
 
     def names(self) -> list[str]:
-        """Every name, those of other packages' entry points included, sorted."""
-        return sorted({*self._things, *(point.name for point in self._entry_points)})
+        """All names, including those of entry points, sorted."""
+        return sorted({*self._entries, *(point.name for point in self._entry_points)})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._things or any(point.name == name for point in self._entry_points)
+        return name in self._entries or any(point.name == name for point in self._entry_points)
 
-    def get(self, name: object) -> Thing | None:
-        """What a name stands for, `None` if it stands for nothing. An entry point is loaded when its name is asked for.
+    def get(self, name: object) -> Entry | None:
+        """The entry with this name, `None` if there is none. Entry points are loaded when they are first needed.
 
         Raises:
-            RegistryError: an entry point offers what is not allowed here.
+            RegistryError: an entry point has an object that cannot be registered here.
         """
         if not isinstance(name, str):
             return None
-        if name in self._things:
-            return self._things[name]
+        if name in self._entries:
+            return self._entries[name]
         for point in self._entry_points:
             if point.name == name:
-                loaded: Thing = point.load()
+                loaded: Entry = point.load()
                 self.check(loaded)
                 return loaded
         return None
 
-    def check(self, thing: object) -> None:
-        """Raise `RegistryError` if `thing` cannot be registered here."""
+    def check(self, entry: object) -> None:
+        """Raise `RegistryError` if `entry` cannot be registered here."""
 
     @functools.cached_property
     def _entry_points(self) -> importlib.metadata.EntryPoints:
@@ -91,24 +89,24 @@ class Registry(Generic[Thing]):
 
 
 class DescribesItself:
-    """What every class in a `ClassRegistry` has."""
+    """Base of the classes in a `ClassRegistry`."""
 
     @classmethod
     def check_description(cls) -> None:
-        """Raise `RegistryError` if what `describe` says would not be enough to make such a thing again."""
+        """Raise `RegistryError` if `describe` does not return enough facts to make an equal object."""
 
 
 Kind = TypeVar("Kind", bound=DescribesItself)
 
 
 class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
-    """The classes that may be made from a file, by the names that files know them by.
+    """The classes whose objects may be made from a file, by their names in files.
 
     Args:
         what: as for `Registry`.
         group: as for `Registry`.
         unregister: as for `Registry`.
-        base: the class whose contract all of them fulfil.
+        base: the base class, whose contract all of them fulfil.
     """
 
     def __init__(self, what: str, group: str, unregister: str, base: type[Kind]) -> None:
@@ -117,7 +115,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         self._names: dict[type, str] = {}
 
     def register(self, cls: Any, name: str | None = None) -> None:
-        """Register a class, by its own name if no other is given.
+        """Register a class, by default by its own name.
 
         Raises:
             RegistryError: the name is taken, or the class lacks a member of the contract.
@@ -128,7 +126,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         self._names[cls] = name
 
     def register_twin(self, cls: type, name: str) -> None:
-        """Let states of `cls` be saved as those of the class that `name` stands for, which makes such layers too."""
+        """Save states of `cls` under `name`, the name of a class that also makes such layers."""
         self._names[cls] = name
 
     @override
@@ -138,22 +136,22 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         return removed
 
     @override
-    def check(self, thing: object) -> None:
-        """Raise `RegistryError` if a class does not have all members of the contract, with the name of the first."""
+    def check(self, entry: object) -> None:
+        """Raise `RegistryError` if a class lacks members of the contract, which the error names."""
         base = f"kvlayers.{self._base.__name__}"
-        if not isinstance(thing, type) or not issubclass(thing, self._base):
-            seen = f"the class {thing.__qualname__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
-            raise RegistryError(f"expected a class of a {self.what}, derived from {base}, but saw {seen}.")
-        missing = sorted(getattr(thing, "__abstractmethods__", ()))
+        if not isinstance(entry, type) or not issubclass(entry, self._base):
+            seen = f"the class {entry.__qualname__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
+            raise RegistryError(f"A {self.what} must be a class derived from {base}, got {seen}.")
+        missing = sorted(getattr(entry, "__abstractmethods__", ()))
         if missing:
             raise RegistryError(
-                f"expected {thing.__qualname__} to have every member of {base}, but it has no `{missing[0]}`: "
-                f"define {', '.join(f'`{name}`' for name in missing)}."
+                f"{entry.__qualname__} must have every member of {base}, but it has no `{missing[0]}`: define "
+                f"{', '.join(f'`{name}`' for name in missing)}."
             )
-        thing.check_description()
+        entry.check_description()
 
     def name_of(self, cls: type) -> str:
-        """The name that files know a class by: that which it is registered by, else its module and name."""
+        """The name of a class in files: the name it is registered by, else its module and name."""
         name = self._names.get(cls)
         if name is not None:
             return name

@@ -165,7 +165,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
             generation_config.cache_implementation = None
-        prefixed_call.note_bypass(cache)
+        prefixed_call.explain_bypass(cache)
         model_kwargs[cache_argument] = cache
 
     return prepare_cache_for_generation

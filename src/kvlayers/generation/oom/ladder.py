@@ -58,7 +58,7 @@ DEFAULT_LADDER = (
 RungLike = Rung | str | tuple[str, Mapping[str, Any]] | None
 
 
-def possible_rungs(ladder: Iterable[RungLike], model: Any) -> tuple[list[Rung], list[str]]:
+def suitable_rungs(ladder: Iterable[RungLike], model: Any) -> tuple[list[Rung], list[str]]:
     """The rungs whose caches suit `model`, the requested cache first, and why the others do not suit.
 
     A cache that does not suit the model is an error if the caller chose the ladder, but not in the default ladder.
@@ -76,18 +76,18 @@ def possible_rungs(ladder: Iterable[RungLike], model: Any) -> tuple[list[Rung], 
     for rung in below:
         if rung.name is None or not registry.is_registered(rung.name):
             raise registry.unknown_name(rung.name)
-    possible: list[Rung] = [AS_REQUESTED]
-    impossible: list[str] = []
+    suitable: list[Rung] = [AS_REQUESTED]
+    unsuitable: list[str] = []
     for rung in below:
         try:
             # A cache reserves no memory before its first states.
             registry.cache_for(str(rung.name), registry.CacheRequest(model.config, rung.options, length_hint=1))
-            possible.append(rung)
+            suitable.append(rung)
         except KVLayersError as error:
             if ladder is not DEFAULT_LADDER:
                 raise
-            impossible.append(f"{rung}: {first_line(error)}")
-    return possible, impossible
+            unsuitable.append(f"{rung}: {first_line(error)}")
+    return suitable, unsuitable
 
 
 def _rung(entry: object) -> Rung:

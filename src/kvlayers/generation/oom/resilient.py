@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvlayers.generation.oom.attempt import GenerateCall
-from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, possible_rungs
+from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, suitable_rungs
 from kvlayers.generation.static_pool import free_reservations
 
 OUT_OF_MEMORY_PHRASES = (
@@ -69,7 +69,7 @@ def resilient_generate(
         >>> output.shape
         torch.Size([1, 7])
     """
-    rungs, unsuitable = possible_rungs(ladder, model)
+    rungs, unsuitable = suitable_rungs(ladder, model)
     call = GenerateCall(model, args, kwargs)
     rung, *below = call.rungs_to_try(rungs)
     history: list[_Failure] = []
@@ -144,7 +144,7 @@ def _stepping_down(failure: _Failure, rung: Rung, call: GenerateCall) -> str:
     if call.restart_reason is not None:
         how = f"It starts again from the prompt, as {call.restart_reason}"
     elif call.tokens_so_far:
-        how = f"It continues after the {_tokens(call.tokens_so_far)} that it has generated"
+        how = f"It continues after {_tokens(call.tokens_so_far)}"
     else:
         how = "It starts from the prompt"
     return f"resilient_generate ran out of memory with {failure}. {how}, now with {rung}."

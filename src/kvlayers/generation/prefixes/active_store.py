@@ -34,7 +34,7 @@ def optional_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveSt
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is not a string, or it has no store.
     """
     _check(prefix_store, namespace)
-    return None if prefix_store is None else ActiveStore(prefix_store, namespace, prefix_store.note_bypassed)
+    return None if prefix_store is None else ActiveStore(prefix_store, namespace, prefix_store.record_bypass)
 
 
 def required_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveStore | None:

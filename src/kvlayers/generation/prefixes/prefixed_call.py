@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import attention_part, recurrent_part
 from kvlayers.caches.operations import CacheState
 from kvlayers.caches.stacking import can_be_stacked, stack
 from kvlayers.errors import ConfigError, KVLayersError
@@ -61,7 +60,7 @@ _bypass_reason: ContextVar[str | None] = ContextVar("why the current call does n
 Generate = Callable[..., Any]
 
 
-def note_bypass(cache: object) -> None:
+def explain_bypass(cache: object) -> None:
     """Tell a cache that `generate()` has made why its call does not use the active store."""
     reason = _bypass_reason.get()
     if reason is not None and isinstance(cache, Cache):
@@ -261,7 +260,7 @@ class PrefixedCall:
         try:
             self._store.insert(ids, cache, **self._key)
         except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self._store.note_refused(str(error))
+            self._store.record_refusal(str(error))
 
     def _empty(self, rows: int = 1) -> Cache:
         """A cache like the one that `generate()` would make."""
@@ -273,7 +272,7 @@ class PrefixedCall:
     def _make(self, rows: int, length_hint: int) -> Cache:
         options = self._options
         cache = self._from_registry(options, rows, length_hint)
-        if any(recurrent_part(layer) is not None for layer in cache.layers) and "checkpoints" not in options:
+        if cache.recurrent_parts() and "checkpoints" not in options:
             return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
         return cache
 
@@ -292,7 +291,7 @@ class PrefixedCall:
         found = hit.cache
         if found is None:
             return self._empty()
-        devices = {attention_part(layer).device for layer in found.adapted_layers() if layer.length}
+        devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
         if not found.is_static and devices <= {self._model.device}:
             return found
         # It was reserved for another call, or loaded from a file.

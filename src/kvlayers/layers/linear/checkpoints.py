@@ -12,24 +12,25 @@ States = dict[int, Tensor]
 """Convolution states, or recurrent states, by their index within the layer."""
 
 LEAST_WHILE_RECORDING = 2
-"""What is needed beside the end of a draft is where the draft began."""
+"""Checkpoints that are kept at least while a past is recorded: at the end of a draft, and where the draft began."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """When a recurrent layer takes checkpoints, and how many it keeps.
 
-    One is taken at the end of each update of several tokens (so at the end of the prompt), every `every` tokens, and at
-    the beginning of what may be taken back (`activate_past_recording`, and each rollback while recording). Compiled
-    code takes none. A checkpoint costs as much memory as the states of the layer, whatever the number of tokens.
+    A checkpoint is taken at the end of each update of several tokens (so at the end of the prompt), every `every`
+    tokens, and where a past that may be taken back begins (`activate_past_recording`, and each rollback while
+    recording). Compiled code takes no checkpoints. A checkpoint takes as much memory as the states of the layer,
+    whatever the number of tokens.
 
     Args:
-        every: take one every so many tokens as well; `None` for not at all.
-        most: the most that are kept, after which the oldest is let go; 0 for none. While a past is recorded, two are
-            kept at least.
+        every: take a checkpoint every `every` tokens as well; `None` to leave that out.
+        most: the most checkpoints to keep; the oldest is dropped first. While a past is recorded, at least two are
+            kept.
 
     Raises:
-        OptionError: numbers that are none, or too small.
+        OptionError: a value that is not a whole number, or too small.
 
     Example:
         >>> import kvlayers
@@ -47,10 +48,10 @@ class Checkpoints:
 
     @classmethod
     def of(cls, given: "Checkpoints | Mapping[str, int | None] | None") -> "Checkpoints":
-        """What the option `checkpoints` of a cache means: `Checkpoints`, or a mapping of its arguments.
+        """The `Checkpoints` for the option `checkpoints` of a cache: a `Checkpoints`, or a mapping of its arguments.
 
         Raises:
-            OptionError: something else, or an argument that does not exist.
+            OptionError: the option is something else, or names an argument that does not exist.
         """
         if given is None:
             return cls()
@@ -64,7 +65,7 @@ class Checkpoints:
         return cls(**given)  # type: ignore[arg-type]
 
     def due_at(self, length: int) -> bool:
-        """Whether one is to be taken because of the number of tokens alone."""
+        """Whether a checkpoint is due at this number of tokens."""
         return self.most > 0 and self.every is not None and length > 0 and length % self.every == 0
 
 
@@ -77,14 +78,14 @@ def _check_count(number: object, name: str, least: int) -> None:
 
 @dataclass
 class Checkpoint:
-    """Copies of the states of a layer after one and the same token. Their tensors are never written to.
+    """Copies of the states of a layer after the same token. Nobody writes to their tensors.
 
     Attributes:
         seen: tokens that each convolution state has seen.
         conv: convolution states.
         recurrent: recurrent states.
-        chosen: sequences of these that are meant, int64 `[batch]`, where they have been selected since: a beam search
-            selects at every step, and goes back at none.
+        chosen: the sequences that were selected since, int64 `[batch]`. The tensors are not indexed at once, because a
+            beam search selects at every step and never goes back.
     """
 
     seen: dict[int, int]
@@ -102,11 +103,11 @@ class Checkpoint:
         chosen = indices.clone() if self.chosen is None else rows(self.chosen, indices)
         selected = replace(self, chosen=chosen)
         held = max((states.shape[0] for states in self.states()), default=0)
-        # What is held follows what is live.
+        # If fewer sequences are left, the memory of the others is freed.
         return selected.resolved() if chosen.shape[0] < held else selected
 
     def resolved(self) -> "Checkpoint":
-        """The same checkpoint, its tensors of the sequences that are meant."""
+        """The same checkpoint, with tensors of the chosen sequences only."""
         chosen = self.chosen
         if chosen is None:
             return self
@@ -116,15 +117,15 @@ class Checkpoint:
         return Checkpoint(self.seen, conv, recurrent)
 
     def copy(self) -> "Checkpoint":
-        """Another one over the same tensors, to which states may be added."""
+        """Another checkpoint over the same tensors, to which states may be added."""
         return Checkpoint(dict(self.seen), dict(self.conv), dict(self.recurrent), self.chosen)
 
     def states(self) -> list[Tensor]:
-        """All copies."""
+        """All states."""
         return [*self.conv.values(), *self.recurrent.values()]
 
     def tensors(self) -> list[Tensor]:
-        """All memory that is held."""
+        """All tensors that keep memory alive."""
         return [*self.states(), *(() if self.chosen is None else (self.chosen,))]
 
 
@@ -136,7 +137,7 @@ def rows(states: Tensor, indices: Tensor) -> Tensor:
 class StateHistory:
     """The checkpoints that a layer holds, from the oldest to the newest.
 
-    An update gives its states one after the other, so the newest checkpoint may lack some of them until it ends.
+    An update gives its states one after another, so the newest checkpoint may be incomplete until the update ends.
     """
 
     def __init__(self, checkpoints: Iterable[Checkpoint] = ()) -> None:
@@ -147,16 +148,16 @@ class StateHistory:
 
     @property
     def newest(self) -> Checkpoint | None:
-        """The newest one."""
+        """The newest checkpoint."""
         return self._held[-1] if self._held else None
 
     def add(self, checkpoint: Checkpoint, most: int) -> None:
-        """Hold one more, in the place of the oldest ones beyond `most`."""
+        """Hold one more checkpoint, and drop the oldest ones beyond `most`."""
         self._held.append(checkpoint)
         del self._held[: max(len(self._held) - most, 0)]
 
     def latest(self, length: int, conv: Iterable[int], recurrent: Iterable[int]) -> Checkpoint | None:
-        """The latest one at `length` tokens or before that has all of the states at these indices."""
+        """The latest checkpoint, at `length` tokens or before, that has all states of these indices."""
         whole = set(conv), set(recurrent)
         return next(
             (
@@ -168,27 +169,27 @@ class StateHistory:
         )
 
     def drop_from(self, length: int) -> None:
-        """Let go of those of `length` tokens or more."""
+        """Drop the checkpoints of `length` tokens or more."""
         self._held = [checkpoint for checkpoint in self._held if checkpoint.length < length]
 
     def drop_beyond(self, length: int) -> None:
-        """Let go of those of more than `length` tokens."""
+        """Drop the checkpoints of more than `length` tokens."""
         self.drop_from(length + 1)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Drop all checkpoints."""
         self._held = []
 
     def select(self, indices: Tensor) -> None:
-        """Make sequence `i` of each what sequence `indices[i]` was."""
+        """Make sequence `i` of each checkpoint what sequence `indices[i]` was."""
         self._held = [checkpoint.select(indices) for checkpoint in self._held]
 
     def fork(self) -> Self:
-        """An independent history. It shares tensors, which nobody writes to."""
+        """An independent history. The tensors are shared, as nobody writes to them."""
         return type(self)(checkpoint.copy() for checkpoint in self._held)
 
     def tensors(self) -> list[Tensor]:
-        """All copies that are held."""
+        """The tensors of all checkpoints."""
         return [tensor for checkpoint in self._held for tensor in checkpoint.tensors()]
 
     def __iter__(self) -> Iterator[Checkpoint]:

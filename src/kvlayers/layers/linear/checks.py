@@ -1,4 +1,4 @@
-"""What is wrong with states that a recurrent layer is given, said before anything is changed."""
+"""Checks of the states that a recurrent layer is given, before anything is changed."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ MOST_STATES = 1024
 
 
 def check_number_of_states(number: object) -> int:
-    """`number` if a layer can have so many states.
+    """`number` if a layer can have as many states.
 
     Raises:
         OptionError: it is not a whole number from 1 to `MOST_STATES`.
@@ -28,13 +28,13 @@ def no_state(state_idx: object, number_of_states: int) -> LayerIndexError:
 
 
 def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, kernel: int) -> None:
-    """Raise `StateMismatchError` where new columns cannot follow those that are held.
+    """Raise `StateMismatchError` if new columns cannot follow the held columns.
 
     Args:
         states: the new columns, `[batch, channels, new]`.
-        held: those that are held.
+        held: the held columns, `[batch, channels, kernel]`.
         conv_kernel_size: columns to keep, as the model says now.
-        kernel: columns to keep, as it said first.
+        kernel: columns to keep, as the model said first.
     """
     if (
         states.dtype == held.dtype
@@ -51,12 +51,12 @@ def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, ke
 
 
 def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> None:
-    """Raise `StateMismatchError` where columns cannot be the first ones.
+    """Raise `StateMismatchError` if these columns cannot be the first ones.
 
     Args:
         states: the columns, `[batch, channels, new]`.
         kernel: columns to keep.
-        batch_size: sequences of other states of the layer, `None` where there are none.
+        batch_size: batch size of other states of the layer, `None` if there are none.
     """
     if states.dim() < 2 or not isinstance(kernel, int) or kernel < 1:
         raise StateMismatchError(
@@ -70,7 +70,7 @@ def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> 
 
 
 def check_recurrent(states: Tensor, held: Tensor) -> None:
-    """Raise `StateMismatchError` where a recurrent state cannot take the place of the one that is held."""
+    """Raise `StateMismatchError` if a recurrent state cannot replace the held one."""
     if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
         return
     raise StateMismatchError(
@@ -80,7 +80,7 @@ def check_recurrent(states: Tensor, held: Tensor) -> None:
 
 
 def check_first_recurrent(states: Tensor, batch_size: int | None) -> None:
-    """Raise `StateMismatchError` where a recurrent state is not of the sequences that other states are of."""
+    """Raise `StateMismatchError` if a recurrent state has another batch size than the other states."""
     if states.dim() < 1 or (batch_size is not None and states.shape[0] != batch_size):
         raise StateMismatchError(
             f"expected a recurrent state of {batch_size} sequences, but saw {[*states.shape]}: reset the cache first."

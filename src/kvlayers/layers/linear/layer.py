@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import RollbackError, UnsupportedLayerError
+from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.checks import (
     check_columns,
@@ -21,9 +22,10 @@ from kvlayers.layers.linear.past import LinearPast
 from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
 from kvlayers.layers.linear.states import LinearStates, StatesByIndex
 from kvlayers.layers.linear.token_count import TokenCount
-from kvlayers.layers.operations import LayerOperations, LayerState, whole_number
+from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.upstream_names import TransformersNames
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
@@ -31,22 +33,22 @@ from kvlayers.utils.options import checks_options
 
 
 @register_layer
-class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
-    """Convolution states and recurrent states, at a fixed address, and how many tokens they have seen.
+class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ignore[misc]
+    """Convolution states and recurrent states, at a fixed address, and the count of tokens that they have seen.
 
-    A convolution state is the newest `conv_kernel_size` columns of what a causal convolution reads; a recurrent state
-    is whatever the model makes of all tokens. Neither can be taken back, so the layer takes checkpoints: `truncate`
-    goes back to the latest one at or before a length, and says how many tokens must be passed again. While a past is
-    recorded, a layer of convolutions alone holds all columns, and goes back to any of them.
+    A convolution state holds the newest `conv_kernel_size` columns that a causal convolution reads. A recurrent state
+    is what the model computes from all tokens. Neither can be computed backwards, so the layer takes checkpoints:
+    `truncate` goes back to the latest checkpoint at or before a length, and says how many tokens must be passed again.
+    While a past is recorded, a layer that has only convolutions holds all columns, and goes back to any of them.
 
     Args:
         number_of_states: convolution states (and recurrent states) that the model's layer has.
         checkpoints: when checkpoints are taken and how many are kept, `Checkpoints` or a mapping of its arguments.
-        tokens_at_once: the most tokens that the model's layer can take in at once when there are others before them,
-            `None` for any number. It is 1 for layers whose scan over several tokens begins from zero.
+        tokens_at_once: the most tokens that the model's layer can take in at once after other tokens, `None` for any
+            number. It is 1 for layers whose scan over several tokens begins from zero.
 
     Raises:
-        OptionError: no number of states, no checkpoints, or an option that does not exist.
+        OptionError: an argument has a wrong value, or an option does not exist.
 
     Example:
         >>> import torch, kvlayers
@@ -64,6 +66,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     supports_early_init = False
     attends = False
     is_recurrent = True
+    counts_columns = True
     can_be_stacked = True
     capacity: int | None = None
     keys: Tensor | None = None
@@ -88,17 +91,20 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         """When checkpoints are taken, and how many are kept."""
         return self._past.checkpoints
 
-    @property
-    def held(self) -> LinearStates:
-        """The states themselves."""
-        return self._states
+    def conv_state(self, state_idx: int) -> Tensor | None:
+        """The convolution state itself, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
+        return self._states.conv[state_idx]
+
+    def recurrent_state(self, state_idx: int) -> Tensor | None:
+        """The recurrent state itself, which begins with the batch, `None` before the first tokens."""
+        return self._states.recurrent[state_idx]
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
         """By state index, `[batch, channels, conv_kernel_size]`, `None` before the first tokens.
 
-        States that are assigned to an index are copied. The layer then no longer knows how many tokens it has seen, so
-        it cannot be rolled back until it is reset.
+        States that are assigned to an index are copied. The layer then does not know any more how many tokens it has
+        seen, so it cannot be rolled back until it is reset.
         """
         return StatesByIndex(self._states.conv, self._assign_conv)
 
@@ -109,9 +115,9 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """By state index, of any shape that begins with the batch, `None` before the first tokens.
+        """By state index, states whose first axis is the batch, `None` before the first tokens.
 
-        States are assigned as to `conv_states`.
+        States can be assigned as to `conv_states`.
         """
         return StatesByIndex(self._states.recurrent, self._assign_recurrent)
 
@@ -137,7 +143,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             self._states.put_recurrent(state_idx, states)
 
     def _forget_past(self, state_idx: int) -> None:
-        """Forget the count of tokens and the checkpoints, which are not those of the states that were assigned."""
+        """Forget the count of tokens and the checkpoints, which do not belong to the assigned states."""
         if state_idx not in self._states.conv:
             raise no_state(state_idx, self.number_of_states)
         self._count.give_up()
@@ -145,7 +151,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:
-        """By state index, columns that are held, `None` before the first tokens."""
+        """By state index, the number of columns held, `None` before the first tokens."""
         return self._states.kernel
 
     @property
@@ -180,22 +186,22 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     # Taking in states
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
-        """Take in the convolution's inputs of new tokens, and return those that it reads.
+        """Take in the inputs of a convolution for new tokens, and return the columns that it reads.
 
         Args:
-            conv_states: `[batch, channels, new]`, one column a token.
-            state_idx: which of the layer's convolutions it is.
-            conv_kernel_size: columns to keep. Where not given, the columns need not be tokens: as many are kept as came
+            conv_states: `[batch, channels, new]`, one column for each token.
+            state_idx: index of the convolution within the layer.
+            conv_kernel_size: columns to keep. If it is not given, columns need not be tokens: as many are kept as came
                 first, and tokens are not counted.
 
         Returns:
-            The columns held before and the new ones, `[batch, channels, conv_kernel_size + new]`. The first time, the
-            new ones alone, behind zeros where they are fewer than are kept.
+            The columns held before and the new columns, `[batch, channels, conv_kernel_size + new]`. The first time,
+            only the new columns, after zeros if they are fewer than `conv_kernel_size`.
 
         Raises:
-            LayerIndexError: the layer has no such state.
-            StateMismatchError: another batch size, channels, dtype, device or kernel size than held.
-            UnsupportedLayerError: more tokens than the model can take in at once behind others.
+            LayerIndexError: the layer has no state of that index.
+            StateMismatchError: the batch size, channels, dtype, device or kernel size differ from those held.
+            UnsupportedLayerError: more tokens than the model can take in at once after other tokens.
         """
         states = self._states
         if state_idx not in states.conv:
@@ -231,15 +237,15 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
-        """Put a recurrent state in the place of the one that is held, and return it.
+        """Replace a recurrent state, and return the new one.
 
         Args:
-            recurrent_states: the state after the newest token, of any shape that begins with the batch.
-            state_idx: which of the layer's states it is.
+            recurrent_states: the state after the newest token. Its first axis is the batch.
+            state_idx: index of the state within the layer.
 
         Raises:
-            LayerIndexError: the layer has no such state.
-            StateMismatchError: another shape, dtype or device than held.
+            LayerIndexError: the layer has no state of that index.
+            StateMismatchError: the shape, dtype or device differ from those held.
         """
         states = self._states
         if state_idx not in states.recurrent:
@@ -249,7 +255,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             check_first_recurrent(recurrent_states, states.live_batch)
         else:
             check_recurrent(recurrent_states, held)
-        # A model that writes the column of a single token itself says so by giving the recurrent state alone.
+        # A model that writes the column of a single token by itself passes only the recurrent state.
         alone = self._count.add_untold(state_idx)
         if held is None or recurrent_states.requires_grad or held.requires_grad:
             held = states.put_recurrent(state_idx, recurrent_states)
@@ -259,29 +265,18 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             self._past.note_recurrent(state_idx, held, alone)
         return held
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
-        """Refuse keys and values: the model attends where its config says that it does not.
-
-        Raises:
-            UnsupportedLayerError: always.
-        """
-        raise UnsupportedLayerError(
-            f"expected a layer that attends, but this one is a {type(self).__name__}: the cache was made for another "
-            "model, so make one from the config of the model that uses it."
-        )
-
     def _refuse_chunk(self, columns: int) -> NoReturn:
         raise UnsupportedLayerError(
-            f"expected at most {self.tokens_at_once} token at once behind those that were seen, as this model's scan "
-            f"over several tokens begins from zero and forgets them, but saw {columns}: pass them one by one, as "
-            "generate() does under kvlayers.install()."
+            f"expected at most {self.tokens_at_once} token at once after the first tokens, since this model's scan "
+            f"over several tokens begins from zero and forgets the earlier ones, but saw {columns}: pass them one by "
+            "one, as generate() does under kvlayers.install()."
         )
 
     # Rolling back
 
     @override
     def activate_past_recording(self) -> None:
-        """Be able to go back to here, whatever comes next."""
+        """From now on, be able to go back to the present length."""
         self._past.start_recording()
 
     @override
@@ -296,21 +291,21 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @property
     def record_past(self) -> bool:
-        """Always true: models pass each token's states here, rather than write to the columns where nobody counts."""
+        """Always true: models must pass the states of each token, since tokens are counted here."""
         return True
 
     @record_past.setter
     def record_past(self, record_past: bool) -> None:
-        # transformers ends what it began by assigning this.
+        # transformers ends a recording by assigning this.
         if not record_past:
             self.deactivate_past_recording()
 
     @override
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length that the layer can be put back to, `length` at most: 0 where there is no other.
+        """The greatest length, `length` at most, to which the layer can be put back: 0 if there is no other.
 
         Raises:
-            RollbackError: fewer tokens were seen, or the layer does not know how many.
+            RollbackError: fewer tokens were seen, or the layer does not know how many were seen.
         """
         return self._past.nearest_restorable(length)
 
@@ -319,8 +314,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         latest = self.nearest_restorable(length)
         if latest != length:
             raise RollbackError(
-                f"expected a checkpoint at {length} tokens, but the latest before that is at {latest}: use truncate() "
-                f"of the cache, which goes back there, and pass the {length - latest} tokens between again; or "
+                f"expected a checkpoint at {length} tokens, but the latest one before is at {latest}: use truncate() "
+                f"of the cache, which goes back to {latest}, and pass the next {length - latest} tokens again; or "
                 "fork() the cache before the tokens that may be taken back."
             )
 
@@ -417,22 +412,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     @property
     @override
     def length(self) -> int | None:
-        """Tokens seen and not rolled back, `None` where the model does not pass one column a token."""
+        """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
         return self._count.length
-
-    def get_seq_length(self) -> int:
-        """As `length`.
-
-        Raises:
-            UnsupportedLayerError: the layer does not know.
-        """
-        length = self.length
-        if length is None:
-            raise UnsupportedLayerError(
-                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
-                "many it has seen: ask an attention layer, where the model has one."
-            )
-        return length
 
     @property
     @override
@@ -451,7 +432,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether `crop` can put back what is recorded: where there are convolutions alone."""
+        """Whether `crop` can go back to any recorded length: if the layer has only convolutions."""
         conv, recurrent = self.is_conv_states_initialized, self.is_recurrent_states_initialized
         return any(conv.values()) and not any(recurrent.values())
 
@@ -462,13 +443,13 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
-        """Reserve memory for states like these, which are not taken in.
+        """Reserve memory for states of these shapes. The states themselves are not taken in.
 
         Args:
-            conv_states: like the convolution's inputs, `[batch, channels, any]`.
-            recurrent_states: like the recurrent state.
-            state_idx: which of the layer's states they are.
-            conv_kernel_size: columns to keep, as many as `conv_states` has where not given.
+            conv_states: an example of the convolution's inputs, `[batch, channels, any]`.
+            recurrent_states: an example of the recurrent state.
+            state_idx: index of the state within the layer.
+            conv_kernel_size: columns to keep; as many as `conv_states` has if it is not given.
         """
         if state_idx not in self._states.conv:
             raise no_state(state_idx, self.number_of_states)

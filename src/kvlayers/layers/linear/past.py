@@ -1,4 +1,4 @@
-"""What a recurrent layer can be put back to."""
+"""The past of a recurrent layer: checkpoints and recorded columns, to which it can be put back."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from kvlayers.layers.linear.token_count import TokenCount
 
 
 class LinearPast:
-    """Checkpoints of a recurrent layer, and the columns that it records where it has nothing but convolutions.
+    """Checkpoints of a recurrent layer, and the columns that it records if it has only convolutions.
 
-    Nothing here is done in compiled code: it is not worth a graph of its own.
+    Compiled code does none of this: another graph would cost more than it brings.
 
     Args:
         checkpoints: when checkpoints are taken, and how many are kept.
@@ -35,18 +35,18 @@ class LinearPast:
         self._states = states
         self._count = count
         self._recorded: States = {}
-        # The forward pass that is under way: convolutions that it has given, and the checkpoint of its end.
+        # The forward pass under way: indices of the convolutions that it has updated, and the checkpoint of its end.
         self._given: set[int] = set()
         self._open: Checkpoint | None = None
 
     # While states are taken in
 
     def begin(self, state_idx: int) -> None:
-        """Note that a convolution is about to be given columns."""
+        """Note that a convolution is about to be updated."""
         if self._given and state_idx not in self._given:
             self._given.add(state_idx)
             return
-        # Only here are all states known to be after the same token, as models may write to them until now.
+        # Models may write to the states until here. Only here are all states known to be after the same token.
         if len(self._given) != 1:
             self._given = {state_idx}
         self._open = None
@@ -54,7 +54,7 @@ class LinearPast:
             self._take_if_due()
 
     def note_columns(self, state_idx: int, columns: int, full: Tensor) -> None:
-        """Note that a convolution has been given some columns, the newest of `full`, `[batch, channels, any]`."""
+        """Note that a convolution was given columns, which are the newest of `full`, `[batch, channels, any]`."""
         if self.is_recording and not any(self._states.has_recurrent.values()):
             self._record(state_idx, columns, full)
         held, most = self._states.conv[state_idx], self._most
@@ -67,7 +67,7 @@ class LinearPast:
         self._open.conv[state_idx] = kept(held)
 
     def note_recurrent(self, state_idx: int, held: Tensor, alone: bool) -> None:
-        """Note that a recurrent state has been given: `alone`, without columns, or after them."""
+        """Note that a recurrent state was given: `alone`, without columns, or after them."""
         if self._recorded:
             self._recorded = {}
         if alone:
@@ -89,13 +89,13 @@ class LinearPast:
             self._take()
 
     def _take(self) -> None:
-        """Copy all states as they are, unless there is such a copy."""
+        """Take a checkpoint of all states, unless there is one at this length."""
         length = self._count.length
         if not length or not self._most:
             return
         there_is = self.history.latest(length, *self._states.filled())
         if there_is is None or there_is.length != length:
-            # One that an update which broke off has left.
+            # Such a checkpoint is left of an interrupted update.
             self.history.drop_from(length)
             conv, recurrent = ({index: kept(states) for index, states in live.items()} for live in self._states.live())
             self.history.add(Checkpoint(dict(self._count.seen()), conv, recurrent), self._most)
@@ -108,30 +108,30 @@ class LinearPast:
     # Between forward passes
 
     def start_recording(self) -> None:
-        """Be able to go back to here, whatever comes next."""
+        """From now on, be able to go back to the present length."""
         self.is_recording = True
         self.end_pass()
         self._keep_beginning()
 
     def stop_recording(self) -> None:
-        """Hold no columns but those that are needed. Checkpoints stay."""
+        """Hold no more columns than are needed. Checkpoints stay."""
         self.is_recording = False
         self._recorded = {}
 
     def end_pass(self) -> None:
-        """What comes next belongs to another forward pass."""
+        """Take the next update for the beginning of another forward pass."""
         self._given, self._open = set(), None
 
     def _keep_beginning(self) -> None:
-        # Columns alone are recorded.
+        # Columns are recorded, but recurrent states are not.
         if any(self._states.has_recurrent.values()):
             self._take()
 
     def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, that can be restored: 0 where there is no other.
+        """The greatest length, `length` at most, that can be restored: 0 if there is no other.
 
         Raises:
-            RollbackError: fewer tokens were seen, or it is not known how many.
+            RollbackError: fewer tokens were seen, or it is not known how many were seen.
         """
         held = self._count.length
         if held is None:
@@ -147,21 +147,21 @@ class LinearPast:
         return 0 if checkpoint is None else checkpoint.length
 
     def _is_broken(self) -> bool:
-        """Whether an update of several tokens ended before all states had been given."""
+        """Whether an update of several tokens was interrupted before all states had been given."""
         last = self.history.newest
         if last is None or last.length != self._count.length:
             return False
         return (set(last.conv), set(last.recurrent)) != self._states.filled()
 
     def _recorded_tokens(self) -> int:
-        """The newest tokens that the recorded columns can take back."""
+        """How many of the newest tokens the recorded columns can take back."""
         conv, recurrent = self._states.filled()
         if recurrent or set(self._recorded) != conv:
             return 0
         return min((self._recorded[i].shape[-1] - (self._states.kernel[i] or 0) for i in conv), default=0)
 
     def put_back(self, target: int) -> None:
-        """Restore the states of a length that `nearest_restorable` has returned, other than 0."""
+        """Restore the states of a length that `nearest_restorable` has returned, but not of length 0."""
         removed = (self._count.length or 0) - target
         if 0 < removed <= self._recorded_tokens():
             for index, columns in self._recorded.items():
@@ -184,24 +184,24 @@ class LinearPast:
     # Operations
 
     def select(self, indices: Tensor) -> None:
-        """Make sequence `i` of all that is kept what sequence `indices[i]` was."""
+        """Make sequence `i` what sequence `indices[i]` was, in checkpoints and recorded columns."""
         self.history.select(indices)
         self._recorded = {index: rows(states, indices) for index, states in self._recorded.items()}
         self.end_pass()
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget checkpoints and recorded columns."""
         self.history.clear()
         self._recorded = {}
         self.end_pass()
 
     def fork(self, states: LinearStates, count: TokenCount) -> Self:
-        """The same past, for a copy of the states and the count. It shares tensors, which nobody writes to."""
+        """The same past for a copy of the states and the count. The tensors are shared, as nobody writes to them."""
         twin = type(self)(self.checkpoints, states, count)
         twin.history, twin.is_recording = self.history.fork(), self.is_recording
         twin._recorded = dict(self._recorded)
         return twin
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """The tensors of checkpoints and recorded columns."""
         return [*self.history.tensors(), *self._recorded.values()]

@@ -1,4 +1,4 @@
-"""What a recurrent layer saves and loads."""
+"""The saved state of a recurrent layer."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ from kvlayers.stores.description import Fact, Facts
 def linear_state(
     kind: str, described: Facts, states: LinearStates, count: TokenCount, history: StateHistory
 ) -> LayerState:
-    """Copies of all states and checkpoints, with names that say which is which."""
+    """Copies of all states and checkpoints. Their names say which of them each tensor is."""
     conv, recurrent = states.live()
     tensors = _named("", conv, recurrent)
     facts: dict[str, Fact] = {**described, "checkpoints": len(history), **count.facts()}
@@ -37,7 +37,7 @@ def _named(prefix: str, conv: Mapping[int, Tensor], recurrent: Mapping[int, Tens
 
 
 def check_linear_state(state: LayerState, kind: str, number_of_states: int) -> None:
-    """Raise `StateMismatchError` where a layer of a kind cannot become what it was when `state` was taken."""
+    """Raise `StateMismatchError` if a layer of this kind cannot become what it was when `state` was taken."""
     if state.kind != kind or state.facts.get("number_of_states") != number_of_states:
         raise StateMismatchError(
             f"expected the state of a {kind} with {number_of_states} states, but saw that of a {state.kind} with "

@@ -12,18 +12,18 @@ from kvlayers.layers.linear.checkpoints import Checkpoint, States, rows
 class LinearStates:
     """Convolution states and recurrent states of a layer, by their index.
 
-    A state is written in place, so that compiled code finds it at one address. Where autograd follows a state, it is
-    put in the place of the one before instead.
+    A state is written in place, so that compiled code finds it at one address. If autograd follows a state, the tensor
+    is replaced instead.
 
     Args:
-        number_of_states: states of each sort that there may be.
+        number_of_states: convolution states, and as many recurrent states.
 
     Attributes:
-        conv: `[batch, channels, kernel]`, `None` before the first tokens.
-        recurrent: of any shape that begins with the batch.
-        kernel: columns that `conv` holds.
-        has_conv: whether `conv` holds tokens, rather than memory for them.
-        has_recurrent: the same of `recurrent`.
+        conv: convolution states `[batch, channels, kernel]`, `None` before the first tokens.
+        recurrent: recurrent states, whose first axis is the batch, `None` before the first tokens.
+        kernel: columns of each convolution state.
+        has_conv: whether the convolution state holds tokens, and not only memory for them.
+        has_recurrent: the same for the recurrent state.
     """
 
     def __init__(self, number_of_states: int) -> None:
@@ -46,7 +46,7 @@ class LinearStates:
         return held
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """Hold what a checkpoint holds."""
+        """Hold the states of a checkpoint."""
         checkpoint = checkpoint.resolved()
         for index, states in checkpoint.conv.items():
             self.put_conv(index, states, states.shape[-1])
@@ -64,7 +64,7 @@ class LinearStates:
         self.has_recurrent[state_idx] = False
 
     def reserve(self, state_idx: int, conv: Tensor | None, recurrent: Tensor | None, kernel: int) -> None:
-        """Take memory for states like these, unless there are some."""
+        """Take memory for states of these shapes, unless the layer holds states already."""
         if conv is not None and not self.has_conv[state_idx]:
             self.conv[state_idx] = _reserved(conv, (*conv.shape[:-1], kernel))
             self.kernel[state_idx] = kernel
@@ -86,7 +86,7 @@ class LinearStates:
 
     @property
     def live_batch(self) -> int | None:
-        """Sequences of the states that hold tokens, `None` where there are none."""
+        """Batch size of the states that hold tokens, `None` if no state does."""
         for given, held in ((self.has_conv, self.conv), (self.has_recurrent, self.recurrent)):
             for index, states in held.items():
                 if states is not None and given[index]:
@@ -101,7 +101,7 @@ class LinearStates:
                     held[index] = written(states, rows(states, indices))
 
     def clear(self) -> None:
-        """Hold nothing; the memory is kept, full of zeros."""
+        """Forget all states. The memory is kept, and filled with zeros."""
         for held in (self.conv, self.recurrent):
             for index, states in held.items():
                 if states is not None and states.requires_grad:
@@ -112,7 +112,7 @@ class LinearStates:
         self.has_recurrent = dict.fromkeys(self.has_recurrent, False)
 
     def fork(self) -> Self:
-        """Copies of all."""
+        """Independent copies of all states."""
         twin = type(self)(len(self.conv))
         for name in ("conv", "recurrent"):
             held = vars(self)[name]
@@ -122,17 +122,17 @@ class LinearStates:
         return twin
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory, whether it holds tokens or not."""
+        """All tensors, whether they hold tokens or not."""
         for held in (self.conv, self.recurrent):
             yield from (states for states in held.values() if states is not None)
 
 
 class StatesByIndex(dict[int, Tensor | None]):
-    """States of a layer by their index, which tell the layer of states that are assigned to one of them.
+    """The states of a layer by their index, as a dict that passes assigned states on to the layer.
 
     Args:
         held: the states.
-        put: takes the index and the states that are assigned.
+        put: called with the index and the assigned states.
     """
 
     def __init__(self, held: Mapping[int, Tensor | None], put: Callable[[int, Tensor | None], None]) -> None:
@@ -149,7 +149,7 @@ class StatesByIndex(dict[int, Tensor | None]):
 
 
 def written(held: Tensor | None, states: Tensor) -> Tensor:
-    """`states` in the memory of `held` where they fit in there, and where autograd does not follow them."""
+    """`states`, written to the memory of `held` if they fit there. States that autograd follows are returned as is."""
     if states.requires_grad:
         return states
     if (
@@ -165,7 +165,7 @@ def written(held: Tensor | None, states: Tensor) -> Tensor:
 
 
 def kept(states: Tensor) -> Tensor:
-    """A copy that nobody writes to."""
+    """A detached copy."""
     with torch.inference_mode(False), torch.no_grad():
         return states.detach().clone()
 

@@ -13,8 +13,8 @@ from kvlayers.stores.description import Fact
 class TokenCount:
     """Tokens that each convolution of a layer has seen: the columns that it was given.
 
-    Compiled code counts on the device, since it would be compiled anew for each number of the host's. The host adds
-    that up when it next asks.
+    Compiled code counts on the device, since it would be compiled anew for each count of the host. The host adds the
+    device's count to its own when it is next asked.
 
     Args:
         number_of_states: convolutions to count for.
@@ -23,7 +23,7 @@ class TokenCount:
     def __init__(self, number_of_states: int) -> None:
         self._number_of_states = number_of_states
         self._seen: dict[int, int] = {}
-        # Whether the columns of the forward pass that is under way were counted.
+        # Whether the columns of the forward pass under way were counted.
         self._told = dict.fromkeys(range(number_of_states), False)
         self._is_known = True
         self._on_device: Tensor | None = None
@@ -33,10 +33,10 @@ class TokenCount:
         """Count tokens that one of the convolutions was given.
 
         Args:
-            state_idx: which convolution it is.
-            tokens: how many they are.
-            columns: what it was given, on the device that compiled code counts on.
-            eager: whether this is no compiled code.
+            state_idx: index of the convolution.
+            tokens: how many tokens they are.
+            columns: the columns of these tokens, on the device that compiled code counts on.
+            eager: whether this is eager code.
         """
         self._told[state_idx] = True
         if self._on_device is None:
@@ -60,7 +60,7 @@ class TokenCount:
         return self._number_of_states * COUNT_DTYPE.itemsize
 
     def add_untold(self, state_idx: int) -> bool:
-        """Count one token where a recurrent state came without columns. Returns whether it did."""
+        """Count one token if a recurrent state came without columns. Returns whether it did."""
         if self._told[state_idx]:
             self._told[state_idx] = False
             return False
@@ -77,12 +77,12 @@ class TokenCount:
         return True
 
     def give_up(self) -> None:
-        """Know no more: what came need not be tokens."""
+        """Stop counting: the columns that came need not be tokens."""
         self._is_known = False
         self._told = dict.fromkeys(self._told, True)
 
     def seen(self) -> dict[int, int]:
-        """The count of each convolution that was given any."""
+        """The count of each convolution that was given columns."""
         if self._is_ahead_on_device and self._on_device is not None:
             for index, tokens in enumerate(self._on_device.tolist()):
                 if tokens:
@@ -93,7 +93,7 @@ class TokenCount:
 
     @property
     def length(self) -> int | None:
-        """Tokens seen, `None` where that is not known."""
+        """Tokens seen, `None` if the count is not known."""
         if not self._is_known:
             return None
         seen = self.seen()
@@ -110,7 +110,7 @@ class TokenCount:
         self.set({index: seen - tokens for index, seen in self.seen().items()})
 
     def clear(self) -> None:
-        """Begin again."""
+        """Count from zero again."""
         self.set({})
         self._is_known = True
 
@@ -125,7 +125,7 @@ class TokenCount:
         return twin
 
     def tensors(self) -> list[Tensor]:
-        """The memory that it takes."""
+        """The tensors of the count."""
         return [] if self._on_device is None else [self._on_device]
 
     def facts(self) -> dict[str, Fact]:
@@ -133,7 +133,7 @@ class TokenCount:
         return {"is_known": self._is_known, **{f"tokens.{index}": seen for index, seen in self.seen().items()}}
 
     def read(self, facts: Mapping[str, Fact]) -> None:
-        """Go on from the count that `facts()` described."""
+        """Go on from the count that `facts()` returned."""
         found = {index: facts.get(f"tokens.{index}") for index in range(self._number_of_states)}
         self.set({index: seen for index, seen in found.items() if isinstance(seen, int)})
         self._is_known = bool(facts.get("is_known", True))

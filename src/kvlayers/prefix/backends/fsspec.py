@@ -163,7 +163,7 @@ def _stored(info: Mapping[str, Any]) -> StoredFile:
 
 
 def _nanoseconds(time_of: object) -> int:
-    """A time in any form that file systems return, in nanoseconds since 1970; 0 if there is none."""
+    """A time in any form that file systems return, in nanoseconds since 1970; 0 for any other value."""
     if isinstance(time_of, str):
         try:
             time_of = datetime.fromisoformat(time_of.replace("Z", "+00:00"))

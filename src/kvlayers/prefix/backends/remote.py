@@ -48,7 +48,7 @@ class RemoteBackend:
 
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""
-        # Names come from outside: a name with control characters, which a terminal might obey, is not of kvlayers.
+        # kvlayers never writes names with control characters, which a terminal might obey.
         return [file for file in self._objects.files() if file.name.isprintable()]
 
     def find(self, name: str) -> StoredFile | None:
@@ -186,7 +186,7 @@ class RemoteBackend:
 
 
 def _ends(file: StoredFile) -> list[ByteRange]:
-    """The ranges of a file that are read first. There are none for an empty file, as servers refuse empty ranges."""
+    """The ranges of a file that are read first. An empty file has no ranges, since servers refuse empty ones."""
     if file.nbytes <= HEAD_BYTES + TAIL_BYTES:
         return [ByteRange(file, 0, file.nbytes)] if file.nbytes else []
     return [ByteRange(file, 0, HEAD_BYTES), ByteRange(file, file.nbytes - TAIL_BYTES, file.nbytes)]

@@ -1,4 +1,4 @@
-"""Bits for each layer of a model, chosen by what its predictions lose."""
+"""Chooses the bits of each layer by how much the model's predictions change."""
 
 from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget
 from kvlayers.tools.calibration.calibrator import calibrate

@@ -1,4 +1,4 @@
-"""Which of several settings each part gets: a knapsack in which each part takes one."""
+"""One setting for each part: a multiple-choice knapsack problem."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_UNITS = 200_000
-"""Units that a budget is counted in at most: finer ones would change nothing that can be measured, and take memory."""
+"""The most units into which a budget is divided. Finer units would change nothing measurable, and take memory."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class PartChoice:
     """A setting that a part can have.
 
     Attributes:
-        cost: bytes a token.
-        loss: divergence that it makes, where all other parts are in full precision.
+        cost: bytes per token.
+        loss: KL divergence if all other parts are in full precision.
     """
 
     cost: Fraction
@@ -25,18 +25,20 @@ class PartChoice:
 
 
 def least_losses(parts: Sequence[Sequence[PartChoice]], most: Fraction) -> list[tuple[int, ...]]:
-    """For each number of bytes up to `most` at which less is lost, the choice of each part that loses least in sum.
+    """Choose a setting for each part so that the sum of losses is least, for every budget up to `most` that matters.
 
-    Exact where `most` is no more than `MOST_UNITS` of what all costs are whole multiples of, as it is but for odd
-    head_dims in many layers; else costs are rounded up to the next of so many units, so that no answer is beyond its
-    bytes. Dynamic programming over the parts.
+    A budget matters if it allows a smaller loss than all smaller ones. Solved by dynamic programming over the parts,
+    in units of the greatest common divisor of all costs. If `most` is more than `MOST_UNITS` such units (which takes
+    odd head_dims in many layers), the unit is larger and costs are rounded up to it, so that no result exceeds its
+    budget.
 
     Args:
         parts: the choices of each part.
-        most: bytes a token that all parts together may take.
+        most: bytes per token that all parts together may take.
 
     Returns:
-        Indices of choices, the cheapest answer first; none where the cheapest choices, rounded up, are beyond `most`.
+        For each budget that matters, the smallest first, the index of each part's choice. Empty if even the cheapest
+        choices, rounded up, exceed `most`.
     """
     unit = max(_common_unit([choice.cost for part in parts for choice in part]), most / MOST_UNITS)
     costs = [[-(-choice.cost // unit) for choice in part] for part in parts]

@@ -1,4 +1,4 @@
-"""What a calibration must stay within."""
+"""The budget of a calibration: bytes, or KL divergence."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ from kvlayers.utils.units import amount_of_bytes
 
 @dataclass(frozen=True)
 class BytesBudget:
-    """The most bytes that a packed token may take, over all layers that are quantized: least divergence within it.
+    """Ask for the least KL divergence within a number of bytes.
 
     Attributes:
-        bytes_per_token: keys and values, scales and zeros included: 4320, or a text such as "4.2KiB", of which the
-            number is kept; `kvlayers.plan(...)["int4"].bytes_per_token` is
-            that of 4 bits everywhere, in a model of full attention.
+        bytes_per_token: bytes that a packed token may take over all quantized layers, including keys, values, scales
+            and zeros: 4320, or a text such as "4.2KiB", which becomes a number. In a model of full attention,
+            `kvlayers.plan(...)["int4"].bytes_per_token` is the number for 4 bits everywhere.
 
     Raises:
-        OptionError: no number above 0.
+        OptionError: `bytes_per_token` is not a number above 0.
     """
 
     bytes_per_token: float
@@ -27,19 +27,20 @@ class BytesBudget:
         _check_positive(self.bytes_per_token, "bytes_per_token")
 
     def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:
-        """Less for what is better, of what is within the budget."""
+        """Sort key of a setting within the budget, less if it is better."""
         return divergence, bytes_per_token
 
 
 @dataclass(frozen=True)
 class DivergenceBudget:
-    """The most divergence from full precision that there may be, on the texts: fewest bytes within it.
+    """Ask for the fewest bytes within a KL divergence.
 
     Attributes:
-        divergence: mean KL divergence of the next-token distributions, in nats.
+        divergence: the greatest mean KL divergence of the next-token distributions from full precision, on the texts
+            of the calibration, in nats.
 
     Raises:
-        OptionError: no number above 0.
+        OptionError: `divergence` is not a number above 0.
     """
 
     divergence: float
@@ -48,7 +49,7 @@ class DivergenceBudget:
         _check_positive(self.divergence, "divergence")
 
     def rank(self, bytes_per_token: float, divergence: float) -> tuple[float, float]:
-        """Less for what is better; what is beyond the budget is worse than anything within it."""
+        """Sort key of a setting, less if it is better. A setting beyond the budget is worse than any within it."""
         return (bytes_per_token if divergence <= self.divergence else float("inf")), divergence
 
 
@@ -57,4 +58,4 @@ Budget = BytesBudget | DivergenceBudget
 
 def _check_positive(number: object, name: str) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
-        raise OptionError(f"expected {name} to be a number above 0, but saw {number!r}.")
+        raise OptionError(f"`{name}` must be a number above 0, got {number!r}.")

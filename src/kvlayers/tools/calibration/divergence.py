@@ -1,4 +1,4 @@
-"""How far what a cache makes a model predict is from what it predicts in full precision."""
+"""KL divergence of a model's predictions with a cache from its predictions in full precision."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,41 +7,37 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.tools.measuring.predictions import mean_divergence, newest_logits_only
+from kvlayers.tools.measuring.predictions import mean_divergence, newest_logits
 from kvlayers.upstream import model_types
 
 
 def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
-    """What a model predicts after each of the newest tokens, as it goes on from a cache.
+    """Read tokens with a cache, and predict the token after each of the newest ones.
 
     Args:
         model: in eval mode.
-        ids: the next tokens, `[1, tokens]`.
-        cache: what has been read before them.
-        scored: newest tokens that count.
+        ids: the next tokens, int64 `[1, tokens]`.
+        cache: holds the tokens before them.
+        scored: the number of newest tokens.
 
     Returns:
         Log-probabilities `[scored, vocab]`, float64.
     """
-    given = {model_types.cache_argument(model): cache, "use_cache": True}
     at_once = model_types.tokens_at_once(model.config) if cache.get_seq_length() else None
-    found = []
-    with torch.no_grad():
-        for part in torch.split(ids, at_once or ids.shape[1], dim=1):
-            newest = min(scored, part.shape[1])
-            found.append(model(input_ids=part, **given, **newest_logits_only(model, newest)).logits[0, -newest:])
-    return torch.cat(found)[-scored:].double().log_softmax(-1)
+    parts = torch.split(ids, at_once or ids.shape[1], dim=1)
+    logits = [newest_logits(model, part, cache, min(scored, part.shape[1])) for part in parts]
+    return torch.cat(logits)[-scored:].double().log_softmax(-1)
 
 
 class DivergenceInUse:
-    """Measures caches by what they make of passages that are read in chunks, as decoding reads them.
+    """Measures caches as they are used: passages are read in chunks, and each chunk attends to rounded states.
 
-    What a chunk attends to was rounded, and so are the states that it adds: errors add up as they do in use.
+    The states that a chunk adds depend on the rounding before it, so errors add up as they do in decoding.
 
     Args:
         model: in eval mode.
         passages: token ids `[1, tokens]`.
-        scored: newest tokens of a passage that count, and tokens that are read at once.
+        scored: newest tokens of a passage that are scored, and tokens of a chunk.
     """
 
     def __init__(self, model: Any, passages: Sequence[Tensor], scored: int) -> None:
@@ -49,10 +45,10 @@ class DivergenceInUse:
         self._exact = [self._predictions(ids, DynamicCache(config=model.config)) for ids in passages]
 
     def of(self, make_cache: Callable[[], Any]) -> float:
-        """Mean KL divergence in nats of what such a cache makes of the passages.
+        """Mean KL divergence of the predictions from full precision, in nats.
 
         Args:
-            make_cache: makes an empty one, for each passage.
+            make_cache: makes an empty cache; called for each passage.
         """
         found = [
             mean_divergence(exact, self._predictions(ids, make_cache()))

@@ -12,52 +12,53 @@ Text = str | Tensor
 
 
 def passages_of(model: Any, texts: Sequence[Text], tokenizer: Any | None, tokens: int, most: int) -> list[Tensor]:
-    """Passages of `tokens` tokens, taken from all texts in turn, from the beginning of each.
+    """Passages of `tokens` tokens each, taken from all texts in turn, each text from its beginning.
 
     Args:
-        model: on whose device they are to be.
-        texts: text, or token ids `[tokens]` or `[1, tokens]`.
-        tokenizer: of the model, loaded by its name where not given and needed.
-        tokens: of a passage.
-        most: passages at most.
+        model: the passages are put on its device.
+        texts: texts, or token ids `[tokens]` or `[1, tokens]`.
+        tokenizer: the model's tokenizer. By default it is loaded by the name of the model, if `texts` has texts.
+        tokens: tokens of a passage.
+        most: the most passages to return.
 
     Returns:
         Token ids `[1, tokens]` each.
 
     Raises:
-        OptionError: no texts, something else than texts, or none that is long enough.
+        OptionError: `texts` is empty, has other objects than texts, or all texts are too short.
     """
     if isinstance(texts, str | Tensor) or not isinstance(texts, Sequence) or not texts:
         raise OptionError(
-            f"expected a list of texts, or of token ids, but saw {_shown(texts)}: pass what the model will read."
+            f"`texts` must be a list of texts or of token ids, got {_shown(texts)}: pass texts like those that the "
+            "model will read."
         )
     if tokenizer is not None and not callable(tokenizer):
-        raise OptionError(f"expected a tokenizer of transformers, but saw a {type(tokenizer).__name__}.")
+        raise OptionError(f"`tokenizer` must be a tokenizer of transformers, got a {type(tokenizer).__name__}.")
     if tokenizer is None and any(isinstance(text, str) for text in texts):
         tokenizer = _tokenizer_of(model)
     ids = [_ids(text, tokenizer) for text in texts]
     longest = max(each.shape[0] for each in ids)
     cut = [torch.split(each, tokens) for each in ids]
     found = []
-    # In turn, so that many texts are all heard, however few passages are read.
+    # One passage of each text in turn, so that few passages still come from many texts.
     for index in range(max(map(len, cut))):
         found += [parts[index] for parts in cut if index < len(parts) and parts[index].shape[0] == tokens]
     if not found:
         raise OptionError(
-            f"expected a text of {tokens} tokens or more, but the longest has {longest}: pass longer texts, or a "
-            "smaller context_length or scored_tokens."
+            f"`texts` must have a text of {tokens} tokens or more, but the longest has {longest}: pass longer texts, "
+            "or a smaller `context_length` or `scored_tokens`."
         )
     return [passage[None].to(model.device) for passage in found[:most]]
 
 
 def _ids(text: Text, tokenizer: Any) -> Tensor:
     if isinstance(text, str):
-        # A tokenizer warns of texts beyond the model's context, and these are cut.
+        # Without `verbose=False` the tokenizer warns about long texts, which are cut here.
         found: Tensor = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
         return found
     if isinstance(text, Tensor) and text.dtype == torch.int64 and text.squeeze().dim() == 1:
         return text.reshape(-1)
-    raise OptionError(f"expected a text, or token ids [tokens] of torch.int64, but saw {_shown(text)}.")
+    raise OptionError(f"`texts` must be texts, or token ids [tokens] of torch.int64, got {_shown(text)}.")
 
 
 def _shown(value: object) -> str:
@@ -73,6 +74,6 @@ def _tokenizer_of(model: Any) -> Any:
         return AutoTokenizer.from_pretrained(model.config._name_or_path)
     except (OSError, ValueError, TypeError) as error:
         raise OptionError(
-            f"expected a tokenizer, as texts are given, but there is none by the name of the model "
-            f"({model.config._name_or_path!r}): pass tokenizer=, or token ids."
+            f"`tokenizer` is missing, and it cannot be loaded by the name of the model, "
+            f"{model.config._name_or_path!r}: pass it, or pass token ids as `texts`."
         ) from error

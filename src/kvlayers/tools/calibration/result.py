@@ -1,4 +1,4 @@
-"""What a calibration found, and its file."""
+"""The result of a calibration, and its file."""
 
 import dataclasses
 import json
@@ -14,18 +14,18 @@ from kvlayers.errors import OptionError
 from kvlayers.tools.calibration.sensitivities import Sensitivity
 
 FILE_NAME = "kvlayers_calibration.json"
-"""What the file is called in the directory of a model."""
+"""Name of the file in the directory of a model."""
 
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """Bits, and what they come to.
+    """Bits of each layer, and their measured cost.
 
     Attributes:
         cache_config: options of a `QuantizedCache`.
-        bytes_per_token: bytes that a packed token takes over all layers that are quantized.
-        divergence: mean KL divergence in nats from full precision, on the texts of the calibration, as they are read
-            in chunks through such a cache.
+        bytes_per_token: bytes that a packed token takes over all quantized layers.
+        divergence: mean KL divergence from full precision in nats, on the texts of the calibration, read in chunks
+            through such a cache.
     """
 
     cache_config: dict[str, Any]
@@ -35,12 +35,12 @@ class MeasuredSetting:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Bits for each layer of a model, for keys and for values, and what was measured on the way.
+    """Bits for the keys and the values of each layer of a model, with the measurements behind them.
 
     Attributes:
-        chosen: the bits of each layer.
-        uniform: the best setting with the same bits in every layer that takes no more bytes, `None` where none does.
-        sensitivities: what each part does when it alone is quantized.
+        chosen: the chosen bits.
+        uniform: the best setting with the same bits in every layer that takes no more bytes, `None` if there is none.
+        sensitivities: the divergence if one part alone is quantized, for each part.
     """
 
     chosen: MeasuredSetting
@@ -56,87 +56,88 @@ class Calibration:
 
     @property
     def cache_config(self) -> dict[str, Any]:
-        """Options of a `QuantizedCache`, and the `cache_config` of `cache_implementation="quantized"`."""
+        """Options of a `QuantizedCache`, or the `cache_config` of `cache_implementation="quantized"`."""
         return self.chosen.cache_config
 
     @property
     def divergence(self) -> float:
-        """Mean KL divergence in nats from full precision, on the texts of the calibration."""
+        """Mean KL divergence from full precision in nats, on the texts of the calibration."""
         return self.chosen.divergence
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that a packed token takes over all layers that are quantized."""
+        """Bytes that a packed token takes over all quantized layers."""
         return self.chosen.bytes_per_token
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as JSON, beside the model or anywhere else.
+        """Write the calibration as JSON.
 
         Args:
-            path: a directory, such as the model's, for a file `kvlayers_calibration.json` in it; or a file that ends
-                in `.json`. What is missing of directories is made; another calibration is replaced.
+            path: a file that ends in `.json`, or a directory, such as the model's, for `kvlayers_calibration.json` in
+                it. Missing directories are made. A file with another calibration is replaced.
 
         Returns:
-            Where it is.
+            Path of the file.
 
         Raises:
-            OptionError: no file can be written there, or there is one that is no calibration.
+            OptionError: the file cannot be written, or it exists and is not a calibration.
         """
         file = file_of(path)
         if file.exists():
             type(self).load(file)
         try:
-            # After so long a measurement, a directory that is missing is no reason to lose it.
+            # A missing directory should not lose minutes of measurement.
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise OptionError(f"expected to write {file}, but {error.strerror or error}: name another file.") from error
+            raise OptionError(
+                f"`path`: {file} cannot be written ({error.strerror or error}): name another file."
+            ) from error
         return file
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` has written.
+        """Read a file that `save` wrote.
 
         Args:
-            path: as for `save`.
+            path: the file, or its directory, as for `save`.
 
         Raises:
-            OptionError: there is no such file, it is no calibration, or its bits are none.
+            OptionError: the file does not exist, is not a calibration, or has invalid bits.
         """
         file = file_of(path)
         try:
-            said = json.loads(file.read_text(encoding="utf-8"))
-            uniform = said["uniform"]
+            content = json.loads(file.read_text(encoding="utf-8"))
+            uniform = content["uniform"]
             return cls(
-                _setting(said["chosen"]),
+                _setting(content["chosen"]),
                 None if uniform is None else _setting(uniform),
-                tuple(_sensitivity(part) for part in said["sensitivities"]),
+                tuple(_sensitivity(part) for part in content["sensitivities"]),
             )
         except OSError as error:
             raise OptionError(
-                f"expected a calibration in {file}, but it cannot be read ({error.strerror or error}): write one with "
-                "Calibration.save()."
+                f"`path`: {file} cannot be read ({error.strerror or error}): pass a file that Calibration.save() wrote."
             ) from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OptionError(
-                f"expected what Calibration.save() writes, but saw something else in {file} "
-                f"({type(error).__name__}: {error}): name another file, or calibrate again."
+                f"`path`: {file} is not a calibration that Calibration.save() wrote ({type(error).__name__}: {error}): "
+                "name another file, or calibrate again."
             ) from error
 
 
 def file_of(path: str | os.PathLike[str]) -> Path:
-    """The file that is written for a path: itself if it ends in `.json`, else one in that directory."""
-    given = Path(path)
-    return given if given.suffix == ".json" and not given.is_dir() else given / FILE_NAME
+    """The file for a path: the path itself if it ends in `.json`, otherwise `FILE_NAME` in that directory."""
+    named = Path(path)
+    return named if named.suffix == ".json" and not named.is_dir() else named / FILE_NAME
 
 
-def _setting(said: dict[str, Any]) -> MeasuredSetting:
-    options = QuantizedCacheConfig(**said["cache_config"])
-    return MeasuredSetting(dict(options), float(said["bytes_per_token"]), float(said["divergence"]))
+def _setting(entry: dict[str, Any]) -> MeasuredSetting:
+    options = QuantizedCacheConfig(**entry["cache_config"])
+    return MeasuredSetting(dict(options), float(entry["bytes_per_token"]), float(entry["divergence"]))
 
 
-def _sensitivity(said: dict[str, Any]) -> Sensitivity:
-    if said["side"] not in ("keys", "values"):
-        raise ValueError(f"side {said['side']!r}")
-    by_bits = {int(nbits): float(loss) for nbits, loss in said["divergence"].items()}
-    return Sensitivity(int(said["layer"]), said["side"], by_bits)
+def _sensitivity(entry: dict[str, Any]) -> Sensitivity:
+    if entry["side"] not in ("keys", "values"):
+        raise ValueError(f"side {entry['side']!r}")
+    by_bits = {int(nbits): float(loss) for nbits, loss in entry["divergence"].items()}
+    return Sensitivity(int(entry["layer"]), entry["side"], by_bits)

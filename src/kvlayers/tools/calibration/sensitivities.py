@@ -1,4 +1,4 @@
-"""What each layer's keys, and its values, make of a model's predictions when they alone are quantized."""
+"""How much a model's predictions change if the keys or the values of one layer alone are quantized."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.from_config import attention_part
 from kvlayers.layers import QuantizedLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.packed_blocks import SIDES
@@ -19,12 +18,12 @@ from kvlayers.tools.measuring.predictions import mean_divergence
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What quantizing one side of one layer does to the predictions.
+    """KL divergence of the predictions if one side of one layer alone is quantized.
 
     Attributes:
         layer: index of the layer.
         side: `"keys"` or `"values"`.
-        divergence: mean KL divergence from full precision in nats, by bits.
+        divergence: mean KL divergence from full precision in nats, by the number of bits.
     """
 
     layer: int
@@ -41,35 +40,35 @@ def measure_sensitivities(
     scored: int,
     tick: Callable[[], object],
 ) -> list[Sensitivity]:
-    """Quantize the states of each layer, side by side, and compare what follows.
+    """Quantize one side of each layer at a time, and compare the predictions after it.
 
-    A passage is read once. Its states are then rounded where they lie, and only its newest tokens are read again, once
-    for each layer, side and width.
+    The context of a passage is read once. Its states are then rounded in a fork of the cache, and only the newest
+    tokens are read again, once for each layer, side and width.
 
     Args:
         model: in eval mode.
         passages: token ids `[1, tokens]`.
         layers: indices of the layers that are quantized.
-        quantization: how, but for the bits.
-        widths: bits to measure.
-        scored: newest tokens of a passage that count, and that are not quantized.
+        quantization: how states are quantized, apart from the bits.
+        widths: numbers of bits to measure.
+        scored: newest tokens of a passage, which are scored and not quantized.
         tick: called after each measurement.
 
     Returns:
-        One for each layer and side, layers in order and keys first.
+        A sensitivity for each layer and side, layers in order and keys first.
     """
     total = {(layer, side, nbits): 0.0 for layer in layers for side in SIDES for nbits in widths}
     for ids in passages:
         context, newest = ids[:, :-scored], ids[:, -scored:]
-        held = DynamicCache(config=model.config)
-        read(model, context, held, 1)
-        exact = read(model, newest, held.fork(), scored)
+        cache = DynamicCache(config=model.config)
+        read(model, context, cache, 1)
+        exact = read(model, newest, cache.fork(), scored)
         for layer in layers:
             for nbits in widths:
-                rounded = _rounded(attention_part(held.layers[layer]), quantization, nbits)
+                rounded = _rounded(cache.layers[layer].parts[0], quantization, nbits)
                 for side in SIDES:
-                    probed = held.fork()
-                    setattr(attention_part(probed.layers[layer]), side, rounded[side])
+                    probed = cache.fork()
+                    setattr(probed.layers[layer].parts[0], side, rounded[side])
                     seen = read(model, newest, probed, scored)
                     total[layer, side, nbits] += mean_divergence(exact, seen) / len(passages)
                     tick()
@@ -81,15 +80,15 @@ def measure_sensitivities(
 
 
 def _rounded(layer: Any, quantization: Quantization, nbits: int) -> dict[Side, Tensor]:
-    """The states of a layer as a quantized one would hold them."""
+    """The states of a layer, quantized and dequantized."""
     quantized = QuantizedLayer(with_bits(quantization, nbits))
     quantized.update(layer.keys, layer.values)
     keys, values = quantized.keys, quantized.values
     if keys is None or values is None:
-        raise RuntimeError("a layer that has taken in states holds none")
+        raise RuntimeError("a quantized layer has no keys and values after an update")
     return {"keys": keys, "values": values}
 
 
 def with_bits(quantization: Quantization, nbits: int) -> Quantization:
-    """The same quantization with so many bits for keys and values."""
+    """The same quantization with `nbits` bits for keys and values."""
     return dataclasses.replace(quantization, nbits=nbits, key_nbits=None, value_nbits=None)

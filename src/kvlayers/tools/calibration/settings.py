@@ -1,4 +1,4 @@
-"""Bits for each layer's keys and values, what they cost, and what they are expected to do."""
+"""Bits for the keys and values of each layer, with their cost and their expected divergence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class Setting:
 
     Attributes:
         nbits: bits by layer and side.
-        layers: layers of the cache, those included that are not quantized.
-        quantization: how they are quantized, but for the bits.
-        bytes_per_token: of a packed token, over all parts.
-        expected: the sum of what the parts do to the predictions when each is quantized alone.
+        layers: the number of layers of the cache, including layers that are not quantized.
+        quantization: how states are quantized, apart from the bits.
+        bytes_per_token: bytes of a packed token over all parts.
+        expected: the expected divergence: the sum of the divergences of the parts, each quantized alone.
     """
 
     nbits: Mapping[Part, int]
@@ -36,7 +36,7 @@ class Setting:
     expected: float
 
     def of(self, side: Side) -> list[int | None]:
-        """Bits of one side of each layer, `None` where a layer is not quantized."""
+        """Bits of one side of each layer, `None` for a layer that is not quantized."""
         return [self.nbits.get((layer, side)) for layer in range(self.layers)]
 
     @property
@@ -46,18 +46,18 @@ class Setting:
         return {**facts, "key_nbits": self.of("keys"), "value_nbits": self.of("values")}
 
     def cache(self, config: object) -> QuantizedCache:
-        """An empty cache of this setting for a model."""
+        """An empty cache with this setting for a model."""
         return QuantizedCache(config=config, **self.cache_config)
 
 
 class Settings:
-    """The settings that there are for a model.
+    """All settings of a model.
 
     Args:
-        sensitivities: of each part.
-        costs: bytes of a token of each part, by its bits.
-        layers: layers of the cache.
-        quantization: how they are quantized, but for the bits.
+        sensitivities: the sensitivity of each part.
+        costs: bytes per token of each part, by its bits.
+        layers: the number of layers of the cache.
+        quantization: how states are quantized, apart from the bits.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Settings:
         ]
 
     def best_within(self, bytes_per_token: Fraction) -> list[Setting]:
-        """For each number of bytes up to a budget at which less is lost, the setting that is expected to lose least.
+        """The settings with the least expected divergence, for every number of bytes up to a budget that matters.
 
-        At least one, as what is asked for is no less than the cheapest setting.
+        See `least_losses`. There is at least one setting, since a budget is never less than the cheapest setting.
         """
         found = least_losses(self._choices, bytes_per_token)
         fewest_bits = (0,) * len(self._choices)
         return [self._setting(chosen) for chosen in found or [fewest_bits]]
 
     def uniform_within(self, bytes_per_token: float) -> list[Setting]:
-        """Settings within a budget that have the same bits in every layer, for keys and for values."""
+        """Settings within a budget with the same bits in every layer, one number for keys and one for values."""
         widths = range(len(self._widths[0]))
         pairs = [{"keys": key, "values": value} for key in widths for value in widths]
         found = [self._setting([pair[side] for _, side in self._parts]) for pair in pairs]
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def most_bits(self) -> Setting:
-        """That of the most bits everywhere."""
+        """The setting with the most bits everywhere."""
         return self._setting([len(widths) - 1 for widths in self._widths])
 
     def _setting(self, chosen: Sequence[int]) -> Setting:
@@ -111,15 +111,15 @@ class Settings:
 def part_costs(
     forms: Mapping[int, tuple[StateForm, StateForm]], quantization: Quantization, widths: Sequence[int]
 ) -> dict[Part, dict[int, Fraction]]:
-    """Bytes of a packed token of one sequence, for each part by its bits: scales and zeros included.
+    """Bytes of a packed token of one sequence for each part and number of bits, including scales and zeros.
 
     Args:
-        forms: forms of the keys and values of each layer that is quantized.
-        quantization: how they are quantized, but for the bits.
-        widths: bits.
+        forms: forms of the keys and values of each quantized layer.
+        quantization: how states are quantized, apart from the bits.
+        widths: numbers of bits.
 
     Raises:
-        OptionError: the quantization does not take the bits, or does not suit the head_dim.
+        OptionError: the quantization does not support a number of bits, or the head_dim.
     """
     return {
         (layer, side): {nbits: _bytes_per_token(form, side, with_bits(quantization, nbits)) for nbits in widths}

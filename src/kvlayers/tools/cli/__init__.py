@@ -1,1 +1,1 @@
-"""The commands of `kvlayers`, one file each. Nothing else imports them, as they need typer and rich."""
+"""The commands of `kvlayers`, one file each, and what they share. They need typer and rich."""

@@ -1,104 +1,101 @@
-"""What `kvlayers bench` has measured, and whether it is well."""
+"""The measurements of `kvlayers bench`, and whether they passed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from kvlayers.stores.contract import Fidelity
+from kvlayers.tools.cli.run_facts import RunFacts
 from kvlayers.tools.measuring.contenders import Key
-from kvlayers.tools.measuring.decoding import Row
+from kvlayers.tools.measuring.decoding import ContenderResult
 from kvlayers.tools.names import KVLAYERS
 
 
 @dataclass(frozen=True)
 class BenchResults:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        model: its name.
-        dtype: what it computes in.
-        device: where.
-        batch: sequences side by side.
-        steps: decode steps behind each prompt.
-        trials: of each cache.
-        states: what each cache does to states, by library and name, the reference first.
-        left_out: why there is no such cache for the model, by the name.
-        environment: hardware, versions and date.
-        lengths: rows of the caches by the tokens of the prompt; a single one where the reference failed.
+        run: the model and the machine.
+        batch: sequences in the batch.
+        steps: decode steps after each prompt.
+        trials: runs of each cache.
+        fidelities: fidelity of each cache by library and name, the reference first.
+        left_out: for each name that the model does not support, why.
+        by_length: results of the caches by the tokens of the prompt, the reference first. If the reference failed, it
+            is the only one.
     """
 
-    model: str
-    dtype: torch.dtype
-    device: torch.device
+    run: RunFacts
     batch: int
     steps: int
     trials: int
-    states: Mapping[Key, str]
+    fidelities: Mapping[Key, Fidelity]
     left_out: Mapping[str, str]
-    environment: Mapping[str, Any]
-    lengths: dict[int, list[Row]] = field(default_factory=dict)
+    by_length: dict[int, list[ContenderResult]] = field(default_factory=dict)
 
-    def is_exact(self, row: Row) -> bool:
-        """Whether a cache keeps what the model attends to as it is."""
-        return self.states[row.contender.library, row.contender.cache] == "exact"
+    def is_exact(self, result: ContenderResult) -> bool:
+        """Whether the cache keeps the states that the model attends to as they came."""
+        return self.fidelities[result.contender.key] == "exact"
 
-    def is_well(self, row: Row) -> bool:
-        """Whether a cache did what it should; of those of transformers, only the reference must."""
-        if row.contender.library != KVLAYERS:
-            return row is not self.lengths_of(row)[0] or row.failure is None
-        return row.failure is None and (not self.is_exact(row) or row.same_tokens)
+    def passes(self, result: ContenderResult) -> bool:
+        """Whether a cache did what it must. Of transformers' caches, only the reference must not fail."""
+        if result.contender.library != KVLAYERS:
+            return result is not self.reference_of(result) or result.failure is None
+        return result.failure is None and (not self.is_exact(result) or result.same_tokens)
 
     @property
-    def are_well(self) -> bool:
-        """Whether all caches did what they should."""
-        return all(self.is_well(row) for rows in self.lengths.values() for row in rows)
+    def passed(self) -> bool:
+        """Whether every cache passes at every length."""
+        return all(self.passes(result) for results in self.by_length.values() for result in results)
 
-    def speed(self, row: Row) -> float:
+    def speed(self, result: ContenderResult) -> float:
         """How many times as fast a step is as with the reference."""
-        return self.lengths_of(row)[0].step_seconds / row.step_seconds
+        return self.reference_of(result).step_seconds / result.step_seconds
 
-    def is_within_noise(self, row: Row) -> bool:
-        """Whether the steps of a cache cannot be told from those of the reference."""
-        reference = self.lengths_of(row)[0]
-        return row is not reference and row.is_as_fast_as(reference)
+    def is_within_noise(self, result: ContenderResult) -> bool:
+        """Whether the step times of the cache and of the reference overlap."""
+        reference = self.reference_of(result)
+        return result is not reference and result.is_as_fast_as(reference)
 
-    def lengths_of(self, row: Row) -> list[Row]:
-        """The rows beside one, itself included."""
-        return next(rows for rows in self.lengths.values() if any(each is row for each in rows))
+    def reference_of(self, result: ContenderResult) -> ContenderResult:
+        """The reference's result at the same length."""
+        return next(results[0] for results in self.by_length.values() if any(each is result for each in results))
 
     def plain(self) -> dict[str, Any]:
-        """All of it in words of JSON."""
+        """All measurements as JSON types."""
         return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "device": str(self.device),
+            **self.run.plain(),
             "batch": self.batch,
             "steps": self.steps,
             "trials": self.trials,
-            **self.environment,
             "left_out": self.left_out,
             "results": [
-                {"length": length, "caches": [self._plain_row(row) for row in rows]}
-                for length, rows in self.lengths.items()
+                {"length": length, "caches": [self._plain_result(result) for result in results]}
+                for length, results in self.by_length.items()
             ],
-            "well": self.are_well,
+            "passed": self.passed,
         }
 
-    def _plain_row(self, row: Row) -> dict[str, Any]:
-        library, cache = row.contender.library, row.contender.cache
-        named = {"library": library, "cache": cache, "states": self.states[library, cache], "well": self.is_well(row)}
-        if row.failure is not None:
-            return {**named, "failure": row.failure}
+    def _plain_result(self, result: ContenderResult) -> dict[str, Any]:
+        library, cache = result.contender.key
+        named = {
+            "library": library,
+            "cache": cache,
+            "fidelity": self.fidelities[library, cache],
+            "passed": self.passes(result),
+        }
+        if result.failure is not None:
+            return {**named, "failure": result.failure}
         return {
             **named,
-            "prefill_seconds": row.prefill_seconds,
-            "step_seconds": row.step_seconds,
-            "step_seconds_range": row.step_range,
-            "times_as_fast": self.speed(row),
-            "within_noise": self.is_within_noise(row),
-            "nbytes": row.nbytes,
-            "agreement": row.agreement,
-            "same_tokens": row.same_tokens,
-            "ties": row.ties,
+            "prefill_seconds": result.prefill_seconds,
+            "step_seconds": result.step_seconds,
+            "step_seconds_range": result.step_range,
+            "times_as_fast": self.speed(result),
+            "within_noise": self.is_within_noise(result),
+            "nbytes": result.nbytes,
+            "agreement": result.agreement,
+            "same_tokens": result.same_tokens,
+            "ties": result.ties,
         }

@@ -1,4 +1,4 @@
-"""Dtypes as they are named on the command line."""
+"""Dtypes by their names on the command line."""
 
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(str, Enum):
-    """What the weights and the states are kept in."""
+    """Dtype of the weights and the states."""
 
     auto = "auto"
     float32 = "float32"
@@ -17,12 +17,12 @@ class Dtype(str, Enum):
 
     @property
     def name_or_none(self) -> str | None:
-        """The name, `None` for `auto`, where that means what a config says."""
+        """The name, `None` for `auto`: the caller then takes the dtype of the config."""
         return None if self is Dtype.auto else self.value
 
     def on(self, device: "torch.device") -> "torch.dtype":
-        """The dtype; `auto` is bfloat16, but float32 on a CPU that has no instructions for less."""
-        # Late, as torch takes seconds to import, and `--help` shows the names alone.
+        """The dtype; `auto` is bfloat16, but float32 on a CPU without bfloat16 instructions."""
+        # Imported late: torch takes seconds to import, and `--help` needs only the names.
         import torch
 
         from kvlayers.utils.options import checked_dtype

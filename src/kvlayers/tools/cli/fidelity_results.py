@@ -1,57 +1,50 @@
-"""What `kvlayers fidelity` has measured, and whether it is well."""
+"""The measurements of `kvlayers fidelity`, and whether they passed."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from kvlayers.tools.measuring.fidelity import Budget, Fidelity, smallest_within
+from kvlayers.tools.cli.run_facts import RunFacts
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, smallest_within
 
 
 @dataclass(frozen=True)
 class FidelityResults:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        model: its name.
-        text: the file that was read, or what it was.
-        dtype: what the model computes in.
-        device: where.
-        passages: how many were read.
-        context: tokens of each read before scoring began.
-        scored: tokens of each that were scored.
-        chunk: tokens read at once.
+        run: the model and the machine.
+        text: the file that was read, or "Python's help".
+        passages: passages that were read.
+        context: tokens of each passage before the scored ones.
+        scored: scored tokens of each passage.
+        chunk: tokens of a forward pass.
         budget: how much worse predictions may be.
-        settings: what each came to, full precision first.
+        settings: the result of each setting, full precision first.
         uses: arguments of `generate()` that ask for such a cache, by the name of the setting.
-        left_out: why there is no such cache for the model, by the name of the setting.
-        environment: hardware, versions and date.
+        left_out: for each setting that the model does not support, why.
     """
 
-    model: str
+    run: RunFacts
     text: str
-    dtype: torch.dtype
-    device: torch.device
     passages: int
     context: int
     scored: int
     chunk: int
-    budget: Budget
-    settings: Sequence[Fidelity]
+    budget: FidelityBudget
+    settings: Sequence[SettingFidelity]
     uses: Mapping[str, Mapping[str, Any]]
     left_out: Mapping[str, str]
-    environment: Mapping[str, Any]
 
     @property
-    def recommended(self) -> Fidelity | None:
-        """The smallest setting within the budget, `None` where there is none, or no budget."""
+    def recommended(self) -> SettingFidelity | None:
+        """The smallest setting within the budget, `None` if there is none, or no budget."""
         return smallest_within(self.settings)
 
     @property
-    def are_well(self) -> bool:
-        """Whether every setting came to figures, and one is within the budget, if there is one."""
+    def passed(self) -> bool:
+        """Whether every setting has figures, and if there is a budget, one setting is within it."""
         if not all(math.isfinite(each.kl) for each in self.settings):
             return False
         return self.recommended is not None or not self.budget.is_given
@@ -60,31 +53,28 @@ class FidelityResults:
         return {"use": self.uses[name]} if name in self.uses else {}
 
     def plain(self) -> dict[str, Any]:
-        """All of it in words of JSON."""
+        """All measurements as JSON types."""
         recommended = self.recommended
         return {
-            "model": self.model,
+            **self.run.plain(),
             "text": self.text,
-            "dtype": self.dtype,
-            "device": str(self.device),
             "passages": self.passages,
             "context": self.context,
             "scored": self.scored,
             "chunk": self.chunk,
-            **self.environment,
             "budget": self.budget,
             "left_out": self.left_out,
             "settings": [{**_plain_setting(each), **self._use(each.name)} for each in self.settings],
             "recommended": None if recommended is None else recommended.name,
-            "well": self.are_well,
+            "passed": self.passed,
         }
 
 
-def _plain_setting(measured: Fidelity) -> dict[str, Any]:
-    """What there are figures of: JSON has no word for what is not a number."""
-    finite = {name: value for name, value in vars(measured).items() if not _is_no_number(value)}
+def _plain_setting(measured: SettingFidelity) -> dict[str, Any]:
+    """The figures that are finite, since JSON has no other numbers, and the failure if there is one."""
+    finite = {name: value for name, value in vars(measured).items() if not _is_not_finite(value)}
     return finite if measured.failure else {name: value for name, value in finite.items() if name != "failure"}
 
 
-def _is_no_number(value: object) -> bool:
+def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)

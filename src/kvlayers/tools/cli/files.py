@@ -1,4 +1,4 @@
-"""Files that are named on the command line."""
+"""Files that the user names on the command line."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ class FileError(KVLayersError, OSError):
 
 
 def home_expanded(path: Path) -> Path:
-    """A path with `~` as the directory that it stands for.
+    """The path with `~` replaced by the home directory.
 
     Raises:
         FileError: there is no such user.
@@ -23,14 +23,14 @@ def home_expanded(path: Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError as error:
-        raise FileError(f"expected a path, but in {path} there is a user who has no home ({error}).") from None
+        raise FileError(f"The path {path} names a user who has no home directory ({error}).") from None
 
 
-def text_in(path: Path | None) -> str:
-    """The text in a file; without one, that of Python's help.
+def read_text(path: Path | None) -> str:
+    """The text of the file that `--text` names; by default the text of Python's help.
 
     Raises:
-        FileError: there is no such file, it is no text in UTF-8, or empty.
+        FileError: the file does not exist, is empty, or is not a text in UTF-8.
     """
     if path is None:
         return default_text()
@@ -38,64 +38,85 @@ def text_in(path: Path | None) -> str:
         text = home_expanded(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FileError(
-            f"expected a text in UTF-8, but {path} is none ({error.reason}): convert it, or name another file."
+            f"`--text` must be a text in UTF-8, but {path} is not ({error.reason}): convert it, or name another file."
         ) from None
     except OSError as error:
-        raise FileError(f"expected a text, but {path} cannot be read ({error.strerror}): name another file.") from None
+        raise FileError(f"`--text`: {path} cannot be read ({error.strerror}): name another file.") from None
     if "\0" in text:
-        raise FileError(f"expected a text, but {path} has zero bytes, as binary files do: name another file.")
+        raise FileError(f"`--text` must be a text, but {path} has zero bytes, as binary files do: name another file.")
     if not text.strip():
-        raise FileError(f"expected a text, but {path} is empty: name another file.")
+        raise FileError(f"`--text` must not be empty, but {path} is empty: name another file.")
     return text
 
 
 def check_writable(path: Path, option: str = "--report") -> None:
-    """See that a file can be written, and leave all as it was.
+    """Check that a file can be written, without changing anything.
 
     Args:
         path: the file.
-        option: what a user names it by.
+        option: the option that names the file.
 
     Raises:
-        FileError: it cannot.
+        FileError: the file cannot be written.
     """
     try:
-        # What a link leads to, as that is what is made.
+        # The target of a symbolic link, since that is the file that will be made.
         file = path.resolve()
-        was_there = file.exists()
+        existed = file.exists()
         file.open("ab").close()
-        if not was_there:
+        if not existed:
             file.unlink()
     except OSError as error:
         raise unwritable(path, error, option) from None
 
 
+def check_creatable(file: Path, option: str) -> None:
+    """Check that a file can be written once its missing directories are made, without leaving any of them behind.
+
+    Args:
+        file: the file.
+        option: the option that names the file.
+
+    Raises:
+        FileError: a directory cannot be made, or the file cannot be written.
+    """
+    missing = [parent for parent in file.parents if not parent.exists()]
+    made: list[Path] = []
+    try:
+        for directory in reversed(missing):
+            directory.mkdir()
+            made.append(directory)
+        check_writable(file, option)
+    except OSError as error:
+        raise error if isinstance(error, FileError) else unwritable(file, error, option) from None
+    finally:
+        for directory in reversed(made):
+            directory.rmdir()
+
+
 def unwritable(path: Path, error: OSError, option: str = "--report") -> FileError:
     """The error for a file that cannot be written."""
-    return FileError(
-        f"expected a file that can be written, but {path} cannot ({error.strerror or error}): name another with "
-        f"{option} FILE."
-    )
+    return FileError(f"`{option}`: {path} cannot be written ({error.strerror or error}): name another file.")
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config in a directory, in a JSON file, or of a model on the hub; its weights are not loaded.
+    """The config in a directory, in a JSON file, or of a model on the hub, without loading weights.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no config, or it cannot be read.
     """
     path = home_expanded(Path(name))
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"expected a directory with a config.json, but saw none in {path}: name that of a model.")
+        raise ConfigError(f"`MODEL`: the directory {path} has no config.json: name the directory of a model.")
     if not path.exists() and (name.startswith((".", "~", os.sep)) or len(path.parts) > 2):
-        raise ConfigError(f"expected a model's directory or its config.json, but there is nothing at {path}.")
+        raise ConfigError(f"`MODEL` must be a model's directory or its config.json, but {path} does not exist.")
     try:
-        # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
+        # Without `trust_remote_code`, transformers asks at the terminal whether to run a repository's code.
         return transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
-    # What is wrong with a config comes as whatever the code raises that stumbles over it.
+    # A broken config raises any error, from whichever code reads it first.
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ConfigError(
-            f"expected a model's directory, its config.json, or its name on the hub, but {name} is none that can be "
-            f"read ({said}): check the name, or download the config and name the file."
+            f"`MODEL` must be a model's directory, its config.json, or its name on the hub, but {name} cannot be read "
+            f"({reason}): check the name, or download the config and name the file."
         ) from error

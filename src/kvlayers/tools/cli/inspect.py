@@ -15,77 +15,77 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A file that save_cache() has written.")],
+    file: Annotated[Path, typer.Argument(help="A file that save_cache() wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a saved cache says of itself, without loading its states.
+    """Describe a saved cache, without loading its states.
 
-    Exits with 2 where it is no such file, or damaged.
+    Exits with 2 if the file is not a saved cache, or is damaged.
     """
-    # Late, as torch takes seconds to import, which `--help` need not wait for.
+    # Imported late: torch takes seconds to import, and `--help` does not need it.
     from rich.console import Console
 
     from kvlayers.persistence import inspect_cache
     from kvlayers.tools.cli.output import print_json
 
     with one_line_errors("inspect"):
-        seen = inspect_cache(file)
+        found = inspect_cache(file)
     if as_json:
-        print_json(seen)
+        print_json(found)
     else:
-        Console().print(_table(seen))
+        Console().print(_table(found))
 
 
-def _table(seen: "CacheFile") -> "Table":
+def _table(found: "CacheFile") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
     from kvlayers.tools.cli.output import plain
     from kvlayers.utils.units import readable_bytes
 
-    drawn = Table(show_header=False, box=None)
-    drawn.add_column(style="dim")
-    drawn.add_column(overflow="fold")
-    groups = ((kind, len(list(same))) for kind, same in itertools.groupby(seen.layers))
+    table = Table(show_header=False, box=None)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    groups = ((kind, len(list(same))) for kind, same in itertools.groupby(found.layers))
     rows = {
-        "cache": seen.kind,
+        "cache": found.kind,
         "layers": ", ".join(f"{count} x {kind}" for kind, count in groups),
-        "tokens": str(seen.length),
-        "batch": str(seen.batch_size),
-        "bits": _bits(seen),
-        "dtype of states": str(plain(seen.dtype) or "several"),
-        "size of the file": readable_bytes(seen.nbytes),
-        "token ids": "in the file" if seen.has_token_ids else "not in the file",
-        "loaded with": "the config of the model" if seen.needs_config else "nothing else",
-        "first tokens alone": "can be loaded" if seen.has_prefixes else "cannot be loaded",
-        "model": _model(seen),
-        "made by": ", ".join(f"{package} {version}" for package, version in seen.versions.items()),
-        "fingerprint": seen.fingerprint,
-        "checksum": seen.checksum,
+        "tokens": str(found.length),
+        "batch": str(found.batch_size),
+        "bits": _bits(found),
+        "dtype of states": str(plain(found.dtype) or "several"),
+        "file size": readable_bytes(found.nbytes),
+        "token ids": "in the file" if found.has_token_ids else "not in the file",
+        "loads with": "the model's config" if found.needs_config else "nothing else",
+        "prefixes": "can be loaded" if found.has_prefixes else "cannot be loaded",
+        "model": _model(found),
+        "made by": ", ".join(f"{package} {version}" for package, version in found.versions.items()),
+        "fingerprint": found.fingerprint,
+        "checksum": found.checksum,
     }
     for name, content in rows.items():
-        # A file may say anything: none of it is markup.
-        drawn.add_row(name, escape(content))
-    return drawn
+        # A file may contain anything, so its text is never read as markup.
+        table.add_row(name, escape(content))
+    return table
 
 
-def _bits(seen: "CacheFile") -> str:
-    """Bits and backend of the layers that are quantized, ranges of layers with the same ones together."""
-    layers = enumerate(zip(seen.bits, seen.backends, strict=True))
+def _bits(found: "CacheFile") -> str:
+    """Bits and backend of the quantized layers; consecutive layers with the same bits are one range."""
+    layers = enumerate(zip(found.bits, found.backends, strict=True))
     parts = []
     for (bits, backend), same in itertools.groupby(layers, key=lambda layer: layer[1]):
         indices = [index for index, _ in same]
         if bits is None:
             continue
         keys, values = bits
-        said = f"{keys}" if keys == values else f"{keys} for keys, {values} for values"
+        text = f"{keys}" if keys == values else f"{keys} for keys, {values} for values"
         where = f"layers {indices[0]} to {indices[-1]}" if len(indices) > 1 else f"layer {indices[0]}"
-        parts.append(f"{said} ({backend}) in {where}")
+        parts.append(f"{text} ({backend}) in {where}")
     return "; ".join(parts) or "full precision"
 
 
-def _model(seen: "CacheFile") -> str:
-    if seen.model is None:
-        return "not said"
-    known = (seen.model_name, seen.model_commit, seen.weights_id, seen.model.get("model_type"))
+def _model(found: "CacheFile") -> str:
+    if found.model is None:
+        return "unknown"
+    known = (found.model_name, found.model_commit, found.weights_id, found.model.get("model_type"))
     return ", ".join(str(fact) for fact in known if fact)

@@ -1,4 +1,4 @@
-"""What commands print: for machines as JSON, for people through rich."""
+"""Output of commands: JSON for machines, rich for people."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 
 def plain(value: Any) -> Any:
-    """A value in words of JSON: fields that are not for readers (`repr=False`) are left out.
+    """Convert a value to types that JSON has. Fields with `repr=False` are left out.
 
-    What is not a number is null, as JSON has no word for it.
+    A float that is not finite becomes null, since JSON has no such number.
 
     Example:
         >>> plain({"dtype": torch.bfloat16, "tokens": (1, 2)})
@@ -36,29 +36,29 @@ def plain(value: Any) -> Any:
     return value
 
 
-PASTE = "To use it: "
-"""How a line begins whose rest can be pasted."""
+USAGE_PREFIX = "To use it: "
+"""Start of a line whose rest can be pasted into code."""
 
 
-def pasted(options: Mapping[str, Any]) -> str:
-    """A line that says how `generate()` is asked for a cache.
+def usage_line(options: Mapping[str, Any]) -> str:
+    """A line of code that asks `generate()` for a cache.
 
     Example:
-        >>> pasted({"cache_implementation": "int4"})
+        >>> usage_line({"cache_implementation": "int4"})
         "To use it: kvlayers.install(); model.generate(..., cache_implementation='int4')"
     """
     arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return f"{PASTE}kvlayers.install(); model.generate(..., {arguments})"
+    return f"{USAGE_PREFIX}kvlayers.install(); model.generate(..., {arguments})"
 
 
 def print_json(value: Any) -> None:
-    """A value as JSON on stdout, as it is: a console would wrap it."""
+    """Print a value as JSON on stdout. It does not go through a rich console, which would wrap the lines."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep transformers' advice, and the hub's account of its attempts, out of what a command shows."""
+    """Silence the warnings of transformers and of the hub client."""
     before = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Bars that do not disturb what is measured."""
+"""A progress bar that does not disturb what is measured."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,16 +8,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def bar_between_runs(console: Console, runs: int, in_the_end: str) -> Iterator[Callable[[str], None]]:
-    """A bar over `runs` runs; what it yields is called before each, with what the run is of.
+def bar_between_runs(console: Console, runs: int, when_done: str) -> Iterator[Callable[[str], None]]:
+    """Draw a bar over `runs` runs. Yields a function to call before each run, with the run's description.
 
     Args:
-        console: where it is drawn.
-        runs: how many there will be.
-        in_the_end: what stands beside the full bar.
+        console: where the bar is drawn.
+        runs: the number of runs.
+        when_done: description beside the full bar.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between the runs only: a thread that draws at ten hertz would take its time from those that are measured.
+    # Drawn between the runs only: a thread that redraws ten times a second would slow down the timed runs.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=runs)
         begun = 0
@@ -29,5 +29,5 @@ def bar_between_runs(console: Console, runs: int, in_the_end: str) -> Iterator[C
             begun += 1
 
         yield begin
-        progress.update(task, completed=begun, description=in_the_end)
+        progress.update(task, completed=begun, description=when_done)
         progress.refresh()

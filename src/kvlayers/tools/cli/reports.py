@@ -1,51 +1,51 @@
-"""Where a command writes its report, and what every report says."""
+"""The HTML report of a command: its path, and the packages that make it."""
 
 import importlib.util
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from kvlayers.errors import OptionError
 from kvlayers.tools.cli.files import check_writable, home_expanded, unwritable
 from kvlayers.tools.reporting.page import Report, write
-from kvlayers.utils.units import readable_bytes
+
+PACKAGES = ("jinja2", "matplotlib")
+INSTALL_REPORT = 'pip install "kvlayers[report]"'
 
 
-def destination(console: Console, given: Path | None, default: Path | None) -> Path | None:
-    """Where a report goes, `None` for none, seen before anything is measured.
+def report_path(console: Console, asked: Path | None, default: Path | None) -> Path | None:
+    """Path of the report, `None` for no report. It is checked before anything is measured.
 
     Args:
-        console: told where a report that nobody asked for cannot be made.
-        given: what the user named.
-        default: where it goes where the user named nothing, `None` for nowhere.
+        console: where to say that the default report cannot be made.
+        asked: what the user named with `--report`.
+        default: the path if the user named nothing, `None` for no report.
 
     Raises:
-        OptionError: a report is asked for, and packages that it is made with are missing.
+        OptionError: the user asked for a report, and packages that make it are missing.
         FileError: the file cannot be written.
     """
-    path = given or default
+    path = asked or default
     if path is None:
         return None
     missing = " and ".join(missing_packages())
-    if missing and given is None:
-        console.print(f"No report, as {missing} cannot be found: {REMEDY}", markup=False, highlight=False)
+    if missing and asked is None:
+        console.print(f"No report, since {missing} is not installed: {INSTALL_REPORT}", markup=False, highlight=False)
         return None
     if missing:
-        raise OptionError(f"expected {missing}, to write a report with, but saw no such package: {REMEDY}")
+        raise OptionError(f"`--report` needs {missing}, which is not installed: {INSTALL_REPORT}")
     file = home_expanded(path)
     check_writable(file)
     return file
 
 
 def publish(console: Console, report: Report, path: Path) -> None:
-    """Write a report, and say where.
+    """Write a report, and print its path.
 
     Raises:
-        FileError: the file cannot be written any more.
+        FileError: the file can no longer be written.
     """
     try:
         write(report, path)
@@ -55,29 +55,15 @@ def publish(console: Console, report: Report, path: Path) -> None:
 
 
 def command_line() -> str:
-    """What the user typed."""
+    """The command line that the user typed."""
     return _printable(shlex.join(["kvlayers", *sys.argv[1:]]))
 
 
 def _printable(text: str) -> str:
-    """Text in which bytes that are no UTF-8, as names of files may have, are written out."""
+    """The text with bytes that are not UTF-8 (file names may have such bytes) written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def facts(found: Mapping[str, Any]) -> dict[str, str]:
-    """What `environment()` has found, in words."""
-    hardware, versions = found["hardware"], found["versions"]
-    memory = "" if hardware["ram_bytes"] is None else f", {readable_bytes(hardware['ram_bytes'])}"
-    machine = {"CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads{memory}"}
-    gpu = {} if hardware["cuda"] is None else {"GPU": hardware["cuda"]}
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "platform")
-    return {**machine, **gpu, "System": versions["platform"], "Versions": packages, "Date": found["date"]}
-
-
-PACKAGES = ("jinja2", "matplotlib")
-REMEDY = 'pip install "kvlayers[report]"'
-
-
 def missing_packages() -> list[str]:
-    """Those of `PACKAGES` that are not there."""
+    """Which of `PACKAGES` are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]

@@ -1,1 +1,1 @@
-"""The demo: a real model continues real text through every cache, beside transformers' own."""
+"""The demo: a real model continues real text through the caches of kvlayers and of transformers."""

@@ -22,7 +22,7 @@ class Samples:
     """Several continuations of one prompt.
 
     Attributes:
-        seconds: of the whole call.
+        seconds: seconds of the whole call.
         nbytes: bytes that the cache held at the end.
         sequences: int64 `[samples, prompt + new]`.
     """
@@ -33,11 +33,11 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """An answer to a conversation.
+class Answer:
+    """An answer to a chat.
 
     Attributes:
-        seconds: from the call to the first token.
+        seconds: seconds from the call to the first token.
         tokens: the new tokens.
     """
 
@@ -46,7 +46,7 @@ class Turn:
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
-    """Takes the time at each token. generate() brings each to the host first, so that a GPU has finished it."""
+    """Records the time of each token. generate() copies each to the host first, so a GPU has finished computing it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -60,7 +60,7 @@ class TokenClock(BaseStreamer):  # type: ignore[misc]
 
 
 def continue_text(model: Any, ids: Tensor, tokens: int, cache: Any, streamer: Any) -> None:
-    """Continue a prompt, int64 `[1, tokens]`, greedily by up to `tokens` tokens through `cache`, told to `streamer`."""
+    """Continue a prompt, int64 `[1, tokens]`, greedily by up to `tokens` tokens with `cache`; `streamer` gets them."""
     ids = ids.to(model.device)
     model.generate(
         ids, **_options(ids, tokens), do_sample=False, streamer=streamer, **{model_types.cache_argument(model): cache}
@@ -68,14 +68,14 @@ def continue_text(model: Any, ids: Tensor, tokens: int, cache: Any, streamer: An
 
 
 def sample(model: Any, ids: Tensor, tokens: int, count: int, with_kvlayers: bool) -> Samples:
-    """Draw samples of a prompt, always with the same seed.
+    """Sample continuations of a prompt, always with the same seed.
 
     Args:
-        model: the model.
+        model: a causal language model.
         ids: the prompt, int64 `[1, tokens]`.
         tokens: tokens of each sample.
-        count: samples.
-        with_kvlayers: whether kvlayers is installed for the call.
+        count: the number of samples.
+        with_kvlayers: whether `kvlayers.generate` or `model.generate` is called.
     """
     ids = ids.to(model.device)
     options = {**_options(ids, tokens), "min_new_tokens": tokens, "do_sample": True, "num_return_sequences": count}
@@ -87,17 +87,17 @@ def sample(model: Any, ids: Tensor, tokens: int, count: int, with_kvlayers: bool
     return Samples(seconds, cache_nbytes(output.past_key_values), output.sequences.cpu())
 
 
-def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tuple[Tensor, Turn, Turn]:
-    """Answer a conversation a second time: with transformers alone, and with a store that knows the first turn.
+def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tuple[Tensor, Answer, Answer]:
+    """Answer the second turn of a chat with transformers, and with a prefix store that has the first turn.
 
     Args:
-        model: the model.
-        first: the first prompt, int64 `[1, tokens]`.
-        question: the second one, int64 `[1, tokens]`.
+        model: a causal language model.
+        first: the prompt of the first turn, int64 `[1, tokens]`.
+        question: what the second turn adds, int64 `[1, tokens]`.
         tokens: tokens of each answer.
 
     Returns:
-        The conversation up to the second answer, int64 `[1, tokens]`, and that answer by transformers and by kvlayers.
+        The chat up to the second answer, int64 `[1, tokens]`, and the second answer of transformers and of kvlayers.
     """
     store = PrefixStore(max_bytes=STORE_BYTES)
     first = first.to(model.device)
@@ -109,7 +109,7 @@ def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tup
 
 
 def differs(model: Any, chat: Tensor, expected: list[int], seen: list[int]) -> bool:
-    """Whether an answer differs from the expected one by more than a tie at its first other token."""
+    """Whether an answer differs from the expected one, unless their first different token is a tie."""
     pairs = zip(expected, seen, strict=True)
     index = next((index for index, (wanted, token) in enumerate(pairs) if wanted != token), None)
     if index is None:
@@ -128,12 +128,12 @@ def _with_kvlayers(model: Any, ids: Tensor, **options: Any) -> Any:
     return generate(model, ids, **options)
 
 
-def _answer(call: Any, model: Any, chat: Tensor, options: dict[str, Any]) -> Turn:
+def _answer(call: Any, model: Any, chat: Tensor, options: dict[str, Any]) -> Answer:
     clock = TokenClock()
     begin = time.perf_counter()
     output = call(model, chat, **options, streamer=clock)
     _, first_token, *_ = clock.times
-    return Turn(first_token - begin, output[0, chat.shape[1] :].tolist())
+    return Answer(first_token - begin, output[0, chat.shape[1] :].tolist())
 
 
 def _options(ids: Tensor, tokens: int) -> dict[str, Any]:
@@ -141,6 +141,6 @@ def _options(ids: Tensor, tokens: int) -> dict[str, Any]:
         "attention_mask": torch.ones_like(ids),
         "num_beams": 1,
         "max_new_tokens": tokens,
-        # Else generate() compiles around some caches and not around others.
+        # Otherwise generate() compiles for some caches and not for others.
         "disable_compile": True,
     }

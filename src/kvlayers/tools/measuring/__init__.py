@@ -1,1 +1,1 @@
-"""What `kvlayers bench`, `kvlayers fidelity` and the benchmarks measure with."""
+"""Measurements of caches: speed, bytes and fidelity. The commands and the benchmarks use them."""

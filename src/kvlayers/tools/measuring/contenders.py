@@ -1,4 +1,4 @@
-"""The caches of both libraries that are held against each other."""
+"""The caches of kvlayers and of transformers that are compared."""
 
 import importlib.util
 from collections.abc import Callable
@@ -21,64 +21,72 @@ Key = tuple[str, str]
 _MAKERS: dict[str, Callable[[Any, int], Any]] = {
     "dynamic": lambda config, length: transformers.DynamicCache(config=config),
     "static": lambda config, length: transformers.StaticCache(config, max_cache_len=length),
-    # At the axes that transformers' documentation recommends for each.
+    # With the axes that transformers' documentation recommends for each.
     "quanto": lambda config, length: transformers.QuantizedCache("quanto", config, 4, axis_key=0, axis_value=0),
     "hqq": lambda config, length: transformers.QuantizedCache("hqq", config, 4, axis_key=1, axis_value=1),
 }
 _PACKAGES = {"quanto": ("optimum", "optimum.quanto"), "hqq": ("hqq",)}
 
 TRANSFORMERS_QUANTIZED = tuple(_PACKAGES)
-"""Those that round states."""
+"""Caches of transformers that round states."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One kind of cache that is run.
+    """One cache in a comparison.
 
     Attributes:
-        library: who makes it.
-        cache: its name.
-        make: makes an empty one.
+        library: `"kvlayers"` or `"transformers"`.
+        cache: name of the cache.
+        make: makes an empty cache.
     """
 
     library: str
     cache: str
     make: Callable[[], Any]
 
+    @property
+    def key(self) -> Key:
+        """Library and name."""
+        return self.library, self.cache
 
-def of_kvlayers(name: str, model: Any, length: int) -> Contender:
-    """A cache of kvlayers by its name, for a model (or its config) and the most tokens that it will hold."""
-    # With the length that generate() would give as a hint after `kvlayers.install()`.
-    return Contender(KVLAYERS, name, lambda: make_cache(name, model, length_hint=length))
+    @property
+    def name(self) -> str:
+        """Library and name, for readers."""
+        return f"{self.library} {self.cache}"
+
+    def fidelity(self) -> Fidelity:
+        """What the cache does to the states that the model attends to. Makes a cache to find out.
+
+        Raises:
+            KVLayersError: the model does not support the cache.
+        """
+        if self.library == TRANSFORMERS:
+            return "rounded" if self.cache in TRANSFORMERS_QUANTIZED else "exact"
+        return fidelity_of(self.make())
 
 
-def of_transformers(name: str, model: Any, length: int) -> Contender:
-    """A cache of `TRANSFORMERS_CACHES`, for a model or its config and the most tokens that it will hold."""
+def make_contender(library: str, name: str, model: Any, length: int) -> Contender:
+    """A contender by its name.
+
+    Args:
+        library: `"kvlayers"` or `"transformers"`.
+        name: a name that is registered with kvlayers, or one of `TRANSFORMERS_CACHES`.
+        model: the model, or its config.
+        length: the most tokens that the cache will hold.
+    """
+    if library == KVLAYERS:
+        # With the length that generate() would pass as a hint after `kvlayers.install()`.
+        return Contender(KVLAYERS, name, lambda: make_cache(name, model, length_hint=length))
     return Contender(TRANSFORMERS, name, lambda: _MAKERS[name](config_of(model), length))
 
 
-def contender(library: str, name: str, model: Any, length: int) -> Contender:
-    """A cache of either library, as `of_kvlayers` and `of_transformers`."""
-    return {KVLAYERS: of_kvlayers, TRANSFORMERS: of_transformers}[library](name, model, length)
-
-
 def is_installed(name: str) -> bool:
-    """Whether the packages of one of `TRANSFORMERS_CACHES` are there."""
+    """Whether the packages that one of `TRANSFORMERS_CACHES` needs are installed."""
     return all(importlib.util.find_spec(package) is not None for package in _PACKAGES.get(name, ()))
 
 
 def exact_names(config: Any) -> list[str]:
-    """Names of the caches of kvlayers that keep what a model attends to as it is."""
+    """Names of kvlayers' caches that keep the states that the model attends to as they came."""
     has_windows = any(spec.layer_type in WINDOWED for spec in model_layers.layer_specs(config))
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]
-
-
-def states_in(rival: Contender) -> Fidelity:
-    """What a cache does to the states that the model attends to.
-
-    Raises:
-        KVLayersError: there is no such cache for the model.
-    """
-    if rival.library == TRANSFORMERS:
-        return "rounded" if rival.cache in TRANSFORMERS_QUANTIZED else "exact"
-    return fidelity_of(rival.make())

@@ -1,4 +1,4 @@
-"""Prefill and decode steps of a model through one cache after the other, timed and compared."""
+"""Times the prefill and the decode steps of a model through several caches, and compares their predictions."""
 
 import gc
 import statistics
@@ -18,19 +18,19 @@ from kvlayers.tools.measuring.scoring import ReadingError
 from kvlayers.upstream import model_types
 
 WARM_UP_TOKENS = 512
-"""Enough for a quantized cache to have packed blocks, so that what compiles code for them has compiled it."""
+"""Tokens enough for a quantized cache to pack blocks, so that the code for packed blocks is compiled before timing."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A prefill and the steps behind it.
+    """A prefill and its decode steps.
 
     Attributes:
-        prefill_seconds: of the forward pass over the whole prompt.
-        step_seconds: of each step.
+        prefill_seconds: seconds of the forward pass over the whole prompt.
+        step_seconds: seconds of each step.
         nbytes: bytes that the cache held at the end.
         predicted: the likeliest token after the prompt and after each step, int64 `[batch, steps + 1]`, on the host.
-        kl: mean divergence of these predictions from the reference's, in nats.
+        kl: mean KL divergence of these predictions from the reference's, in nats.
     """
 
     prefill_seconds: float
@@ -41,15 +41,15 @@ class Trial:
 
 
 @dataclass
-class Row:
-    """What the trials of one cache came to.
+class ContenderResult:
+    """The trials of one cache.
 
     Attributes:
         contender: the cache.
-        trials: those that it ended.
-        failure: what it raised, which ended it.
-        other_tokens: in how many predictions the likeliest token was not the reference's, over all trials.
-        ties: in how many of those both tokens are equally likely, as far as the dtype can say.
+        trials: the trials that the cache finished.
+        failure: the error that ended its trials, `None` if there was none.
+        other_tokens: predictions, over all trials, whose likeliest token is not the reference's.
+        ties: how many of `other_tokens` are ties: both tokens are equally likely within the precision of the dtype.
     """
 
     contender: Contender
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def step_seconds(self) -> float:
-        """Median over the trials of their median steps."""
+        """Median over the trials of each trial's median step."""
         return statistics.median(statistics.median(trial.step_seconds) for trial in self.trials)
 
     @property
     def step_range(self) -> tuple[float, float]:
-        """The least and the greatest median step of a trial; for a single trial, the quartiles of its steps."""
+        """The shortest and the longest median step of a trial; for a single trial, the quartiles of its steps."""
         medians = [statistics.median(trial.step_seconds) for trial in self.trials]
         if len(medians) > 1:
             return min(medians), max(medians)
@@ -82,43 +82,43 @@ class Row:
 
     @property
     def step_spread(self) -> float:
-        """Half of the range, as a part of the median."""
+        """Half of the range, as a fraction of the median."""
         least, greatest = self.step_range
         return (greatest - least) / 2 / self.step_seconds
 
-    def is_as_fast_as(self, other: "Row") -> bool:
-        """Whether its steps cannot be told from those of another cache: the ranges of the two overlap."""
+    def is_as_fast_as(self, other: "ContenderResult") -> bool:
+        """Whether the step times of two caches overlap."""
         (least, greatest), (other_least, other_greatest) = self.step_range, other.step_range
         return least <= other_greatest and other_least <= greatest
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that any trial held at its end."""
+        """The most bytes that the cache held at the end of a trial."""
         return max(trial.nbytes for trial in self.trials)
 
     @property
     def kl(self) -> float:
-        """Mean divergence of its predictions from the reference's over all trials, in nats."""
+        """Mean KL divergence of the predictions from the reference's over all trials, in nats."""
         return statistics.fmean(trial.kl for trial in self.trials)
 
     @property
     def agreement(self) -> float:
-        """In which part of the predictions the likeliest token was the reference's."""
+        """Share of the predictions whose likeliest token is the reference's."""
         return 1 - self.other_tokens / sum(trial.predicted.numel() for trial in self.trials)
 
     @property
     def same_tokens(self) -> bool:
-        """Whether all tokens were those of the reference, ties aside."""
+        """Whether all predicted tokens are the reference's, ties aside."""
         return self.other_tokens == self.ties
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and how it goes on.
+    """A prompt and its continuation.
 
     Attributes:
         prompt: int64 `[batch, tokens]`, on the model's device.
-        tokens: the tokens that go into each step, int64 `[batch, steps]`, there as well.
+        tokens: the input tokens of each step, int64 `[batch, steps]`, on the model's device.
         expected: the reference's logits of each prediction, `[steps + 1, batch, vocab]` on the host, if they are known.
     """
 
@@ -132,62 +132,62 @@ def measure(
     prompt: Tensor,
     steps: int,
     trials: int,
-    rivals: Sequence[Contender],
+    contenders: Sequence[Contender],
     on_run: Callable[[Contender, int], None],
-) -> list[Row]:
-    """Time the prefill of a prompt, and the decode steps behind it, through every cache in turns.
+) -> list[ContenderResult]:
+    """Time the prefill of a prompt and its decode steps through every cache, with the trials interleaved.
 
-    The first cache decodes greedily once, untimed. In the trials every cache is fed those tokens, so that all decode
-    one sequence and every prediction is compared by itself; where all are the same, each would have decoded it alone.
-    Only one cache is alive at a time. The order turns round every trial.
+    The first cache is the reference. It decodes greedily once, untimed. In the trials, every cache is fed the tokens
+    of that run, so that each prediction is compared by itself. A cache whose predictions are all the same would have
+    decoded the same tokens alone. Only one cache is alive at a time. The order is reversed every other trial.
 
     Args:
         model: in eval mode.
         prompt: token ids, int64 `[batch, tokens]`.
         steps: decode steps of one token.
-        trials: of each cache.
-        rivals: the caches; the others are compared with the first. One that raises is left out from there on.
+        trials: runs of each cache.
+        contenders: the caches, the reference first. A cache that raises an error does not run again.
         on_run: called before each run, with the cache and the index of the trial.
 
     Returns:
-        A row for each cache, in the order of `rivals`. Where the first one fails, it is the only one.
+        The result of each cache, in the order of `contenders`. If the reference fails, its result is the only one.
     """
-    rows = [Row(rival) for rival in rivals]
-    reference = rows[0]
+    results = [ContenderResult(contender) for contender in contenders]
+    reference = results[0]
     try:
         sequence, logits = _greedy(model, prompt.to(model.device), steps, reference.contender)
     except Exception as error:
-        reference.failure = _said(error)
-        return rows[:1]
+        reference.failure = _first_line(error)
+        return results[:1]
     for trial in range(trials):
-        for row in there_and_back(rows, trial):
-            on_run(row.contender, trial)
-            if row.failure is None:
-                _attempt(model, sequence, row)
-    for row in rows:
-        _compare(row, logits, model.dtype)
-    return rows
+        for result in there_and_back(results, trial):
+            on_run(result.contender, trial)
+            if result.failure is None:
+                _attempt(model, sequence, result)
+    for result in results:
+        _compare(result, logits, model.dtype)
+    return results
 
 
-def warm_up(model: Any, prompt: Tensor, rivals: Sequence[Contender]) -> None:
-    """Let every cache run once, on the beginning of a prompt `[batch, tokens]`: some compile code the first time."""
+def warm_up(model: Any, prompt: Tensor, contenders: Sequence[Contender]) -> None:
+    """Run every cache once on the start of a prompt `[batch, tokens]`, since some compile code the first time."""
     first = prompt[:, :WARM_UP_TOKENS].to(model.device)
-    for rival in rivals:
-        # Whoever fails now does so again where it is measured, and is recorded there.
-        _attempt(model, Continuation(first, first[:, :2]), Row(rival))
+    for contender in contenders:
+        # A cache that fails here fails again when it is measured, and that failure is recorded.
+        _attempt(model, Continuation(first, first[:, :2]), ContenderResult(contender))
 
 
-def _attempt(model: Any, sequence: Continuation, row: Row) -> None:
+def _attempt(model: Any, sequence: Continuation, result: ContenderResult) -> None:
     try:
-        row.trials.append(_run(model, sequence, row.contender))
+        result.trials.append(_run(model, sequence, result.contender))
     except Exception as error:
-        row.failure = _said(error)
-    # What a failure keeps alive, the next cache may have no room for.
+        result.failure = _first_line(error)
+    # An error keeps tensors alive in its traceback, and the next cache may need their memory.
     gc.collect()
 
 
-def _run(model: Any, sequence: Continuation, rival: Contender) -> Trial:
-    decoder = _Decoder(model, rival.make())
+def _run(model: Any, sequence: Continuation, contender: Contender) -> Trial:
+    decoder = _Decoder(model, contender.make())
     with quiet_clock():
         prefill_seconds, newest = decoder.timed(sequence.prompt, **newest_logits_only(model))
         logits, step_seconds = [newest.cpu()], []
@@ -218,30 +218,30 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
             seen.append(logits.cpu())
             tokens.append(logits.argmax(-1))
     logits = torch.stack(seen)
-    # The likeliest of tokens that all are not-a-number is always the first: every cache would agree.
+    # If all logits are NaN, argmax is always the first token, and every cache would agree.
     if logits.isnan().any():
-        raise ReadingError("expected logits that are numbers, but saw not-a-number: check the model's weights.")
+        raise ReadingError("The model's logits are not numbers: check its weights.")
     return Continuation(prompt, torch.stack(tokens[:-1], 1), logits), logits
 
 
 class _Decoder:
-    """A model with a cache.
+    """Decodes with a model and a cache.
 
     Args:
         model: in eval mode.
-        cache: an empty one.
+        cache: an empty cache.
     """
 
     def __init__(self, model: Any, cache: Any) -> None:
         self.cache = cache
         self._model = model
-        self._given = {model_types.cache_argument(model): cache, "use_cache": True}
+        self._inputs = {model_types.cache_argument(model): cache, "use_cache": True}
 
     def timed(self, ids: Tensor, **options: int) -> tuple[float, Tensor]:
-        """Seconds of a forward pass of tokens `[batch, tokens]`, and its last logits `[batch, vocab]`."""
+        """Seconds of a forward pass over tokens `[batch, tokens]`, and its last logits `[batch, vocab]`."""
         self._finish()
         begin = time.perf_counter()
-        logits: Tensor = self._model(input_ids=ids, **self._given, **options).logits
+        logits: Tensor = self._model(input_ids=ids, **self._inputs, **options).logits
         self._finish()
         return time.perf_counter() - begin, logits[:, -1]
 
@@ -250,15 +250,16 @@ class _Decoder:
             torch.accelerator.synchronize()
 
 
-def _compare(row: Row, logits: Tensor, dtype: torch.dtype) -> None:
+def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype) -> None:
+    """Count the predictions that differ from the reference's `logits` `[steps + 1, batch, vocab]`."""
     expected = logits.argmax(-1).T
-    for trial in row.trials:
+    for trial in result.trials:
         for index, step in (trial.predicted != expected).nonzero().tolist():
-            row.other_tokens += 1
+            result.other_tokens += 1
             wanted, seen = int(expected[index, step]), int(trial.predicted[index, step])
-            row.ties += is_tie(logits[step, index].float(), wanted, seen, dtype)
+            result.ties += is_tie(logits[step, index].float(), wanted, seen, dtype)
 
 
-def _said(error: Exception) -> str:
-    first = (str(error).strip() or "no words").splitlines()[0]
+def _first_line(error: Exception) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""Where and with what something was measured."""
+"""Hardware, versions and date of a measurement."""
 
 import datetime
 import os

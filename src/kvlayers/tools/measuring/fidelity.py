@@ -1,4 +1,4 @@
-"""What rounding does to a model's predictions, and what it saves."""
+"""What quantized caches change in a model's predictions, and the bytes that they take."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,35 +12,36 @@ from torch import Tensor
 from kvlayers.errors import OptionError
 from kvlayers.planning.cache_bytes import CacheArithmetic
 from kvlayers.planning.shapes import layer_shapes
-from kvlayers.tools.measuring.contenders import of_kvlayers
+from kvlayers.tools.measuring.contenders import make_contender
 from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
 from kvlayers.tools.measuring.settings import QuantizationSetting
+from kvlayers.tools.names import KVLAYERS
 
 FULL = "full"
 """The name of full precision."""
 
 DTYPE_IN_USE = torch.bfloat16
-"""That of the states whose bytes are counted, whatever the model computes in."""
+"""Dtype of the states whose bytes are counted, whatever the model computes in."""
 
 
 @dataclass(frozen=True)
-class Fidelity:
-    """What one setting came to.
+class SettingFidelity:
+    """Fidelity and bytes of one setting.
 
     Attributes:
-        name: of the setting, or `FULL`.
-        nbytes: that a cache of bfloat16 states holds after all tokens of a passage, scales and residual included.
-        bytes_per_token: the same, for a token of the passage.
-        of_full: the same, as a part of what full precision holds.
-        tokens: that were scored.
-        kl: mean divergence of its next-token distributions from those of full precision, in nats.
-        kl_99: that of the token at the 99th percentile.
-        kl_of_passages: the mean of each passage.
-        perplexity: of the text that was scored.
-        perplexity_increase: over that of full precision, in percent.
-        agreement: in which part of the tokens the likeliest next token is that of full precision.
-        within: whether it is within the budget, `None` where there is none.
-        failure: what it raised; the figures of the reading are then not numbers.
+        name: name of the setting, or `FULL`.
+        nbytes: bytes of a cache of bfloat16 states after all tokens of a passage, scales and residual included.
+        bytes_per_token: `nbytes` divided by the tokens of the passage.
+        of_full: `nbytes` as a fraction of the bytes in full precision.
+        tokens: tokens that were scored.
+        kl: mean KL divergence of the next-token distributions from those in full precision, in nats.
+        kl_99: 99th percentile of the KL divergence over the tokens.
+        kl_of_passages: mean KL divergence of each passage.
+        perplexity: perplexity of the scored text.
+        perplexity_increase: increase of the perplexity over full precision, in percent.
+        agreement: share of the tokens whose likeliest next token is the same as in full precision.
+        within: whether the setting is within the budget, `None` if there is no budget.
+        failure: the error that ended the reading, `None` if there was none. The figures are NaN after an error.
     """
 
     name: str
@@ -59,11 +60,11 @@ class Fidelity:
 
 
 @dataclass(frozen=True)
-class Budget:
+class FidelityBudget:
     """How much worse predictions may be.
 
     Attributes:
-        max_kl: the greatest mean divergence, in nats a token; `None` for any.
+        max_kl: the greatest mean KL divergence, in nats a token; `None` for any.
         max_perplexity_increase: the greatest increase of perplexity, in percent; `None` for any.
     """
 
@@ -71,17 +72,17 @@ class Budget:
     max_perplexity_increase: float | None = None
 
     def __post_init__(self) -> None:
-        for most in (self.max_kl, self.max_perplexity_increase):
+        for name, most in vars(self).items():
             if most is not None and not 0 <= most < math.inf:
-                raise OptionError(f"expected a budget of 0 or a number above it, but saw {most}.")
+                raise OptionError(f"`{name}` must be a finite number, at least 0, got {most}.")
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a limit."""
         return self.max_kl is not None or self.max_perplexity_increase is not None
 
     def allows(self, kl: float, perplexity_increase: float) -> bool:
-        """Whether figures are within it. Those that are not numbers are not."""
+        """Whether the figures are within the budget. NaN is not."""
         pairs = ((kl, self.max_kl), (perplexity_increase, self.max_perplexity_increase))
         return all(most is None or figure <= most for figure, most in pairs)
 
@@ -91,12 +92,12 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
 
     Args:
         make: makes an empty cache from a model config and a length hint.
-        config: of the model.
-        tokens: how many it has seen.
+        config: config of the model.
+        tokens: tokens that the cache has seen.
 
     Raises:
         ConfigError: the config does not say what the model's layers hold.
-        OptionError: there is no such cache for the model.
+        OptionError: the model does not support the cache.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
     return CacheArithmetic(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
@@ -108,22 +109,22 @@ def measure_fidelity(
     settings: Sequence[QuantizationSetting],
     context: int,
     chunk: int,
-    budget: Budget,
+    budget: FidelityBudget,
     tick: Callable[[], None],
-) -> list[Fidelity]:
+) -> list[SettingFidelity]:
     """Read passages through a cache of each setting, and through transformers' `DynamicCache` in full precision.
 
     Args:
         model: in eval mode.
-        passages: token ids, int64 `[1, tokens + 1]`, the last of which is only predicted.
-        settings: of quantized caches that there can be for the model.
-        context: tokens of each passage read before scoring begins.
-        chunk: tokens read at once, after each of which a cache may quantize again.
+        passages: token ids, int64 `[1, tokens + 1]`; the last one is only predicted.
+        settings: settings that the model supports.
+        context: tokens of each passage before the scored ones.
+        chunk: tokens of a forward pass. A cache may quantize again after each of them.
         budget: how much worse predictions may be.
         tick: called after each chunk.
 
     Returns:
-        Full precision, and the settings in their order. One that raises while it reads is left out from there on.
+        Full precision, then the settings in their order. A setting that raises an error reads no further.
     """
     makers: dict[str, CacheMaker] = {FULL: lambda config: transformers.DynamicCache(config=config)}
     makers |= {each.name: each.make for each in settings}
@@ -134,7 +135,7 @@ def measure_fidelity(
     scores = read(model, on_device, makers, context, chunk, tick)
     perplexity = scores[FULL].summary()["perplexity"]
     return [
-        Fidelity(
+        SettingFidelity(
             name,
             held[name],
             held[name] / tokens,
@@ -145,16 +146,16 @@ def measure_fidelity(
     ]
 
 
-def smallest_within(measured: Sequence[Fidelity]) -> Fidelity | None:
-    """That of the settings within the budget that holds the fewest bytes, `None` where there is none."""
+def smallest_within(measured: Sequence[SettingFidelity]) -> SettingFidelity | None:
+    """The setting within the budget that takes the fewest bytes, `None` if no setting is within it."""
     return min((each for each in measured if each.within), key=lambda each: (each.nbytes, each.kl), default=None)
 
 
 def _in_full(config: Any, length_hint: int) -> Any:
-    return of_kvlayers("dynamic", config, length_hint).make()
+    return make_contender(KVLAYERS, "dynamic", config, length_hint).make()
 
 
-def _figures(score: Scores, perplexity: float, budget: Budget | None) -> dict[str, Any]:
+def _figures(score: Scores, perplexity: float, budget: FidelityBudget | None) -> dict[str, Any]:
     figures = score.summary()
     within = None if budget is None or not budget.is_given else False
     if "failure" in figures:

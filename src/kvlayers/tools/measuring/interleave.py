@@ -1,4 +1,4 @@
-"""How measurements of time take turns."""
+"""Orders in which timed runs alternate."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ Entrant = TypeVar("Entrant")
 
 @contextmanager
 def quiet_clock() -> Iterator[None]:
-    """No garbage collection while the clock runs, and no gradients."""
+    """Time without garbage collection, and without gradients."""
     gc.disable()
     try:
         with torch.no_grad():
@@ -22,7 +22,7 @@ def quiet_clock() -> Iterator[None]:
 
 
 def interleaved(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
-    """The entrants, each turn beginning with another.
+    """The entrants, rotated so that each turn begins with the next one.
 
     Example:
         >>> interleaved(["a", "b", "c"], 4)
@@ -33,7 +33,7 @@ def interleaved(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
 
 
 def there_and_back(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
-    """The entrants in their order, and every other turn from the last to the first.
+    """The entrants in their order, reversed every other turn.
 
     Example:
         >>> there_and_back(["a", "b", "c"], 1)

@@ -1,4 +1,4 @@
-"""Bytes that a cache of either library holds."""
+"""Bytes that a cache of kvlayers or of transformers holds."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +11,13 @@ from kvlayers.utils.tensor_memory import storages_of
 
 
 def cache_nbytes(cache: Any) -> int:
-    """Bytes of a cache: `nbytes` where it says so, else the memory behind its layers' tensors, each once.
+    """Bytes of a cache: `nbytes` of a kvlayers cache, otherwise the storage of all its layers' tensors.
 
-    Codes, scales and zero points are found inside quanto's tensors and hqq's tuples, and the residual in full precision
-    beside them. Memory counts whole, however little a view shows of it.
+    Codes, scales and zero points inside quanto's tensors and hqq's tuples are counted, and so is the residual in full
+    precision. Each storage is counted once and whole, however small the view of it is.
 
     Args:
-        cache: of kvlayers or of transformers.
+        cache: a cache of kvlayers or of transformers.
     """
     if isinstance(cache, Cache):
         return int(cache.nbytes)
@@ -26,7 +26,7 @@ def cache_nbytes(cache: Any) -> int:
 
 
 def _plain_tensors(value: object) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples and dicts; of a tensor that is made of others, those others."""
+    """Tensors in nested lists, tuples and dicts; instead of a wrapper tensor, the tensors inside it."""
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         for name in names:

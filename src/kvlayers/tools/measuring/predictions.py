@@ -1,4 +1,4 @@
-"""How a model is asked for its predictions, and how two of them are compared."""
+"""Predictions of a model with a cache, and how two predictions are compared."""
 
 import inspect
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.upstream import model_types
+
 
 def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
-    """Arguments that make a model compute logits of the newest tokens alone; none where it cannot.
+    """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
 
     Example:
         >>> import torch, transformers
@@ -19,15 +21,23 @@ def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
     return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
+def newest_logits(model: Any, ids: Tensor, cache: Any, newest: int) -> Tensor:
+    """Feed tokens `[1, tokens]` to a model with a cache: logits `[newest, vocab]` of the newest ones."""
+    inputs = {model_types.cache_argument(model): cache, "use_cache": True, **newest_logits_only(model, newest)}
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, **inputs).logits
+    return logits[0, -newest:]
+
+
 def is_tie(logits: Tensor, expected: int, seen: int, dtype: torch.dtype, roundings: int = 1) -> bool:
-    """Whether two tokens are equally likely as far as a dtype can say.
+    """Whether two tokens are equally likely within the precision of a dtype.
 
     Args:
-        logits: of the reference, float32 `[vocab]`.
+        logits: logits of the reference, float32 `[vocab]`.
         expected: the token that the reference chose.
         seen: the token that was chosen instead.
-        dtype: what the model computes in.
-        roundings: by how many roundings each of the two logits may be off.
+        dtype: dtype that the model computes in.
+        roundings: the number of roundings by which each of the two logits may be off.
 
     Example:
         >>> logits = torch.tensor([8.0, 7.95, 7.5])
@@ -42,9 +52,9 @@ def divergences(expected: Tensor, seen: Tensor) -> Tensor:
     """KL divergence of each next-token distribution from the expected one, in nats.
 
     Args:
-        expected: log-probabilities `[tokens, vocab]`, float64: in float32 they sum to 1 so roughly that small
-            divergences come out below 0.
-        seen: the same.
+        expected: log-probabilities `[tokens, vocab]`, float64. In float32 their rounding would make small divergences
+            negative.
+        seen: log-probabilities `[tokens, vocab]`, float64.
 
     Returns:
         `[tokens]`.

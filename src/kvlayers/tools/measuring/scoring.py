@@ -1,4 +1,4 @@
-"""Reads text through several caches at once, and scores what each makes the model predict."""
+"""Reads text through several caches side by side, and scores the predictions with each."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import KVLayersError
-from kvlayers.tools.measuring.predictions import divergences, newest_logits_only
-from kvlayers.upstream import model_types
+from kvlayers.tools.measuring.predictions import divergences, newest_logits
 
 Key = TypeVar("Key", bound=Hashable)
-"""What a cache is known by."""
+"""Identifies a cache."""
 
 CacheMaker = Callable[[Any], Any]
 """Makes an empty cache from a model config."""
 
 
 class ReadingError(KVLayersError, RuntimeError):
-    """The model itself cannot read a text, whatever the cache."""
+    """The model cannot read a text, whichever cache it has."""
 
 
 @dataclass
 class Scores:
-    """What was seen of one cache, one tensor for each passage and chunk.
+    """Scores of one cache, a tensor for each chunk.
 
     Attributes:
-        kl: divergence of its next-token distribution from the reference's in nats, float64 `[tokens]`, by passages.
-        surprise: negative log-probability of the token that came, float64 `[tokens]`.
-        agrees: whether its likeliest token is the reference's, bool `[tokens]`.
-        seconds: that its forward passes took.
-        failure: what it raised, which ends it.
+        kl: KL divergence of the next-token distributions from the reference's, in nats, float64 `[tokens]`, in a list
+            for each passage.
+        surprise: negative log-probability of each next token of the text, float64 `[tokens]`.
+        agrees: whether the likeliest token is the reference's, bool `[tokens]`.
+        seconds: seconds of the forward passes.
+        failure: the error that ended the reading, `None` if there was none.
     """
 
     kl: list[list[Tensor]] = field(default_factory=list)
@@ -42,13 +42,13 @@ class Scores:
     failure: str | None = None
 
     def add(self, expected: Tensor, seen: Tensor, targets: Tensor) -> None:
-        """Score log-probabilities `[tokens, vocab]` against `expected` and the token ids `[tokens]` that came."""
+        """Score log-probabilities `[tokens, vocab]` against `expected`, and against the text's token ids `[tokens]`."""
         self.kl[-1].append(divergences(expected, seen))
         self.surprise.append(-seen.gather(1, targets[:, None])[:, 0])
         self.agrees.append(seen.argmax(-1) == expected.argmax(-1))
 
     def summary(self) -> dict[str, Any]:
-        """The figures of a table, or the failure."""
+        """The figures, or the failure."""
         if self.failure is not None:
             return {"failure": self.failure}
         passages = [torch.cat(chunks) for chunks in self.kl]
@@ -72,15 +72,15 @@ def read(
     chunk: int,
     tick: Callable[[], None],
 ) -> dict[Key, Scores]:
-    """Read each passage through every cache, chunk by chunk side by side, and score what follows the context.
+    """Read each passage through every cache, chunk by chunk, and score the predictions after the context.
 
-    A cache that raises is left out from there on, unless it is the reference, the first of `makers`.
+    A cache that raises an error reads no further. The error of the reference, the first of `makers`, is raised.
 
     Args:
         model: in eval mode.
-        passages: token ids `[1, tokens + 1]` on the model's device, the last of which is only predicted.
-        makers: the caches; the others are compared with the first.
-        context: tokens read before scoring begins, through the same cache in the same chunks.
+        passages: token ids `[1, tokens + 1]` on the model's device; the last one is only predicted.
+        makers: the caches, the reference first.
+        context: tokens before the scored ones, read through the same cache in the same chunks.
         chunk: tokens of a forward pass.
         tick: called after each chunk.
 
@@ -88,7 +88,7 @@ def read(
         The scores of each cache, in the order of `makers`.
     """
     scores = {key: Scores() for key in makers}
-    reading = _Reading(model, scores, next(iter(makers)))
+    reading = _Reading(scores, next(iter(makers)))
     for ids in passages:
         caches: dict[Key, Any] = {}
         for key in (key for key, score in scores.items() if score.failure is None):
@@ -102,11 +102,12 @@ def read(
                 if scores[key].failure is not None:
                     continue
                 begin = time.perf_counter()
-                seen = reading.attempt(key, reading.forward, cache, tokens, scored)
+                newest = tokens.shape[1] if scored else 1
+                seen = reading.attempt(key, newest_logits, model, tokens, cache, newest)
                 scores[key].seconds += time.perf_counter() - begin
                 if seen is None or not scored:
                     continue
-                seen = seen[0].double().log_softmax(-1)
+                seen = seen.double().log_softmax(-1)
                 expected = seen if expected is None else expected
                 scores[key].add(expected, seen, targets)
             tick()
@@ -114,36 +115,26 @@ def read(
 
 
 class _Reading:
-    """Forward passes that may fail.
+    """Records the errors of caches. Raises the errors of the reference.
 
     Args:
-        model: in eval mode.
-        scores: where failures are kept.
-        reference: the key of the cache whose failures are raised.
+        scores: where errors are recorded.
+        reference: the key of the reference.
     """
 
-    def __init__(self, model: Any, scores: Mapping[Any, Scores], reference: Hashable) -> None:
-        self._model, self._scores, self._reference = model, scores, reference
-        self._argument = model_types.cache_argument(model)
-        self._last_alone = newest_logits_only(model)
-
-    def forward(self, cache: Any, tokens: Tensor, scored: bool) -> Tensor:
-        """Logits `[1, tokens, vocab]` of tokens `[1, tokens]`; of the last alone where none are scored."""
-        options = {self._argument: cache, "use_cache": True, **({} if scored else self._last_alone)}
-        with torch.no_grad():
-            logits: Tensor = self._model(input_ids=tokens, **options).logits
-        return logits
+    def __init__(self, scores: Mapping[Any, Scores], reference: Hashable) -> None:
+        self._scores, self._reference = scores, reference
 
     def attempt(self, key: Hashable, action: Callable[..., Any], *arguments: Any) -> Any:
-        """What an action returns, `None` where it raises."""
+        """Result of an action, `None` if it raises an error."""
         try:
             return action(*arguments)
         except Exception as error:
             if key == self._reference:
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise ReadingError(
-                    f"expected a model that reads the text in full precision, but it raised {type(error).__name__} "
-                    f"({said}): check the model, or read less at once."
+                    f"The model cannot read the text in full precision, {type(error).__name__} ({reason}): check the "
+                    "model, or read fewer tokens at once."
                 ) from error
             self._scores[key].failure = f"{type(error).__name__}: {error}"
             return None

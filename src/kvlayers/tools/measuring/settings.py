@@ -1,4 +1,4 @@
-"""Settings of quantized caches as they are named on a command line."""
+"""Settings of quantized caches by their names on the command line."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ NAMED: dict[str, dict[str, Any]] = {
     **{f"int{bits}": {"nbits": bits} for bits in (8, 4, 2)},
     "fp8": {"backend": "fp8"},
 }
-"""Settings that are caches by a name of their own, and their options."""
+"""Settings for which a cache is registered by the same name, and their options."""
 
 _FORMS = re.compile(r"(?:(?P<backend>[\w-]+):)?(?:(?:int)?(?P<bits>\d+)|k(?P<keys>\d+)v(?P<values>\d+))")
 
 
 @dataclass(frozen=True)
 class QuantizationSetting:
-    """How a quantized cache rounds.
+    """How a quantized cache rounds states.
 
     Attributes:
-        name: `int4`, `k4v2` (keys and values apart), `fp8`, or with another backend in front, `hqq:4`.
-        options: those of `QuantizedCache` that say so.
+        name: `int4`, `k4v2` (bits of keys and of values), `fp8`, or with another backend, `hqq:4`.
+        options: the options of `QuantizedCache`.
     """
 
     name: str
@@ -32,25 +32,25 @@ class QuantizationSetting:
 
     @property
     def generate_options(self) -> dict[str, Any]:
-        """Arguments of `generate()`, under `install()`, that ask for such a cache."""
+        """Arguments of `generate()` that ask for such a cache, after `kvlayers.install()`."""
         if NAMED.get(self.name) == self.options:
             return {"cache_implementation": self.name}
         return {"cache_implementation": "quantized", "cache_config": self.options}
 
     def make(self, config: Any, length_hint: int | None = None) -> QuantizedCache:
-        """An empty cache for a model. Raises as `QuantizedCache`."""
+        """An empty cache for a model. Raises the errors of `QuantizedCache`."""
         return QuantizedCache(config=config, length_hint=length_hint, **self.options)
 
 
 def setting(text: str) -> QuantizationSetting:
-    """The setting of a name.
+    """The setting with a name.
 
     Args:
-        text: bits (`4` or `int4`), bits of keys and of values (`k4v2`), either behind a backend (`hqq:4`), or a backend
+        text: bits (`4` or `int4`), bits of keys and of values (`k4v2`), either with a backend (`hqq:4`), or a backend
             alone (`fp8`).
 
     Raises:
-        OptionError: it is none of these. Whether the backend has such bits is seen when a cache is made.
+        OptionError: `text` is no such name. Whether the backend has such bits is checked when a cache is made.
 
     Example:
         >>> setting("4").name, setting("k4v2").options
@@ -62,8 +62,8 @@ def setting(text: str) -> QuantizationSetting:
     found = _FORMS.fullmatch(asked)
     if found is None or (found["backend"] or NATIVE) not in quantizer_names():
         raise OptionError(
-            f"expected bits, such as 4, k4v2 (4 for keys, 2 for values) or hqq:4, or a backend "
-            f"({', '.join(quantizer_names())}), but saw {text!r}."
+            "`--bits` must be bits, such as 4, k4v2 (4 for keys, 2 for values) or hqq:4, or a backend "
+            f"({', '.join(quantizer_names())}), got {text!r}."
         )
     backend = {} if found["backend"] in (None, NATIVE) else {"backend": found["backend"]}
     prefix = f"{found['backend']}:" if backend else ""
@@ -75,7 +75,7 @@ def setting(text: str) -> QuantizationSetting:
 
 
 def settings(text: str) -> list[QuantizationSetting]:
-    """Settings separated by commas, each once. Raises as `setting`.
+    """Settings separated by commas, without duplicates. Raises the errors of `setting`.
 
     Example:
         >>> [each.name for each in settings("8, 4,int4,fp8")]

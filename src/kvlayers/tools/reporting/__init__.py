@@ -1,1 +1,1 @@
-"""Reports as one HTML file that needs nothing else: tables, plots, and where the figures are from."""
+"""Reports: one self-contained HTML file with tables, plots, and the conditions of the measurement."""

@@ -1,4 +1,4 @@
-"""A report: what is in it, and how it becomes a file."""
+"""A report, and how it is rendered to an HTML file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ class ReportTable:
     """A table of figures.
 
     Attributes:
-        title: what it is of.
-        columns: heads of the columns; the first is of words, the others of figures.
-        rows: cells, a row each.
-        bold: indices of the rows that stand out.
+        title: title of the table.
+        columns: headings of the columns. The first column has text, the others have figures.
+        rows: the cells of each row.
+        bold: indices of the rows that are bold.
     """
 
     title: str
@@ -29,8 +29,8 @@ class ReportPlot:
     """A plot.
 
     Attributes:
-        title: what it is of.
-        svg: the drawing, an `<svg>` element, as `kvlayers.tools.reporting.plots` makes it.
+        title: title of the plot.
+        svg: an `<svg>` element from `kvlayers.tools.reporting.plots`.
     """
 
     title: str
@@ -39,16 +39,16 @@ class ReportPlot:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a reader sees.
+    """The contents of a report.
 
     Attributes:
-        title: of the page.
-        command: the command line that made it.
-        findings: what came out, a sentence each.
-        tables: the figures.
-        plots: drawings of them.
-        notes: how to read the figures, a sentence each.
-        facts: machine, versions, date and settings, by name.
+        title: title of the page.
+        command: the command line that made the report.
+        findings: the findings, one sentence each.
+        tables: tables of the figures.
+        plots: plots of the figures.
+        notes: how to read the figures, one sentence each.
+        facts: settings, machine, versions and date, by name.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Report:
 
 
 def html(report: Report) -> str:
-    """The page. All text is escaped; only the drawings are taken as they are."""
+    """Render the page. All text is escaped, except the SVG of the plots."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -75,5 +75,5 @@ def html(report: Report) -> str:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write the page to a file. Raises `OSError` as files do."""
+    """Write the page to a file. Raises `OSError` if it cannot be written."""
     path.write_text(html(report), encoding="utf-8", errors="backslashreplace")

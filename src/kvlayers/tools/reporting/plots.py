@@ -1,4 +1,4 @@
-"""Plots as SVG elements that take the colours of the page around them. They need matplotlib."""
+"""Plots as SVG elements in the text colour of the page around them. They need matplotlib."""
 
 import io
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 INK = "#010203"
-"""Stands for the colour of text until the drawing is done."""
+"""A placeholder for the text colour of the page, replaced in the SVG."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -23,73 +23,77 @@ _STYLE = {
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 Points = Mapping[float, float]
-"""A line: heights by places."""
+"""The points of a line: y by x."""
 
 
-def lines(name: str, title: str, across: str, up: str, series: Mapping[str, Points], dashed: tuple[str, ...]) -> str:
-    """Lines over places on a scale of powers of two, heights on one of powers of ten.
+def line_plot(
+    name: str, title: str, x_label: str, y_label: str, series: Mapping[str, Points], dashed: tuple[str, ...]
+) -> str:
+    """Lines with logarithmic axes, base 2 for x and base 10 for y.
 
     Args:
-        name: of the drawing, unique on its page: letters.
-        title: what it is of.
-        across: what the places are.
-        up: what the heights are.
-        series: the lines by their names. Heights that are not positive are left out.
-        dashed: names of lines that are drawn dashed.
+        name: letters that no other plot of the page has as its name.
+        title: title of the plot.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+        series: the lines by their names. Points whose y is not positive are left out.
+        dashed: names of the dashed lines.
     """
 
     def draw(axes: Any) -> None:
         for label, points in series.items():
-            places = sorted(place for place, height in points.items() if height > 0)
+            xs = sorted(x for x, y in points.items() if y > 0)
             style = "--" if label in dashed else "-"
-            axes.plot(places, [points[place] for place in places], style, marker="o", markersize=4, label=label)
-        places = sorted({place for points in series.values() for place in points})
+            axes.plot(xs, [points[x] for x in xs], style, marker="o", markersize=4, label=label)
+        xs = sorted({x for points in series.values() for x in points})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
         axes.minorticks_off()
-        _by_powers_of_ten(axes, [height for points in series.values() for height in points.values() if height > 0])
+        _scale_y(axes, [y for points in series.values() for y in points.values() if y > 0])
         if series:
             axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
 
-    return _drawn(name, title, across, up, draw)
+    return _svg(name, title, x_label, y_label, draw)
 
 
-def labelled_points(name: str, title: str, across: str, up: str, points: Mapping[str, tuple[float, float]]) -> str:
-    """Points with their names beside them, heights on a scale of powers of ten.
+def labelled_points(
+    name: str, title: str, x_label: str, y_label: str, points: Mapping[str, tuple[float, float]]
+) -> str:
+    """Points with their names beside them, with a logarithmic y axis of base 10.
 
     Args:
-        name: of the drawing, unique on its page: letters.
-        title: what it is of.
-        across: what the places are.
-        up: what the heights are.
-        points: place and height of each, by its name. Those without a positive height are left out.
+        name: letters that no other plot of the page has as its name.
+        title: title of the plot.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+        points: x and y of each point by its name. Points whose y is not positive are left out.
     """
 
     def draw(axes: Any) -> None:
-        drawn = sorted((place, height, label) for label, (place, height) in points.items() if height > 0)
-        for index, (place, height, label) in enumerate(drawn):
-            axes.plot([place], [height], marker="o", color="#2f81c7")
-            # Neighbours have theirs on different sides, as they may be close to each other.
+        shown = sorted((x, y, label) for label, (x, y) in points.items() if y > 0)
+        for index, (x, y, label) in enumerate(shown):
+            axes.plot([x], [y], marker="o", color="#2f81c7")
+            # Labels alternate between left and right, since neighbouring points may be close to each other.
             aside = {"xytext": (7, 0), "ha": "left"} if index % 2 else {"xytext": (-7, 0), "ha": "right"}
-            axes.annotate(label, (place, height), textcoords="offset points", va="center", fontsize=9, **aside)
-        _by_powers_of_ten(axes, [height for _, height, _ in drawn])
+            axes.annotate(label, (x, y), textcoords="offset points", va="center", fontsize=9, **aside)
+        _scale_y(axes, [y for _, y, _ in shown])
         axes.margins(x=0.12, y=0.1)
 
-    return _drawn(name, title, across, up, draw)
+    return _svg(name, title, x_label, y_label, draw)
 
 
-def _by_powers_of_ten(axes: Any, heights: Sequence[float]) -> None:
-    """A scale for heights, with so many numbers that some are between the lowest and the highest."""
+def _scale_y(axes: Any, ys: Sequence[float]) -> None:
+    """Make the y axis logarithmic, with more ticks if the points span fewer than three powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
-    few_powers = bool(heights) and max(heights) < 1000 * min(heights)
+    few_powers = bool(ys) and max(ys) < 1000 * min(ys)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_powers else (1,)))
-    axes.yaxis.set_major_formatter(lambda height, _: f"{height:g}")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _drawn(name: str, title: str, across: str, up: str, draw: Callable[[Any], None]) -> str:
+def _svg(name: str, title: str, x_label: str, y_label: str, draw: Callable[[Any], None]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -97,17 +101,17 @@ def _drawn(name: str, title: str, across: str, up: str, draw: Callable[[Any], No
         figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="none")
         axes = figure.subplots(subplot_kw={"facecolor": "none"})
         axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel(across)
-        axes.set_ylabel(up)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
         axes.grid(alpha=0.25)
         draw(axes)
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata=_NO_METADATA)
-    return _part_of_a_page(written.getvalue(), name)
+    return _svg_element(written.getvalue(), name)
 
 
-def _part_of_a_page(svg: str, name: str) -> str:
-    """The element alone, with ids that no other drawing has, in the colour of the page's text."""
+def _svg_element(svg: str, name: str) -> str:
+    """The `<svg>` element alone, with ids that no other plot has, in the text colour of the page."""
     element = svg[svg.index("<svg") :]
     own_ids = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
     return own_ids.replace(INK, "currentColor")

@@ -98,9 +98,9 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "offloaded quantized": lambda: _offloaded(QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
     "offloaded quantized sliding": lambda: _offloaded(*_quantized_window(100)),
     "layer of another package": lambda: (RecentLayer(30, 8), RecentOracle(30, 8)),
-    "store of another package": lambda: (DynamicLayer(store=SteppedStore(3)), Oracle()),
+    "store of another package": lambda: (DynamicLayer(store=SteppedStore(64)), Oracle()),
     "layer and store of another package, offloaded": lambda: _offloaded(
-        RecentLayer(30, 8, SteppedStore(3)), RecentOracle(30, 8)
+        RecentLayer(30, 8, SteppedStore(64)), RecentOracle(30, 8)
     ),
 }
 

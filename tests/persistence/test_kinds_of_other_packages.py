@@ -242,7 +242,7 @@ class Storeless(RecentLayer):
 
 
 class ForgetfulStore(SteppedStore):
-    from_description = classmethod(kvlayers.TokenStore.from_description.__func__)  # type: ignore[attr-defined]
+    described = ()
 
 
 class Bare(kvlayers.CacheLayer):

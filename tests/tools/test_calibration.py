@@ -597,7 +597,7 @@ def test_a_file_with_other_bits_than_there_are_is_refused(calibration: kvlayers.
     said = json.loads(calibration.save(tmp_path).read_text())
     said["chosen"]["cache_config"]["key_nbits"] = [7, 7, 7]
     (tmp_path / "kvlayers_calibration.json").write_text(json.dumps(said))
-    with pytest.raises(kvlayers.OptionError, match="but saw 7"):
+    with pytest.raises(kvlayers.OptionError, match="got 7"):
         kvlayers.Calibration.load(tmp_path)
     with pytest.raises(kvlayers.OptionError, match="pass a file that Calibration.save"):
         kvlayers.Calibration.load(tmp_path / "none.json")

@@ -210,7 +210,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
 
         Raises:
             OptionError: `repeats` is less than 1.
-            CapacityError: a static cache has no room for so many sequences; nothing is changed.
+            CapacityError: a static cache has no room for them; nothing is changed.
         """
         batch_size = self.batch_size
         if batch_size >= 0:

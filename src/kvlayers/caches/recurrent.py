@@ -64,8 +64,8 @@ class RecurrentSurface(LayerList):
             layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
             if layer is None:
                 raise UnsupportedLayerError(
-                    "expected a layer with a recurrent state, but saw none: make the cache from the config of the "
-                    "model that uses it."
+                    "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
+                    "the model that uses it."
                 )
         elif layer_idx >= len(self.layers):
             return False

@@ -84,7 +84,8 @@ class LayerShape:
     def _attending(self) -> TokenShape:
         if self.token is None:
             raise ConfigError(
-                "The cache has a layer of attention where the model has none: make the cache from the model's config."
+                "The cache has a layer of attention where the model's layer does not attend: make the cache from the "
+                "model's config."
             )
         return self.token
 

@@ -328,7 +328,9 @@ class SinkLayer(TokenLayer):
         sinks = self._sinks.of_state(own)
         seen = state.length
         if seen and sinks.keys is None:
-            raise StateMismatchError(f"expected a state with the first tokens of {seen}, but saw none: take it again.")
+            raise StateMismatchError(
+                f"expected a state with the first tokens of {seen}, but it has no tokens: take it again."
+            )
 
     @override
     def check_held(self, held: int, seen: int) -> None:

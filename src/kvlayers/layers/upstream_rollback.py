@@ -94,6 +94,6 @@ def stop_recording(layer: Any) -> None:
 
 
 def _newest_columns(states: Tensor, columns: int) -> Tensor:
-    """The last `columns` of states `[batch, channels, any]`, after zeros where there are fewer."""
+    """The last `columns` of states `[batch, channels, any]`, after zeros if there are fewer."""
     missing = max(columns - states.shape[-1], 0)
     return torch.nn.functional.pad(states[..., -columns:], (missing, 0)).contiguous()

@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class StateForm(NamedTuple):
-    """What states must have in common to be held in one buffer.
+    """The form of states. States in one buffer have the same form.
 
     Attributes:
         batch_size: sequences.
         kv_heads: heads of keys, or of values.
-        head_dim: size of a head.
+        head_dim: channels of a key, or of a value.
         dtype: dtype of the states.
         device: device that they are computed on.
     """
@@ -25,7 +25,7 @@ class StateForm(NamedTuple):
     device: torch.device
 
     def of_batch(self, batch_size: int) -> "StateForm":
-        """The form of as many sequences."""
+        """The same form for another batch size."""
         return StateForm(batch_size, self.kv_heads, self.head_dim, self.dtype, self.device)
 
 

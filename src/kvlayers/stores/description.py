@@ -84,12 +84,13 @@ class DescribedByArguments:
             others: further arguments that it must take.
         """
         taken = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        shown = ", ".join(f"`{name}`" for name in taken) or "no argument"
         expected = [*cls.described, *cls.hints, *others]
         for name in expected:
             if name not in taken:
                 raise RegistryError(
                     f"{cls.__qualname__}.__init__ must take the argument `{name}`, which `from_description` passes, "
-                    f"but it takes {', '.join(taken) or 'none'}: add it, or define `describe` and `from_description`."
+                    f"but it takes {shown}: add it, or define `describe` and `from_description`."
                 )
         for name in taken:
             if name not in expected:

@@ -12,7 +12,6 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, nbytes_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair
-from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.slot_counting import SlotCountingStore
 from kvlayers.stores.validation import mismatch, no_room_for_batch, no_room_for_tokens
@@ -45,33 +44,6 @@ class ReservedStore(SlotCountingStore):
         self._reserved_rows = max_batch_size
         self._reserved: tuple[TokenBuffer, TokenBuffer] | None = None
         super().__init__(capacity, buckets, whole_from)
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {
-            "store": self.kind,
-            "capacity": self.initial_capacity,
-            "whole_from": self.whole_from,
-            **self.describe_reservation(),
-        }
-
-    def describe_reservation(self) -> dict[str, Fact]:
-        """Facts about the reservation other than its tokens: sequences, buckets, and whether it may grow."""
-        return {"max_batch_size": self.max_batch_size, **self.buckets.facts(), "grow": self.grow}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        given: Any = facts
-        return cls(
-            given["capacity"], given["max_batch_size"], Buckets.from_facts(facts), given["whole_from"], given["grow"]
-        )
-
-    @classmethod
-    @override
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        given: Any = facts
-        return given["capacity"], given["max_batch_size"] or 0
 
     # The reservation
 

@@ -1,11 +1,15 @@
 """Tokens in full precision, in buffers that are reserved once and keep their address."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.attention.gqa_compiled import shared_in_graph
+from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contract import KVPair
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.reservation import ReservedStore
 from kvlayers.upstream import compat
@@ -18,6 +22,33 @@ class StaticStore(ReservedStore):
     Eager code writes at the count on the host; compiled code writes at the count on the device, and returns buckets.
     See `ReservedStore` for the arguments.
     """
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "store": self.kind,
+            "capacity": self.initial_capacity,
+            "whole_from": self.whole_from,
+            **self.describe_reservation(),
+        }
+
+    def describe_reservation(self) -> dict[str, Fact]:
+        """Facts about the reservation other than its tokens: sequences, buckets, and whether it may grow."""
+        return {"max_batch_size": self.max_batch_size, **self.buckets.facts(), "grow": self.grow}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        return cls(
+            given["capacity"], given["max_batch_size"], Buckets.from_facts(facts), given["whole_from"], given["grow"]
+        )
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        given: Any = facts
+        return given["capacity"], given["max_batch_size"] or 0
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:

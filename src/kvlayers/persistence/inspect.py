@@ -1,4 +1,4 @@
-"""What can be known of a file without loading it."""
+"""Describes a saved cache without loading it."""
 
 import os
 from collections.abc import Callable
@@ -19,28 +19,28 @@ from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
 
 @dataclass(frozen=True)
 class CacheFile:
-    """What a file of a cache says of itself.
+    """The description of a saved cache.
 
     Attributes:
-        path: where it is.
+        path: path of the file.
         kind: name of the cache's class.
-        layers: name of each layer's class; of self-attention's and then cross-attention's layers for a pair.
+        layers: name of each layer's class; for a pair, the layers of self-attention and then of cross-attention.
         length: tokens that the cache has seen.
-        batch_size: sequences side by side, -1 before the first states.
-        dtype: dtype of the states; `None` where there are none, or several dtypes.
+        batch_size: sequences in the batch, -1 before the first states.
+        dtype: dtype of the states; `None` if there are no states, or several dtypes.
         nbytes: bytes of the file.
-        fingerprint: the same for files whose states one model may go on from: made of the model's config, its
+        fingerprint: equal for files whose states can be used by the same model. It is made of the model's config, its
             `weights_id`, the kinds of the layers and the dtypes of the states.
-        model: what the model's config says that states depend on, `None` where none was given.
-        model_name: what the model was loaded from, where that is known and no directory.
-        model_commit: revision of that.
-        weights_id: what the model's weights are called, `None` where that was not said.
-        versions: of kvlayers, torch and transformers that made it.
-        has_token_ids: whether the ids of the tokens are in it.
+        model: the fields of the model's config that states depend on, `None` if no config was passed.
+        model_name: name of the model on the hub, `None` if it is unknown or the model came from a directory.
+        model_commit: revision of the model on the hub.
+        weights_id: id of the model's weights, `None` if none was passed.
+        versions: versions of kvlayers, torch and transformers that wrote the file.
+        has_token_ids: whether the file has the ids of the tokens.
         bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
-        checksum: SHA-256 of all that is in it. Who keeps it elsewhere knows whether the file was changed on purpose.
-        has_prefixes: whether its first tokens can be loaded without the others.
+        checksum: SHA-256 of the whole file. Keep it elsewhere to detect deliberate changes of the file.
+        has_prefixes: whether the first tokens can be loaded without the others.
     """
 
     path: str
@@ -65,51 +65,51 @@ class CacheFile:
 
     @property
     def needs_config(self) -> bool:
-        """Whether its layers can be made only with the config of the model, or in a cache of the caller's."""
+        """Whether loading needs the config of the model, or a cache to load into."""
         return not all(kind in LAYER_CLASSES for kind in self.layers)
 
     def token_ids(self) -> Tensor | None:
-        """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` where they are not in the file.
+        """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` if they are not in the file.
 
         Raises:
-            CacheFileError: the file is another one by now, or damaged.
-            CachePathError: the file is gone.
+            CacheFileError: the file was replaced, or is damaged.
+            CachePathError: the file no longer exists.
         """
         if not self.has_token_ids:
             return None
         with self._open(self.path) as saved:
             if saved.header.metadata["checksum"] != self.checksum:
                 raise CacheFileError(
-                    f"expected the file that was inspected, but {self.path} is another one by now: inspect it again."
+                    f"{self.path} is another one by now than the file that was inspected: inspect it again."
                 )
             with torch.inference_mode(False):
                 return saved.tensor(TOKEN_IDS).clone()
 
 
 def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
-    """What a file of a cache says of itself, without reading its states.
+    """Describe a saved cache, without reading its states.
 
     Args:
         path: the file.
 
     Raises:
-        CacheFileError: what it says is damaged, or it is no file of a cache.
-        CachePathError: there is no such file, it cannot be read, or is no regular file.
+        CacheFileError: the description is damaged, or the file is not a saved cache.
+        CachePathError: the file does not exist, cannot be read, or is not a regular file.
     """
     with opened(checked_path(path)) as saved:
         return _seen(saved, opened)
 
 
 def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
-    """As `inspect_cache`, of a file that is elsewhere: it is enough to read its header, its digests and its ids.
+    """Describe a saved cache in a remote file. Only the header, the digests and the token ids are read.
 
     Args:
-        path: what it is called.
-        file_bytes: its size.
-        read: reads a range of its bytes, as long as the result is used.
+        path: name of the file in errors.
+        file_bytes: size of the file.
+        read: reads a range of bytes. It must work as long as the result is used.
 
     Raises:
-        CacheFileError: what it says is damaged, or it is no file of a cache.
+        CacheFileError: the description is damaged, or the file is not a saved cache.
     """
 
     def open_it(path: str) -> AbstractContextManager[SavedFile]:
@@ -147,7 +147,7 @@ def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Save
 
 def _bits(layer: LayerRecord) -> tuple[int, int] | None:
     keys, values = layer.facts.get("key_nbits"), layer.facts.get("value_nbits")
-    # A file may say anything: what is no number is none.
+    # A file may contain anything, so other types are ignored.
     return (keys, values) if type(keys) is int and type(values) is int else None
 
 

@@ -1,4 +1,4 @@
-"""From a file to a cache that goes on decoding."""
+"""Loads a cache from a file."""
 
 import os
 from typing import Any
@@ -38,30 +38,29 @@ def load_cache(
     weights_id: str | None = None,
     verify: bool = True,
 ) -> Cache:
-    """A cache as it was when `save_cache` wrote it, in memory of its own.
+    """Load the cache that `save_cache` wrote, into its own memory.
 
-    The file is mapped, not read: what is copied from it are the states themselves, once. With `length`, only the states
-    of the first tokens are, where they lie apart: layers that keep every token in full precision.
+    The file is memory-mapped, and the states are copied from it once. With `length`, layers that keep every token in
+    full precision copy only the states of the first tokens.
 
     Args:
         path: the file.
-        device: where the states are to be; on the host where not given.
-        config: config of the model that is to go on from them. Needed for layers with recurrent states, and for those
-            that kvlayers has no kind for.
-        length: how many of the first tokens to load, all where not given.
-        into: a cache of the caller's to load into, rather than a new one: of a class of one's own, or with a larger
-            reservation. It holds what it held until nothing can be wrong any more.
-        weights_id: what the model's weights are called, to be compared with what the file says; see `weights_id()`.
-        verify: whether to compare every state with its checksum. What the file says of them is always compared.
+        device: device of the states, by default the CPU, or the device of `into`.
+        config: config of the model that will use the cache. Needed for layers of classes that are not registered.
+        length: the number of first tokens to load, by default all.
+        into: a cache to load into instead of a new one: of your own class, for example, or with a larger reservation.
+            It is changed only after all checks have passed.
+        weights_id: id of the model's weights, compared with the id in the file; see `weights_id()`.
+        verify: whether to compare every state with its checksum. The checksum of everything else is always compared.
 
     Raises:
-        CacheFileError: the file is damaged, is none of a cache, is of a later version of the format, or does not say
-            enough to make a cache without `config` or `into`.
-        CachePathError: there is no such file, it cannot be read, or is no regular file.
-        ModelMismatchError: the file was made by another model than that of `config`, or by other weights.
+        CacheFileError: the file is damaged, is not a saved cache, has a later version of the format, or is not enough
+            to make a cache without `config` or `into`.
+        CachePathError: the file does not exist, cannot be read, or is not a regular file.
+        ModelMismatchError: the file was made by another model than that of `config`, or with other weights.
         StateMismatchError: `into` has other layers than the cache in the file.
-        RollbackError: the first `length` tokens are not held any more, or not so many are.
-        OptionError: an argument that is nothing of the kind.
+        RollbackError: the cache in the file has fewer than `length` tokens, or no longer holds the first ones.
+        OptionError: an argument is invalid.
 
     Example:
         >>> import tempfile, torch, kvlayers
@@ -76,7 +75,7 @@ def load_cache(
     if config is not None:
         config = config_of(config)
     if into is not None and not isinstance(into, Cache):
-        raise OptionError(f"expected into to be a cache of kvlayers, but saw a {type(into).__name__}.")
+        raise OptionError(f"`into` must be a cache of kvlayers, got a {type(into).__name__}.")
     if device is None:
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
@@ -89,7 +88,7 @@ def load_cache(
 
 
 def _device_of(cache: Cache) -> torch.device:
-    """Where a cache computes; the host, where it does not know yet."""
+    """Device of a cache, the CPU if it has no states yet."""
     parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     for layer in (layer for part in parts for layer in part.adapted_layers()):
         if layer.batch_size is not None and not layer.is_upstream:
@@ -103,15 +102,15 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
     if length is None:
         return
     if not isinstance(length, int) or isinstance(length, bool):
-        raise OptionError(f"expected length to be a whole number of tokens, but saw {length!r}.")
+        raise OptionError(f"`length` must be a whole number of tokens, got {length!r}.")
     if not 0 <= length <= record.length:
         raise RollbackError(
-            f"expected a length of 0 to {record.length}, the tokens of the cache in {path}, but saw {length}."
+            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}."
         )
 
 
 class _StateReader:
-    """Takes a file's states to caches."""
+    """Loads the states of a file into caches."""
 
     def __init__(self, saved: SavedFile, device: torch.device, length: int | None, verify: bool) -> None:
         self.saved = saved
@@ -138,17 +137,17 @@ class _StateReader:
         return self._finished(pair)
 
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
-        # A layer at a time, so that no more than one is in two places at once on the device.
+        # One layer at a time, so that the device holds two copies of no more than one layer.
         if len(cache.layers) != len(record.layers):
-            raise StateMismatchError(f"expected states of {len(cache.layers)} layers, but saw {len(record.layers)}.")
+            raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             layer.load_state(self._state(layer, layer_record, part, index))
         batch_sizes = {layer.batch_size for layer in cache.adapted_layers() if layer.length}
         if len(batch_sizes) > 1:
-            raise StateMismatchError(f"expected states of one batch size, but saw {sorted(map(str, batch_sizes))}.")
+            raise StateMismatchError(f"All layers must have one batch size, got {sorted(map(str, batch_sizes))}.")
 
     def fill(self, cache: Cache) -> Cache:
-        """The caller's cache, with the states of the file."""
+        """Load the states of the file into the caller's cache."""
         description = self.saved.description
         states = []
         for number, record in enumerate(description.caches()):
@@ -157,15 +156,15 @@ class _StateReader:
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
-                    f"expected states of {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it "
-                    "into a cache that was made for the same model config."
+                    f"`into` has {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it into a "
+                    "cache that was made for the same model config."
                 )
             pairs = enumerate(zip(map(adapted, layers), record.layers, strict=True))
             found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
             states.append(CacheState(record.kind, found))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
         if self.length is not None:
-            # On a copy first: what has left a window is only known when all is there.
+            # On a fork first: only a loaded cache knows whether its windows still hold these tokens.
             twin = cache.fork()
             twin.load_state(state)
             state = self._finished(twin).state()
@@ -175,7 +174,7 @@ class _StateReader:
     def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
         if layer.is_recurrent or layer.is_upstream:
-            # These believe more of a state than layers of tokens do, and what they hold besides is small.
+            # Such layers check less of a state before they take it, and their states are small enough to load twice.
             with file_at_fault(self.saved.path, mismatch_too=False):
                 layer.fork().load_state(state)
         return state
@@ -183,7 +182,7 @@ class _StateReader:
     def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
         facts = dict(record.facts)
         cut = None
-        # Not for a length of 0, which is a rollback to before the encoder's output as well.
+        # Not for a length of 0, which also removes the encoder's states.
         if self.length and part != 1 and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
@@ -200,7 +199,7 @@ class _StateReader:
         return states.to(self.device)
 
     def _finished(self, cache: Cache) -> Cache:
-        """A new cache, cut to the length that was asked for."""
+        """The new cache, cut to `length`."""
         if self.length is not None and self.length < self.saved.description.cache.length:
             if self.length:
                 cache.crop(self.length)
@@ -223,20 +222,22 @@ def _parts(cache: Cache) -> list[Cache]:
 
 
 def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
-    """Raise `CacheFileError` where states are no states of any model: of no sequences, or of whole numbers."""
+    """Raise `CacheFileError` if no model has such states: an empty batch, integers, or other dimensions."""
     for name in ("keys", "values", "first_keys", "first_values"):
         states = tensors.get(name)
         if states is not None and (not states.is_floating_point() or states.dim() != 4 or not states.shape[0]):
             raise CacheFileError(
-                f"expected {name} [batch, kv_heads, tokens, head_dim] of floating point, but {path} has "
+                f"{path} must have {name} [batch, kv_heads, tokens, head_dim] of a floating-point dtype, got "
                 f"{list(states.shape)} of {states.dtype}: it is damaged, or not made by save_cache()."
             )
 
 
 def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
-    """Raise `StateMismatchError` where facts are of other types than a layer of transformers has them."""
+    """Raise `StateMismatchError` if a fact has another type, or another reservation, than the transformers layer."""
     own = layer.state().facts
     for name, value in facts.items():
         known = own.get(name)
         if known is not None and (type(known) is not type(value) or (name.startswith("max_") and known != value)):
-            raise StateMismatchError(f"expected {name} {known!r}, but saw {value!r}: load it for the same model.")
+            raise StateMismatchError(
+                f"The layer has {name} {known!r}, got {value!r} from the file: load it for the same model."
+            )

@@ -1,4 +1,4 @@
-"""From a cache to what is written of it: records, and tensors by their names."""
+"""Describes a cache for a file: records, and tensors by name."""
 
 import math
 from typing import Any
@@ -28,11 +28,11 @@ _STORABLE = frozenset(DTYPES.values())
 
 
 def described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tuple[Description, dict[str, Tensor]]:
-    """What is to be written of a cache: the description, and the tensors on the host.
+    """The description of a cache, and its tensors on the host.
 
     Raises:
-        OptionError: the ids are not those of the tokens that the cache has seen.
-        StateMismatchError: a layer holds what a file cannot: see the message.
+        OptionError: `token_ids` does not match the tokens of the cache.
+        StateMismatchError: a layer holds states that a file cannot hold.
     """
     state = cache.state()
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
@@ -76,18 +76,18 @@ def _facts(state: LayerState) -> dict[str, Any]:
         plain = fact is None or isinstance(fact, bool | int | float | str)
         if not plain or (isinstance(fact, float) and not math.isfinite(fact)):
             raise StateMismatchError(
-                f"expected plain facts (finite numbers, texts, True, False, None) in the state of a {state.kind}, but "
-                f"saw {name} of {type(fact).__name__}: keep it in a tensor."
+                f"The state of a {state.kind} must have plain facts (finite numbers, texts, True, False, None), got "
+                f"{name} of {type(fact).__name__}: keep it in a tensor."
             )
     return dict(state.facts)
 
 
 def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
-    """`tensor` as safetensors takes it: on the host, in one piece, outside of autograd."""
+    """The tensor as safetensors needs it: on the host, contiguous and detached."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
         raise StateMismatchError(
-            f"expected tensors that a file can hold ({', '.join(sorted(map(str, _STORABLE)))}), but saw {name} of a "
-            f"{kind} of {tensor.dtype}, {tensor.layout} on {tensor.device}: convert the states first."
+            f"A file can hold dense tensors of {', '.join(sorted(map(str, _STORABLE)))}, got {name} of a {kind} of "
+            f"{tensor.dtype}, {tensor.layout} on {tensor.device}: convert the states first."
         )
     return tensor.detach().to("cpu").contiguous()
 
@@ -98,7 +98,7 @@ def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
     if not whole or list(token_ids.shape) != expected:
         seen = f"{list(token_ids.shape)} of {token_ids.dtype}" if isinstance(token_ids, Tensor) else repr(token_ids)
         raise OptionError(
-            f"expected token_ids {expected}, one whole number for each token that the cache has seen, but saw {seen}: "
-            "the newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
+            f"`token_ids` must be {expected}, one whole number for each token that the cache has seen, got {seen}: the "
+            "newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
         )
     return token_ids.detach().to("cpu", torch.int64, copy=True).contiguous()

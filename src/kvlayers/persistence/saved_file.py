@@ -1,4 +1,4 @@
-"""A file of a cache that has been opened and checked, of whose tensors nothing has been read yet."""
+"""A saved cache that has been opened and checked, before its tensors are read."""
 
 import contextlib
 from collections.abc import Iterator
@@ -32,27 +32,27 @@ from kvlayers.persistence.safetensors_header import (
 METADATA = ("format", "format_version", "description", "checksum")
 
 MAX_RANGE_BYTES = 64 * 2**20
-"""Of one tensor that is read into memory from a file elsewhere: the ids of 8 million tokens."""
+"""The most bytes of a tensor that is read from a remote file: the ids of 8 million tokens."""
 
 
 class Tensors(Protocol):
     """The tensors of a file."""
 
     def get_tensor(self, name: str) -> Tensor:
-        """One of them, as it lies in the file."""
+        """The tensor with this name."""
 
 
 class SavedFile:
-    """A file that has been found to be what it says, but for the bytes of its states, which are checked when read.
+    """A file whose header, description and digests have been checked. States are checked when they are read.
 
     Args:
-        path: where it is.
-        file: its tensors, as safetensors has mapped them, or from elsewhere.
-        header: what was read from it before.
-        description: what it says.
+        path: path of the file.
+        file: the tensors, mapped by safetensors or read from a remote file.
+        header: the header.
+        description: the description.
 
     Raises:
-        CacheFileError: it is damaged.
+        CacheFileError: the file is damaged.
     """
 
     def __init__(self, path: str, file: Tensors, header: Header, description: Description) -> None:
@@ -75,19 +75,19 @@ class SavedFile:
 
     @property
     def has_token_ids(self) -> bool:
-        """Whether the ids of the tokens are in it."""
+        """Whether the file has the ids of the tokens."""
         return TOKEN_IDS in self.header.tensors
 
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
-        """A tensor as it lies in the file, of which nothing is read that is not used: do not write to it.
+        """A tensor that is mapped from the file, so that only used bytes are read. Do not write to it.
 
         Args:
-            name: what it is called.
-            tokens: of keys or values, how many of the first tokens; `None` for all that there is.
-            verify: whether to compare its bytes with their digests.
+            name: name of the tensor.
+            tokens: the number of first tokens of keys or values; `None` for the whole tensor.
+            verify: whether to compare the bytes with their digests.
 
         Raises:
-            CacheFileError: bytes have changed since it was saved.
+            CacheFileError: bytes have changed since the file was saved.
         """
         states = self._mapped(name)
         needed = states.shape[2] if tokens is None and states.dim() == 4 else (tokens or 0)
@@ -113,29 +113,29 @@ class SavedFile:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[SavedFile]:
-    """The file at `path`, for as long as the context lasts.
+    """Open and check the file at `path` for the duration of the context.
 
     Raises:
-        CacheFileError: it is damaged, or no file of a cache, or of a later version of the format.
-        CachePathError: there is no such file, or it cannot be read.
+        CacheFileError: the file is damaged, is not a saved cache, or has a later version of the format.
+        CachePathError: the file does not exist, or cannot be read.
     """
     header = read_header(path)
     description = _described(path, header)
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            # It was opened a second time, and somebody may have put another one in its place.
+            # The file is opened a second time here, and may have been replaced since the first time.
             if file.metadata() != header.metadata:
                 raise _replaced(path)
         except SafetensorError as error:
-            raise CacheFileError(f"expected a safetensors file, but saw {path}: {error}.") from error
+            raise CacheFileError(f"{path} is not a safetensors file: {error}.") from error
         except OSError as error:
-            raise CachePathError(f"expected a file that can be read, but saw {path}: {error}.") from error
+            raise CachePathError(f"{path} cannot be read: {error}.") from error
         yield SavedFile(path, file, header, description)
 
 
 class _RangedTensors:
-    """The tensors of a file of which ranges can be read."""
+    """The tensors of a remote file, read by ranges."""
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self._path = path
@@ -156,15 +156,15 @@ class _RangedTensors:
 
 @contextlib.contextmanager
 def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[SavedFile]:
-    """A file that is elsewhere, for as long as the context lasts.
+    """Open and check a remote file for the duration of the context.
 
     Args:
-        path: what errors call it.
-        file_bytes: its size.
-        read: reads a range of its bytes.
+        path: name of the file in errors.
+        file_bytes: size of the file.
+        read: reads a range of bytes.
 
     Raises:
-        CacheFileError: as `opened`.
+        CacheFileError: the file is damaged, is not a saved cache, or has a later version of the format.
     """
     header = parse_header(path, file_bytes, read)
     yield SavedFile(path, _RangedTensors(path, header, read), header, _described(path, header))
@@ -192,6 +192,4 @@ def _described(path: str, header: Header) -> Description:
 
 
 def _replaced(path: str) -> CacheFileError:
-    return CacheFileError(
-        f"expected a file that stays what it is while it is read, but {path} was replaced: load it again."
-    )
+    return CacheFileError(f"{path} was replaced while it was read: load it again.")

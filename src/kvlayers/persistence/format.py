@@ -1,4 +1,4 @@
-"""The description of a cache in its file: plain facts, as JSON, beside the tensors."""
+"""The format of a saved cache: its description, plain facts in JSON beside the tensors."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ READ_VERSIONS = ("1", "2")
 """The versions that are read."""
 
 MAX_TOKENS = 2**40
-"""Far more tokens than anybody will decode. A larger number in a file is invalid."""
+"""Far more than anybody will ever decode. A count of tokens beyond this is refused."""
 
 TOKEN_IDS = "token_ids"
 DIGESTS = "digests"
@@ -30,7 +30,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer: its kind, the facts of its state, the names of its tensors, and whether it records a past."""
+    """One layer: its kind, the facts of its state, the names of its tensors, and whether it records its past."""
 
     kind: str
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """One cache: its kind, its options, and its layers or, for a pair, its parts.
+    """One cache: its kind, its options, and its layers; or its parts, for a pair.
 
     Attributes:
         kind: name of the cache's class.
         length: tokens seen.
-        batch_size: sequences in the batch, -1 before the first states.
-        options: options of the cache, except those in its layers' records.
+        batch_size: sequences side by side, -1 before the first states.
+        options: what the cache's `describe()` returned.
         layers: a record for each layer.
         parts: records of self-attention and cross-attention, for a pair.
     """
@@ -64,10 +64,10 @@ class ModelRecord:
     """The model that made the states.
 
     Attributes:
-        fields: the fields of its config that states depend on.
-        name: name on the hub, for readers; `None` for a directory, whose name is private.
-        commit: revision on the hub, for readers.
-        weights_id: the caller's id of its weights.
+        fields: what its config says that states depend on.
+        name: the name that it was loaded by, for people; `None` for a directory, whose path is private.
+        commit: revision of that, for people.
+        weights_id: what the caller calls its weights.
     """
 
     fields: dict[str, Any] | None = None
@@ -78,13 +78,13 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything in a file except its tensors.
+    """Everything that a file says beside its tensors.
 
     Attributes:
-        versions: versions of kvlayers, torch and transformers, for readers.
+        versions: of kvlayers, torch and transformers, for people.
         cache: the cache.
-        model: the model that made the states.
-        rotaries: layout and first dimension of each rotation of keys, by its fingerprint.
+        model: the model that its states are of.
+        rotaries: how keys are rotated, by the fingerprint of the rotation: layout and first dimension.
         dtypes: dtypes of the states, sorted.
     """
 
@@ -96,43 +96,43 @@ class Description:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two files if and only if the same model can use the states of both."""
+        """A hash that two files share if one model can continue from the states of both."""
         kinds = [[layer.kind for layer in cache.layers] for cache in self.caches()]
         model = [self.model.fields, self.model.weights_id]
         return hashlib.sha256(canonical([model, self.cache.kind, kinds, self.dtypes]).encode()).hexdigest()
 
     def caches(self) -> tuple[CacheRecord, ...]:
-        """The caches with layers: the parts of a pair, or the only cache."""
+        """The caches that have layers: both parts of a pair, or the cache itself."""
         return self.cache.parts or (self.cache,)
 
     def layers(self) -> Iterator[tuple[str, LayerRecord]]:
-        """Each layer, with the prefix of its tensors' names."""
+        """Each layer, with the prefix of the names of its tensors."""
         for number, cache in enumerate(self.caches()):
             for index, layer in enumerate(cache.layers):
                 yield layer_prefix(number if self.cache.parts else None, index), layer
 
     def to_json(self) -> str:
-        """The description as text, equal for equal descriptions."""
+        """The description as text. Equal descriptions give equal texts."""
         return canonical({**dataclasses.asdict(self), "fingerprint": self.fingerprint})
 
 
 def canonical(content: object) -> str:
-    """The content as JSON with sorted keys and no spaces."""
+    """`content` as JSON, with sorted keys and no spaces."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def layer_prefix(part: int | None, index: int) -> str:
-    """Prefix of the names of a layer's tensors."""
+    """The prefix of the names of a layer's tensors."""
     return f"layers.{index}." if part is None else f"parts.{part}.layers.{index}."
 
 
 def rotary_name(fingerprint: str) -> str:
-    """Name of the tensor with the frequencies of a rotation."""
+    """The name of the tensor with the frequencies of a rotation."""
     return f"rotary.{fingerprint}"
 
 
 def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -> Description:
-    """Parse the description in a file.
+    """The description in a file.
 
     Raises:
         CacheFileError: the text is not a description.
@@ -242,14 +242,14 @@ _LAYER: _Checks = {
 
 
 class _RecordReader:
-    """Parses records, and refuses invalid ones."""
+    """Parses records, and refuses anything else."""
 
     def __init__(self, path: str, version: str) -> None:
         self.path = path
         self.version = version
 
     def record(self, content: object, checks: _Checks) -> dict[str, Any]:
-        """The content, if it has exactly the names of `checks`, and each value passes its check."""
+        """`content`, if it has exactly these names, each with a value of its kind."""
         if not isinstance(content, dict) or set(content) != set(checks):
             refuse(self.path, f"a record of {', '.join(checks)}", shown(content))
         for name, is_right in checks.items():
@@ -274,7 +274,7 @@ class _RecordReader:
         for name in ("length", "checkpoints", "linear.checkpoints"):
             if name in found["facts"] and not (found["facts"][name] is None or _is_count(found["facts"][name])):
                 refuse(self.path, f"a {name} of 0 to {MAX_TOKENS}", shown(found["facts"][name]))
-            # Checkpoints are tensors, so a layer cannot have more checkpoints than tensors.
+            # A count beyond the tensors would be a long loop over nothing.
             if name != "length" and (found["facts"].get(name) or 0) > len(found["tensors"]):
                 refuse(self.path, f"at most as many {name} as tensors", shown(found["facts"][name]))
         return LayerRecord(**{**found, "tensors": tuple(found["tensors"])})

@@ -1,4 +1,4 @@
-"""Describes a saved cache without loading it."""
+"""Read what a file says about its cache, without loading it."""
 
 import os
 from collections.abc import Callable
@@ -19,24 +19,24 @@ from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
 
 @dataclass(frozen=True)
 class CacheFile:
-    """The description of a saved cache.
+    """What a file says about its cache.
 
     Attributes:
         path: path of the file.
         kind: name of the cache's class.
         layers: name of each layer's class; for a pair, the layers of self-attention and then of cross-attention.
         length: tokens that the cache has seen.
-        batch_size: sequences in the batch, -1 before the first states.
-        dtype: dtype of the states; `None` if there are no states, or several dtypes.
+        batch_size: sequences side by side, -1 before the first states.
+        dtype: dtype of the states; `None` for no states, or for several dtypes.
         nbytes: bytes of the file.
-        fingerprint: equal for files whose states can be used by the same model. It is made of the model's config, its
+        fingerprint: the same for files whose states one model may go on from: made of the model's config, its
             `weights_id`, the kinds of the layers and the dtypes of the states.
-        model: the fields of the model's config that states depend on, `None` if no config was passed.
-        model_name: name of the model on the hub, `None` if it is unknown or the model came from a directory.
-        model_commit: revision of the model on the hub.
-        weights_id: id of the model's weights, `None` if none was passed.
-        versions: versions of kvlayers, torch and transformers that wrote the file.
-        has_token_ids: whether the file has the ids of the tokens.
+        model: the fields of the model's config that states depend on, `None` if no config was given.
+        model_name: the name that the model was loaded by; `None` if it is not known, or a directory.
+        model_commit: revision of that.
+        weights_id: the id of the model's weights, `None` if none was given.
+        versions: of kvlayers, torch and transformers that made it.
+        has_token_ids: whether the ids of the tokens are in it.
         bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
         checksum: SHA-256 of the whole file. Keep it elsewhere to detect deliberate changes of the file.
@@ -72,8 +72,8 @@ class CacheFile:
         """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` if they are not in the file.
 
         Raises:
-            CacheFileError: the file was replaced, or is damaged.
-            CachePathError: the file no longer exists.
+            CacheFileError: the file is another one by now, or damaged.
+            CachePathError: the file is gone.
         """
         if not self.has_token_ids:
             return None
@@ -87,29 +87,29 @@ class CacheFile:
 
 
 def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
-    """Describe a saved cache, without reading its states.
+    """Read what a file says about its cache, without reading the states.
 
     Args:
         path: the file.
 
     Raises:
-        CacheFileError: the description is damaged, or the file is not a saved cache.
-        CachePathError: the file does not exist, cannot be read, or is not a regular file.
+        CacheFileError: what it says is damaged, or it is no file of a cache.
+        CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
     with opened(checked_path(path)) as saved:
         return _seen(saved, opened)
 
 
 def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
-    """Describe a saved cache in a remote file. Only the header, the digests and the token ids are read.
+    """As `inspect_cache`, for a remote file, of which only the header, the digests and the ids are read.
 
     Args:
-        path: name of the file in errors.
-        file_bytes: size of the file.
-        read: reads a range of bytes. It must work as long as the result is used.
+        path: the name of the file in errors.
+        file_bytes: its size.
+        read: reads a range of its bytes, as long as the result is used.
 
     Raises:
-        CacheFileError: the description is damaged, or the file is not a saved cache.
+        CacheFileError: what it says is damaged, or it is no file of a cache.
     """
 
     def open_it(path: str) -> AbstractContextManager[SavedFile]:
@@ -147,7 +147,7 @@ def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Save
 
 def _bits(layer: LayerRecord) -> tuple[int, int] | None:
     keys, values = layer.facts.get("key_nbits"), layer.facts.get("value_nbits")
-    # A file may contain anything, so other types are ignored.
+    # A file may say anything: bits that are not whole numbers are ignored.
     return (keys, values) if type(keys) is int and type(values) is int else None
 
 

@@ -1,4 +1,4 @@
-"""Loads a cache from a file."""
+"""Load a cache from a file, and continue decoding."""
 
 import os
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState
@@ -38,29 +37,30 @@ def load_cache(
     weights_id: str | None = None,
     verify: bool = True,
 ) -> Cache:
-    """Load the cache that `save_cache` wrote, into its own memory.
+    """Load a cache that `save_cache` wrote. Its memory is independent of the file.
 
-    The file is memory-mapped, and the states are copied from it once. With `length`, layers that keep every token in
-    full precision copy only the states of the first tokens.
+    The file is memory-mapped, and only the states are copied, once. With `length`, layers that keep every token in full
+    precision copy the states of the first tokens alone.
 
     Args:
         path: the file.
-        device: device of the states, by default the CPU, or the device of `into`.
-        config: config of the model that will use the cache. Needed for layers of classes that are not registered.
-        length: the number of first tokens to load, by default all.
-        into: a cache to load into instead of a new one: of your own class, for example, or with a larger reservation.
-            It is changed only after all checks have passed.
-        weights_id: id of the model's weights, compared with the id in the file; see `weights_id()`.
-        verify: whether to compare every state with its checksum. The checksum of everything else is always compared.
+        device: device of the states, the host if not given.
+        config: config of the model that continues. Needed for layers of transformers, and for recurrent layers in files
+            of the first version of the format.
+        length: how many of the first tokens to load, all if not given.
+        into: an existing cache to load into, for example of an unregistered class, or with a larger reservation. It
+            changes only after every check has passed.
+        weights_id: id of the model's weights, to be compared with that in the file; see `weights_id()`.
+        verify: whether to compare every state with its checksum. The description is always compared.
 
     Raises:
-        CacheFileError: the file is damaged, is not a saved cache, has a later version of the format, or is not enough
-            to make a cache without `config` or `into`.
+        CacheFileError: the file is damaged, is not the file of a cache, has a later version of the format, names a kind
+            that is not registered, or does not say enough to make a cache without `config` or `into`.
         CachePathError: the file does not exist, cannot be read, or is not a regular file.
-        ModelMismatchError: the file was made by another model than that of `config`, or with other weights.
+        ModelMismatchError: the file was made by another model than that of `config`, or by other weights.
         StateMismatchError: `into` has other layers than the cache in the file.
-        RollbackError: the cache in the file has fewer than `length` tokens, or no longer holds the first ones.
-        OptionError: an argument is invalid.
+        RollbackError: the first `length` tokens are not held any more, or not so many are.
+        OptionError: an argument that is nothing of the kind.
 
     Example:
         >>> import tempfile, torch, kvlayers
@@ -88,8 +88,8 @@ def load_cache(
 
 
 def _device_of(cache: Cache) -> torch.device:
-    """Device of a cache, the CPU if it has no states yet."""
-    parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    """The device that a cache computes on; the host if it holds no states yet."""
+    parts = [cache.self_attention_cache] if cache.is_pair else [cache]
     for layer in (layer for part in parts for layer in part.adapted_layers()):
         if layer.batch_size is not None and not layer.is_upstream:
             found = layer.parts[0].device
@@ -137,7 +137,7 @@ class _StateReader:
         return self._finished(pair)
 
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
-        # One layer at a time, so that the device holds two copies of no more than one layer.
+        # One layer at a time, so that the device never holds more than one layer twice.
         if len(cache.layers) != len(record.layers):
             raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
@@ -152,7 +152,7 @@ class _StateReader:
         states = []
         for number, record in enumerate(description.caches()):
             part = number if description.cache.parts else None
-            held = _parts(cache)[number if isinstance(cache, EncoderDecoderCache) else 0]
+            held = _parts(cache)[number if cache.is_pair else 0]
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
@@ -164,7 +164,7 @@ class _StateReader:
             states.append(CacheState(record.kind, found))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
         if self.length is not None:
-            # On a fork first: only a loaded cache knows whether its windows still hold these tokens.
+            # On a fork first: only loaded layers know which tokens have left their windows.
             twin = cache.fork()
             twin.load_state(state)
             state = self._finished(twin).state()
@@ -174,7 +174,7 @@ class _StateReader:
     def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
         if layer.is_recurrent or layer.is_upstream:
-            # Such layers check less of a state before they take it, and their states are small enough to load twice.
+            # These layers check less of a state than layers of tokens do, and are small enough to be loaded twice.
             with file_at_fault(self.saved.path, mismatch_too=False):
                 layer.fork().load_state(state)
         return state
@@ -182,7 +182,7 @@ class _StateReader:
     def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
         facts = dict(record.facts)
         cut = None
-        # Not for a length of 0, which also removes the encoder's states.
+        # A length of 0 also rolls back the encoder's output.
         if self.length and part != 1 and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
@@ -199,7 +199,7 @@ class _StateReader:
         return states.to(self.device)
 
     def _finished(self, cache: Cache) -> Cache:
-        """The new cache, cut to `length`."""
+        """A new cache, cropped to the requested length."""
         if self.length is not None and self.length < self.saved.description.cache.length:
             if self.length:
                 cache.crop(self.length)
@@ -216,13 +216,11 @@ class _StateReader:
 
 
 def _parts(cache: Cache) -> list[Cache]:
-    return (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
+    return [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
 
 
 def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
-    """Raise `CacheFileError` if no model has such states: an empty batch, integers, or other dimensions."""
+    """Raise `CacheFileError` if states cannot be those of a model: without sequences, or not of floating point."""
     for name in ("keys", "values", "first_keys", "first_values"):
         states = tensors.get(name)
         if states is not None and (not states.is_floating_point() or states.dim() != 4 or not states.shape[0]):
@@ -233,7 +231,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
-    """Raise `StateMismatchError` if a fact has another type, or another reservation, than the transformers layer."""
+    """Raise `StateMismatchError` if facts have other types than those of a layer of transformers."""
     own = layer.state().facts
     for name, value in facts.items():
         known = own.get(name)

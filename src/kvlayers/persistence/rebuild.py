@@ -1,4 +1,4 @@
-"""Makes an empty cache from the description in a file."""
+"""Make an empty cache from the description in a file."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31
-"""The greatest number in a description: no window, reservation or group is larger."""
+"""The largest number that a layer is made with. No window, reservation or group is larger."""
 
 FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
-"""A file may reserve this many bytes, or this many times its own size if that is more."""
+"""A file may reserve `FREE_RESERVATION` bytes for its tokens, or `RESERVATION_FACTOR` times its size if more."""
 
 
 @contextlib.contextmanager
 def file_at_fault(path: str, mismatch_too: bool = True) -> Iterator[None]:
-    """Turn errors about the contents of a file into a `CacheFileError` that names the file.
+    """Name the file in errors about its content.
 
     Args:
         path: the file.
-        mismatch_too: whether states that do not fit the cache are an error of the file, not of the caller.
+        mismatch_too: whether states that do not fit the cache are the file's fault, rather than the caller's.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
 
 
 def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: DescriptionContext) -> list[Any]:
-    """The layers in a file, `None` for a layer whose class is not registered, or whose description is incomplete."""
+    """The layers of a file; `None` for a layer whose kind is not registered, or whose facts are incomplete."""
     layers: list[Any] = []
     with file_at_fault(saved.path):
         reserved = [_reserved_bytes(saved, record, layer_prefix(part, i), own) for i, own in enumerate(record.layers)]
@@ -185,7 +185,7 @@ def _check_reservation(saved: SavedFile, total: int) -> None:
 
 
 def _check_layers(path: str, record: CacheRecord, config: object, may_have_fewer: bool) -> None:
-    """Raise `ModelMismatchError` if the config has other layers."""
+    """Raise `ModelMismatchError` if the config shows that the layers are those of another model."""
     specs = layer_specs(config)
     if len(record.layers) != len(specs) and not (may_have_fewer and len(record.layers) < len(specs)):
         raise ModelMismatchError(

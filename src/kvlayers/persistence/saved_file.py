@@ -1,4 +1,4 @@
-"""A saved cache that has been opened and checked, before its tensors are read."""
+"""An open file of a cache, whose header and description were checked, and whose tensors were not read yet."""
 
 import contextlib
 from collections.abc import Iterator
@@ -32,27 +32,27 @@ from kvlayers.persistence.safetensors_header import (
 METADATA = ("format", "format_version", "description", "checksum")
 
 MAX_RANGE_BYTES = 64 * 2**20
-"""The most bytes of a tensor that is read from a remote file: the ids of 8 million tokens."""
+"""The largest tensor that is read into memory from a remote file: the ids of 8 million tokens."""
 
 
 class Tensors(Protocol):
     """The tensors of a file."""
 
     def get_tensor(self, name: str) -> Tensor:
-        """The tensor with this name."""
+        """One tensor, as it is stored in the file."""
 
 
 class SavedFile:
-    """A file whose header, description and digests have been checked. States are checked when they are read.
+    """A file whose content was checked, except for the bytes of its states, which are checked when they are read.
 
     Args:
         path: path of the file.
-        file: the tensors, mapped by safetensors or read from a remote file.
-        header: the header.
-        description: the description.
+        file: its tensors, as safetensors has mapped them, or from elsewhere.
+        header: what was read from it before.
+        description: what it says.
 
     Raises:
-        CacheFileError: the file is damaged.
+        CacheFileError: it is damaged.
     """
 
     def __init__(self, path: str, file: Tensors, header: Header, description: Description) -> None:
@@ -79,15 +79,15 @@ class SavedFile:
         return TOKEN_IDS in self.header.tensors
 
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
-        """A tensor that is mapped from the file, so that only used bytes are read. Do not write to it.
+        """A tensor, memory-mapped where that is possible: do not write to it.
 
         Args:
-            name: name of the tensor.
-            tokens: the number of first tokens of keys or values; `None` for the whole tensor.
-            verify: whether to compare the bytes with their digests.
+            name: what it is called.
+            tokens: of keys or values, how many of the first tokens; `None` for all that there is.
+            verify: whether to compare its bytes with their digests.
 
         Raises:
-            CacheFileError: bytes have changed since the file was saved.
+            CacheFileError: bytes have changed since it was saved.
         """
         states = self._mapped(name)
         needed = states.shape[2] if tokens is None and states.dim() == 4 else (tokens or 0)
@@ -124,7 +124,7 @@ def opened(path: str) -> Iterator[SavedFile]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            # The file is opened a second time here, and may have been replaced since the first time.
+            # The file was opened a second time, and may have been replaced meanwhile.
             if file.metadata() != header.metadata:
                 raise _replaced(path)
         except SafetensorError as error:
@@ -135,7 +135,7 @@ def opened(path: str) -> Iterator[SavedFile]:
 
 
 class _RangedTensors:
-    """The tensors of a remote file, read by ranges."""
+    """The tensors of a file that is read by ranges."""
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self._path = path
@@ -156,15 +156,15 @@ class _RangedTensors:
 
 @contextlib.contextmanager
 def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[SavedFile]:
-    """Open and check a remote file for the duration of the context.
+    """A remote file, for as long as the context lasts.
 
     Args:
-        path: name of the file in errors.
-        file_bytes: size of the file.
-        read: reads a range of bytes.
+        path: what errors call it.
+        file_bytes: its size.
+        read: reads a range of its bytes.
 
     Raises:
-        CacheFileError: the file is damaged, is not a saved cache, or has a later version of the format.
+        CacheFileError: as `opened`.
     """
     header = parse_header(path, file_bytes, read)
     yield SavedFile(path, _RangedTensors(path, header, read), header, _described(path, header))

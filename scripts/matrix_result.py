@@ -1,6 +1,6 @@
-"""A plugin for pytest that writes what a run came to, and what it ran on, to the file that `--result` names.
+"""A pytest plugin that writes the counts of a run, its versions and its machine to the file that `--result` names.
 
-`nox -s matrix` loads it: what pytest prints is for people, and a run that did not finish leaves no file.
+`nox -s matrix` loads it, since pytest's own output is for people. A run that does not finish leaves no file.
 """
 
 import datetime
@@ -18,21 +18,21 @@ import transformers
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--result`."""
-    parser.addoption("--result", type=Path, help="write what the run came to, as JSON, to this file")
+    parser.addoption("--result", type=Path, help="write the counts of the run to this file, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to count in the process that has the whole run before it, which the workers of xdist have not."""
+    """Register the plugin in the main process only, since the workers of xdist see parts of the run."""
     result = config.getoption("result")
     if result is not None and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Result(result))
 
 
 class Result:
-    """What a run came to.
+    """Counts of a run.
 
     Args:
-        file: Where it is written, once the run has finished.
+        file: where they are written once the run has finished.
     """
 
     def __init__(self, file: Path) -> None:
@@ -40,7 +40,7 @@ class Result:
         self.started = time.monotonic()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-        """Write it, unless the run was broken off, or had no tests."""
+        """Write the counts, unless the run was interrupted or had no tests."""
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
         count = {outcome: len(reports) for outcome, reports in terminalreporter.stats.items()}
@@ -61,7 +61,7 @@ class Result:
 
 
 def commit() -> str:
-    """The commit that the tests are of, with what git says of changes to it; empty where this is no checkout."""
+    """The commit that was tested, marked if there are changes; empty outside of a checkout."""
     described = subprocess.run(
         ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"],
         cwd=Path(__file__).parent,
@@ -72,7 +72,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The processor by name, where the system tells it, and how many cores of it there are."""
+    """The processor, by name if the system knows it, and its number of cores."""
     processor = platform.processor() or platform.machine()
     described = Path("/proc/cpuinfo")
     if described.exists():

@@ -36,11 +36,11 @@ def main() -> None:
     if len(finished) < len(found):
         missing = ", ".join(version for version, result in found.items() if result is None)
         sys.exit(
-            f"{Path(__file__).name}: expected a finished run of the whole suite on every version, but saw none on "
-            f"{missing}: run `nox -s matrix` first, with nothing after `--`."
+            f"{Path(__file__).name}: there is no finished run of the whole suite on {missing}: run `nox -s matrix` "
+            "first, with nothing after `--`."
         )
     if failed := [version for version, result in found.items() if result is not None and result["failed"]]:
-        sys.exit(f"{Path(__file__).name}: expected no failures, but saw some on {', '.join(failed)}: mend them first.")
+        sys.exit(f"{Path(__file__).name}: tests failed on {', '.join(failed)}: fix them first.")
     columns = (*COLUMNS, "date", "commit")
     table = markdown([row(version, result, columns) for version, result in found.items()], columns)
     machines = "; ".join(dict.fromkeys(result["machine"] for result in finished))
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """What a run left, `None` if it did not finish."""
+    """The result of a run, `None` if it did not finish."""
     result: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
     return result
 
@@ -63,7 +63,7 @@ def row(version: str, result: dict[str, Any] | None, columns: tuple[str, ...]) -
 
 
 def show(rows: list[list[str]]) -> None:
-    """Print a table: by rich where the Python of nox has it, or else as Markdown."""
+    """Print a table: with rich if it is installed beside nox, otherwise as Markdown."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -80,7 +80,7 @@ def show(rows: list[list[str]]) -> None:
 
 
 def markdown(rows: list[list[str]], columns: tuple[str, ...]) -> str:
-    """A table of Markdown, its columns in line."""
+    """A table in Markdown, with aligned columns."""
     rule = ["---:" if column in NUMBERS else "---" for column in columns]
     lines = [list(columns), rule, *rows]
     widths = [max(len(cells[index]) for cells in lines) for index in range(len(columns))]

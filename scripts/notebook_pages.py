@@ -1,6 +1,6 @@
-"""A hook of mkdocs: each notebook of the docs is a page of the site, with the outputs that are stored in it.
+"""A hook of mkdocs that turns each notebook of the docs into a page of the site, with its stored outputs.
 
-The pages are Markdown, so that mkdocs checks their links like those of any other page, and nothing is run.
+The pages are Markdown, so mkdocs checks their links as on any other page. No notebook is run.
 """
 
 import json
@@ -16,7 +16,7 @@ LINK_TO_A_NOTEBOOK = re.compile(r"(\]\((?!\w+:)[^)#]*)\.ipynb(?=[)#])")
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
-    """Put a page in the place of each notebook."""
+    """Replace each notebook by a page."""
     from mkdocs.structure.files import File
 
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
@@ -27,12 +27,12 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Lead links to notebooks to their pages; on a forge they lead to the notebooks."""
+    """Change links to notebooks into links to their pages. On a forge they still lead to the notebooks."""
     return LINK_TO_A_NOTEBOOK.sub(r"\1.md", markdown)
 
 
 def page_of(notebook: Mapping[str, Any]) -> str:
-    """The Markdown of a notebook: its prose, its code, and what that put out."""
+    """The Markdown of a notebook: its text, its code, and the outputs."""
     return "\n\n".join(part for cell in notebook["cells"] for part in parts_of(cell)) + "\n"
 
 
@@ -48,7 +48,7 @@ def parts_of(cell: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shown(output: Mapping[str, Any]) -> str:
-    """The Markdown of one output, of the richest kind that it has."""
+    """The Markdown of one output, in its richest format."""
     if "text" in output:
         return fenced("text", "".join(output["text"]))
     data = {kind: "".join(text) for kind, text in output["data"].items()}

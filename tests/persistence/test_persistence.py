@@ -631,7 +631,7 @@ def test_another_models_file_is_refused_with_the_first_difference(path: pathlib.
         return other
 
     rope = {"rope_type": "default", "rope_theta": 500000.0}
-    message = r"expected rope_parameters\.rope_theta 500000, but .* was made with 10000"
+    message = r"`config` has rope_parameters\.rope_theta 500000, but .* was made with 10000"
     with pytest.raises(ModelMismatchError, match=message):
         load_cache(path, config=changed(**versions.rope(**rope)))
     for fields in ({"hidden_size": 64}, {"rms_norm_eps": 1e-5}, {"dtype": "bfloat16"}, {"num_key_value_heads": 4}):

@@ -1,4 +1,4 @@
-"""Caches in files: safetensors, written at once or not at all, and checked before anything is believed."""
+"""Saves caches to safetensors files, atomically, and loads them after checking everything that a file says."""
 
 from kvlayers.persistence.inspect import CacheFile, inspect_cache
 from kvlayers.persistence.load import load_cache

@@ -1,4 +1,4 @@
-"""A file that is either the old one or the new one, whatever happens while it is written."""
+"""Atomic writes: a file has either its old or its new content, even if writing fails or the process dies."""
 
 import contextlib
 import errno
@@ -23,24 +23,24 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def temporary_name() -> str:
-    """A name for a file that is being written, which no other one has."""
+    """A unique name for a file that is being written."""
     return f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
 
 
 def clear_temporaries(directory: str, older_than: float) -> None:
-    """Delete what killed processes have left behind of files that they were writing.
+    """Delete the temporary files of processes that died while writing.
 
     Args:
-        directory: where to look.
-        older_than: seconds since they were last written to: others may be written at this moment.
+        directory: the directory to clear.
+        older_than: the least seconds since the last write. A newer file may still be in use.
 
     Raises:
-        OSError: the directory cannot be read, or one of them not be deleted.
+        OSError: the directory cannot be read, or a file cannot be deleted.
     """
     for name in os.listdir(directory):
         if name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX):
             path = os.path.join(directory, name)
-            # Another process may be done with it at this moment.
+            # Another process may rename or delete the file meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - os.lstat(path).st_mtime > older_than:
                     os.unlink(path)
@@ -48,20 +48,20 @@ def clear_temporaries(directory: str, older_than: float) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """The path of a new file beside `path`, which takes the place of that when the context ends without an error.
+    """Yield the path of a new file, which replaces `path` if the context ends without an error.
 
-    Its content is on disk before it does, and so is its name before the context has ended.
+    The content is on disk before the file is renamed, and the new name is on disk before the context ends.
 
     Raises:
-        CachePathError: the directory is missing or cannot be written to, the disk is full, or `path` is no file.
+        CachePathError: the directory is missing or cannot be written to, the disk is full, or `path` is not a file.
     """
     existing = check_regular(path, missing_is_fine=True)
     if existing is not None and not existing.st_mode & WRITABLE:
-        raise CachePathError(f"expected a file that may be replaced, but {path} is write-protected: choose another.")
+        raise CachePathError(f"`path`: {path} is write-protected: choose another file.")
     directory = os.path.dirname(path) or os.curdir
     temporary = os.path.join(directory, temporary_name())
     with _named_errors(path, directory):
-        # The system's defaults for new files apply to one that it makes; safetensors makes its own for the owner alone.
+        # Made here to get the system's default permissions; safetensors makes files that only the owner can read.
         made = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, READ_AND_WRITE)
         mode = (os.fstat(made) if existing is None else existing).st_mode & PERMISSIONS
         os.close(made)
@@ -79,7 +79,7 @@ def replacing(path: str) -> Iterator[str]:
 
 
 def _to_disk(path: str) -> None:
-    # A file must be open for writing to be flushed on Windows; a directory, elsewhere, cannot be.
+    # On Windows a file must be open for writing to be flushed. A directory cannot be opened for writing.
     opened = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
     try:
         os.fsync(opened)
@@ -93,17 +93,17 @@ def _named_errors(path: str, directory: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise CachePathError(
-            f"expected a directory at {directory}, but there is none: make it before saving to {path}."
+            f"`path`: the directory {directory} does not exist: make it before saving to {path}."
         ) from error
     except OSError as error:
         if isinstance(error, CachePathError):
             raise
-        way_out = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
+        remedy = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
         raise CachePathError(
-            f"expected a directory that can be written to, but saw {directory} ({error.strerror}): {way_out}."
+            f"`path` must be in a directory that can be written to, got {directory} ({error.strerror}): {remedy}."
         ) from error
     except SafetensorError as error:
         raise CachePathError(
-            f"expected a directory that can be written to, but saw {directory} ({error}): make room in it, or choose "
-            "another."
+            f"`path` must be in a directory that can be written to, got {directory} ({error}): make room in it, or "
+            "choose another."
         ) from error

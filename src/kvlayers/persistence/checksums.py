@@ -1,4 +1,4 @@
-"""Checksums of tensors, by runs of tokens, so that the first tokens can be checked without reading the others."""
+"""Checksums of tensors in runs of tokens, so that the first tokens can be verified without reading the others."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
 
 RUN_TOKENS = 512
-"""Tokens of keys or values that have one digest."""
+"""Tokens of keys or values that share one digest."""
 
 DIGEST_BYTES = 32
 
@@ -17,7 +17,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First and last of the tokens that have a digest of their own; the whole of a tensor that has no tokens."""
+    """Start and end of each run of tokens; a tensor without a token dimension is one run."""
     tokens = shape[2] if len(shape) == 4 else 0
     if tokens <= RUN_TOKENS:
         yield 0, tokens
@@ -27,18 +27,18 @@ def runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def run_count(shape: tuple[int, ...]) -> int:
-    """How many there are, without going through them: a header may claim any number of tokens."""
+    """The number of `runs`, without iterating over them, since a header may claim any number of tokens."""
     return max(-(-shape[2] // RUN_TOKENS), 1) if len(shape) == 4 else 1
 
 
 def digest_of(states: Tensor, start: int, end: int) -> bytes:
-    """The SHA-256 of a run of `states`, on the host, whose bytes are taken in the order of its dimensions."""
+    """SHA-256 of a run of `states` on the host, in the order of its dimensions."""
     run = states[:, :, start:end] if states.dim() == 4 else states
     return hashlib.sha256(run.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def digest_table(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Digests of all tensors, by their sorted names and then by runs: uint8 `[digests, 32]`."""
+    """Digests of all tensors, uint8 `[digests, 32]`, sorted by name and then by run."""
     rows = [digest_of(tensors[name], *run) for name in sorted(tensors) for run in runs(tuple(tensors[name].shape))]
     if not rows:
         return torch.empty(0, DIGEST_BYTES, dtype=torch.uint8)
@@ -46,7 +46,7 @@ def digest_table(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def first_rows(tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """For each tensor the row of its first digest, and under no name how many rows there are."""
+    """For each tensor, the row of its first digest; for the name "", the number of rows."""
     rows: dict[str, int] = {}
     count = 0
     for name in sorted(tensors):
@@ -56,7 +56,7 @@ def first_rows(tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
 
 
 def checksum(description: str, tensors: Mapping[str, TensorEntry], digests: Tensor) -> str:
-    """One SHA-256 of all that a file holds: the description, what each tensor looks like, and the digests of all."""
+    """SHA-256 of a whole file: of its description, and of the dtype, shape and digests of each tensor."""
     total = hashlib.sha256(description.encode("utf-8", "surrogatepass"))
     for name in sorted(tensors):
         entry = tensors[name]

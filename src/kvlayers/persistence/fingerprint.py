@@ -1,4 +1,4 @@
-"""Which model states are of: what its config says that they depend on."""
+"""Which model made the states: the fields of its config that states depend on."""
 
 import math
 import os
@@ -34,21 +34,21 @@ IRRELEVANT = frozenset((
     "use_cache",
 ))
 # fmt: on
-"""Fields of a config that no state depends on. Any other does, as far as we know: a field that a new model brings is
-compared from its first day, and the worst that comes of one too many is a refusal that names it."""
+"""Fields of a config that no state depends on. All other fields are compared, so a field of a new model counts from its
+first day. If it turns out to be irrelevant, the worst result is a refusal that names it."""
 
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
 
 def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
-    """What a config says that states depend on, by plain values.
+    """The fields of a config that states depend on, as JSON types.
 
     Args:
         config: config of the model.
-        is_pair: whether the states are those of a pair of caches, which depend on the encoder as well.
+        is_pair: whether the cache is an `EncoderDecoderCache`, whose states depend on the encoder as well.
 
     Raises:
-        ConfigError: it is no model config.
+        ConfigError: `config` is not a model config.
     """
     decoder = decoder_config(config)
     content: Any = config_of(config) if is_pair else decoder
@@ -57,11 +57,11 @@ def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
 
 
 def model_record(config: object | None, is_pair: bool, weights_id: str | None) -> ModelRecord:
-    """What is saved of a model.
+    """The record of a model for a file.
 
     Raises:
-        ConfigError: `config` is no model config.
-        OptionError: `weights_id` is no text.
+        ConfigError: `config` is not a model config.
+        OptionError: `weights_id` is not a text.
     """
     check_weights_id(weights_id)
     if config is None:
@@ -74,20 +74,20 @@ def model_record(config: object | None, is_pair: bool, weights_id: str | None) -
 
 
 def check_weights_id(weights_id: object) -> None:
-    """Raise `OptionError` where it is neither a text nor left out."""
+    """Raise `OptionError` if `weights_id` is neither a text nor `None`."""
     if weights_id is not None and (not isinstance(weights_id, str) or not weights_id):
         raise OptionError(
-            f"expected weights_id to be a text, but saw {weights_id!r}: pass kvlayers.weights_id(model), or a name of "
-            "your own."
+            f"`weights_id` must be a text, got {weights_id!r}: pass kvlayers.weights_id(model), or your own name for "
+            "the weights."
         )
 
 
 def check_model(path: str, description: Description, config: object | None, weights_id: str | None) -> None:
-    """Raise `ModelMismatchError` where states are another model's, as far as both sides say which it is.
+    """Raise `ModelMismatchError` if the states are of another model, as far as file and caller name their models.
 
     Raises:
-        ConfigError: `config` is no model config.
-        OptionError: `weights_id` is no text.
+        ConfigError: `config` is not a model config.
+        OptionError: `weights_id` is not a text.
     """
     check_weights_id(weights_id)
     model = description.model
@@ -98,12 +98,12 @@ def check_model(path: str, description: Description, config: object | None, weig
         if model.fields is not None:
             for name, expected, seen in _differences(own, model.fields, same_version):
                 raise ModelMismatchError(
-                    f"expected {name} {expected}, but {path} was made with {seen}{made_by}: load it for the model that "
-                    "made it."
+                    f"`config` has {name} {expected}, but {path} was made with {seen}{made_by}: load it for the model "
+                    "that made it."
                 )
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
-            f"expected states of the weights {weights_id!r}, but {path} was made with {model.weights_id!r}{made_by}: "
+            f"`weights_id` is {weights_id!r}, but {path} was made with the weights {model.weights_id!r}{made_by}: "
             f"{_what_to_do(weights_id, model.weights_id)}."
         )
 
@@ -112,9 +112,9 @@ def _what_to_do(asked: str, saved: str | None) -> str:
     of_few = saved is not None and re.fullmatch("[0-9a-f]{64}", saved)
     if asked.startswith(SCHEME) and of_few:
         return (
-            "that id looks like one of an earlier kvlayers, made of a few elements of each weight, by which weights "
-            f"cannot be told apart: save the states again, or pass weights_id={saved!r} if you know that they are of "
-            "this model"
+            "the id in the file looks like one of an earlier kvlayers, made of a few elements of each weight, which is "
+            f"not enough to identify weights: save the states again, or pass weights_id={saved!r} if you know that "
+            "they are of this model"
         )
     return "load it for the weights that made it"
 
@@ -122,9 +122,10 @@ def _what_to_do(asked: str, saved: str | None) -> str:
 def _differences(
     own: Mapping[str, Any], saved: Mapping[str, Any], same_version: bool
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Names under which two configs differ, with what each says.
+    """Names of the fields in which two configs differ, with both values.
 
-    Another version of transformers may know fields that this one does not; what it says by them is its default.
+    A field that one config lacks counts only if both are from the same version of transformers. Another version may
+    have fields that this one does not have.
     """
     flat, flat_saved = dict(_flat(own)), dict(_flat(saved))
     for name in sorted({*flat, *flat_saved}):
@@ -144,7 +145,7 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it, numbers in one way, without what states do not depend on."""
+    """A value as JSON types, without irrelevant fields; a float that is a whole number becomes an int."""
     if isinstance(value, Mapping):
         named = {str(name): field for name, field in value.items()}
         return {name: _plain(named[name]) for name in sorted(named) if not _is_irrelevant(name)}

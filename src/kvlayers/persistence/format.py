@@ -254,7 +254,7 @@ class _RecordReader:
             refuse(self.path, f"a record of {', '.join(checks)}", shown(content))
         for name, is_right in checks.items():
             if not is_right(content[name]):
-                refuse(self.path, f"a {name} that a cache has", shown(content[name]))
+                refuse(self.path, f"a valid {name}", shown(content[name]))
         return content
 
     def cache(self, content: object, may_have_parts: bool = True) -> CacheRecord:

@@ -24,7 +24,7 @@ class CacheFile:
     Attributes:
         path: path of the file.
         kind: name of the cache's class.
-        layers: name of each layer's class; of self-attention's and then cross-attention's layers for a pair.
+        layers: name of each layer's class; for a pair, the layers of self-attention and then of cross-attention.
         length: tokens that the cache has seen.
         batch_size: sequences side by side, -1 before the first states.
         dtype: dtype of the states; `None` for no states, or for several dtypes.
@@ -39,8 +39,8 @@ class CacheFile:
         has_token_ids: whether the ids of the tokens are in it.
         bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
-        checksum: SHA-256 of all that is in it. Who keeps it elsewhere knows whether the file was changed on purpose.
-        has_prefixes: whether its first tokens can be loaded without the others.
+        checksum: SHA-256 of the whole file. Keep it elsewhere to detect deliberate changes of the file.
+        has_prefixes: whether the first tokens can be loaded without the others.
     """
 
     path: str
@@ -65,7 +65,7 @@ class CacheFile:
 
     @property
     def needs_config(self) -> bool:
-        """Whether its layers can be made only with the config of the model, or in a cache of the caller's."""
+        """Whether loading needs the config of the model, or a cache to load into."""
         return not all(kind in LAYER_CLASSES for kind in self.layers)
 
     def token_ids(self) -> Tensor | None:
@@ -80,7 +80,7 @@ class CacheFile:
         with self._open(self.path) as saved:
             if saved.header.metadata["checksum"] != self.checksum:
                 raise CacheFileError(
-                    f"expected the file that was inspected, but {self.path} is another one by now: inspect it again."
+                    f"{self.path} is another one by now than the file that was inspected: inspect it again."
                 )
             with torch.inference_mode(False):
                 return saved.tensor(TOKEN_IDS).clone()

@@ -75,7 +75,7 @@ def load_cache(
     if config is not None:
         config = config_of(config)
     if into is not None and not isinstance(into, Cache):
-        raise OptionError(f"expected into to be a cache of kvlayers, but saw a {type(into).__name__}.")
+        raise OptionError(f"`into` must be a cache of kvlayers, got a {type(into).__name__}.")
     if device is None:
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
@@ -102,10 +102,10 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
     if length is None:
         return
     if not isinstance(length, int) or isinstance(length, bool):
-        raise OptionError(f"expected length to be a whole number of tokens, but saw {length!r}.")
+        raise OptionError(f"`length` must be a whole number of tokens, got {length!r}.")
     if not 0 <= length <= record.length:
         raise RollbackError(
-            f"expected a length of 0 to {record.length}, the tokens of the cache in {path}, but saw {length}."
+            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}."
         )
 
 
@@ -139,15 +139,15 @@ class _StateReader:
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
         # One layer at a time, so that the device never holds more than one layer twice.
         if len(cache.layers) != len(record.layers):
-            raise StateMismatchError(f"expected states of {len(cache.layers)} layers, but saw {len(record.layers)}.")
+            raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             layer.load_state(self._state(layer, layer_record, part, index))
         batch_sizes = {layer.batch_size for layer in cache.adapted_layers() if layer.length}
         if len(batch_sizes) > 1:
-            raise StateMismatchError(f"expected states of one batch size, but saw {sorted(map(str, batch_sizes))}.")
+            raise StateMismatchError(f"All layers must have one batch size, got {sorted(map(str, batch_sizes))}.")
 
     def fill(self, cache: Cache) -> Cache:
-        """The caller's cache, with the states of the file."""
+        """Load the states of the file into the caller's cache."""
         description = self.saved.description
         states = []
         for number, record in enumerate(description.caches()):
@@ -156,8 +156,8 @@ class _StateReader:
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
-                    f"expected states of {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it "
-                    "into a cache that was made for the same model config."
+                    f"`into` has {len(layers)} layers, but {self.saved.path} has {len(record.layers)}: load it into a "
+                    "cache that was made for the same model config."
                 )
             pairs = enumerate(zip(map(adapted, layers), record.layers, strict=True))
             found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
@@ -225,7 +225,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
         states = tensors.get(name)
         if states is not None and (not states.is_floating_point() or states.dim() != 4 or not states.shape[0]):
             raise CacheFileError(
-                f"expected {name} [batch, kv_heads, tokens, head_dim] of floating point, but {path} has "
+                f"{path} must have {name} [batch, kv_heads, tokens, head_dim] of a floating-point dtype, got "
                 f"{list(states.shape)} of {states.dtype}: it is damaged, or not made by save_cache()."
             )
 
@@ -236,4 +236,6 @@ def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
     for name, value in facts.items():
         known = own.get(name)
         if known is not None and (type(known) is not type(value) or (name.startswith("max_") and known != value)):
-            raise StateMismatchError(f"expected {name} {known!r}, but saw {value!r}: load it for the same model.")
+            raise StateMismatchError(
+                f"The layer has {name} {known!r}, got {value!r} from the file: load it for the same model."
+            )

@@ -40,11 +40,10 @@ def file_at_fault(path: str, mismatch_too: bool = True) -> Iterator[None]:
     except KVLayersError as error:
         if not mismatch_too:
             raise
-        raise CacheFileError(f"expected what a cache can be made from, but {path} says otherwise: {error}") from error
+        raise CacheFileError(f"No cache can be made from {path}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CacheFileError(
-            f"expected what a cache can be made from, but {path} has {shown(str(error))}: it is damaged, or not made "
-            "by save_cache()."
+            f"No cache can be made from {path} ({shown(str(error))}): it is damaged, or not made by save_cache()."
         ) from error
 
 
@@ -60,10 +59,10 @@ def read_rotaries(saved: SavedFile, verify: bool) -> dict[str, Rotary]:
 
 
 def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, config: object | None) -> Cache:
-    """An empty cache like the one in a file, or like one part of the pair in it.
+    """An empty cache like the one in a file, or like one part of the pair in the file.
 
     Raises:
-        CacheFileError: the file says what no cache can be made from, or does not say enough without a config.
+        CacheFileError: no cache can be made from the file, or not without a config.
         ModelMismatchError: the model has other layers.
     """
     record = saved.description.caches()[part or 0]
@@ -89,7 +88,7 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
 
 
 def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
-    """The class of the cache that a file says it has."""
+    """The class that a file names for its cache."""
     cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
     if cache_class is None:
         refuse(
@@ -117,22 +116,22 @@ def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: De
 
 
 def check_remakeable(cache: Cache) -> None:
-    """Raise `CacheFileError` if `load_cache` could not make such a cache, but only fill one that it is given."""
+    """Raise `CacheFileError` if `load_cache` could not make such a cache, but only load into one."""
     if cache.kind not in CACHE_CLASSES:
         raise CacheFileError(
-            f"expected a cache that can be made from a file ({', '.join(CACHE_CLASSES.names())}), but saw a "
-            f"{type(cache).__name__}: register_cache_class() it, or save it yourself, and load it with into=."
+            f"A {type(cache).__name__} cannot be made from a file, only {', '.join(CACHE_CLASSES.names())}: register "
+            "it with register_cache_class(), or save it yourself, and load it with into=."
         )
     for state in (layer.kind for layer in cache.adapted_layers() if not layer.is_upstream):
         if state not in LAYER_CLASSES:
             raise CacheFileError(
-                f"expected layers that can be made from a file ({', '.join(layer_names())}), but saw a {state}: "
-                "register_layer() it, or save the cache yourself, and load it with into=."
+                f"A {state} cannot be made from a file, only {', '.join(layer_names())}: register it with "
+                "register_layer(), or save the cache yourself, and load it with into=."
             )
 
 
 def loads_prefixes(record: LayerRecord) -> bool:
-    """Whether the first tokens of a layer can be read from a file without those that follow."""
+    """Whether the first tokens of a layer can be read from a file without the others."""
     layer_class, store_class = (
         LAYER_CLASSES.get(record.kind),
         STORE_CLASSES.get(record.facts.get("store", "DenseStore")),
@@ -154,14 +153,14 @@ def _check_settings(path: str, record: CacheRecord) -> None:
 
 
 def _reserved_bytes(saved: SavedFile, record: CacheRecord, prefix: str, layer: LayerRecord) -> int:
-    """Bytes that a layer would reserve for states like those that it has in a file."""
+    """Bytes that a layer would reserve for states like those in the file."""
     layer_class = LAYER_CLASSES.get(layer.kind)
     if layer_class is None:
         return 0
     try:
         tokens, sequences = layer_class.reserved_by(layer.facts)
     except KeyError:
-        # It cannot be made from these facts.
+        # The facts are incomplete, so no layer is made from them.
         return 0
     total = 0
     for name in ("keys", "values"):
@@ -190,13 +189,13 @@ def _check_layers(path: str, record: CacheRecord, config: object, may_have_fewer
     specs = layer_specs(config)
     if len(record.layers) != len(specs) and not (may_have_fewer and len(record.layers) < len(specs)):
         raise ModelMismatchError(
-            f"expected states of {len(specs)} layers, as the config has, but {path} has {len(record.layers)}: load it "
-            "for the model that made it."
+            f"`config` has {len(specs)} layers, but {path} has {len(record.layers)}: load it for the model that made "
+            "it."
         )
     for index, (layer, spec) in enumerate(zip(record.layers, specs, strict=False)):
         window, own = layer.facts.get("sliding_window"), spec.options.get("sliding_window")
         if window is not None and window != own:
             raise ModelMismatchError(
-                f"expected a sliding_window of {own} at layer {index}, as the config says, but {path} has {window}: "
-                "load it for the model that made it."
+                f"`config` has a sliding_window of {own} at layer {index}, but {path} has {window}: load it for the "
+                "model that made it."
             )

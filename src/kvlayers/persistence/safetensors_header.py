@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read and checked before any of it is believed."""
+"""Reads and checks the header of a safetensors file."""
 
 import itertools
 import json
@@ -18,17 +18,17 @@ LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little-endian."""
 
 MAX_HEADER_BYTES = 4 * 2**20
-"""Far more than any cache needs, and little to parse."""
+"""Far more than any cache needs, and still quick to parse."""
 
 MAX_BRACKETS = 200_000
-"""Lists and objects in a JSON text: three for each tensor, and few others. Each takes far more memory than text."""
+"""The most lists and objects in a JSON text. A tensor has three, and each takes far more memory than its text."""
 
 MAX_DIGITS = 19
-"""Of a whole number in the header: those of an int64."""
+"""The most digits of a whole number in the header: the digits of an int64."""
 
 MAX_DIMS = 8
 MAX_EMPTY_ELEMENTS = 2**32
-"""What the other dimensions of a tensor without elements may come to: nothing of the file's size bounds them."""
+"""The greatest product of the other dimensions of an empty tensor, which the size of the file does not limit."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -44,16 +44,16 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What safetensors calls the dtypes that states have."""
+"""The dtypes of states by their names in safetensors."""
 
 
 ReadRange = Callable[[int, int], bytes]
-"""The bytes of a file from the first number on, up to the second one: fewer where the file ends before."""
+"""Reads the bytes of a file from a start to an end, or fewer if the file ends before."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the header says of one tensor."""
+    """The entry of one tensor in the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,12 +61,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says that it holds.
+    """The header of a file.
 
     Attributes:
-        metadata: texts by their names.
-        tensors: entries by the names of the tensors.
-        ranges: where in the file each tensor begins and ends, in bytes.
+        metadata: texts by name.
+        tensors: entries of the tensors by name.
+        ranges: start and end of each tensor in the file, in bytes.
         file_bytes: size of the whole file.
     """
 
@@ -76,57 +76,59 @@ class Header:
     file_bytes: int
 
 
-def refuse(path: str, expected: str, seen: str, way_out: str = "it is damaged, or no file of save_cache()") -> NoReturn:
+def refuse(path: str, expected: str, seen: str, remedy: str = "it is damaged, or not made by save_cache()") -> NoReturn:
     """Raise the error for a file that cannot be loaded."""
-    raise CacheFileError(f"expected {expected}, but {path} has {seen}: {way_out}.")
+    raise CacheFileError(f"{path} must have {expected}, got {seen}: {remedy}.")
 
 
 def shown(text: object) -> str:
-    """What a file says, fit to be printed: short, and without characters that a terminal would obey."""
-    # Not ascii() of it: what a file says may be millions of things in one another.
+    """A value from a file for an error message: short, and without control characters.
+
+    `reprlib` limits the work, since the value may be nested millions of times.
+    """
     whole = ascii(text[:80]) if isinstance(text, str) else ascii(reprlib.repr(text))[1:-1]
     return whole if len(whole) <= 80 else f"{whole[:77]}..."
 
 
 def checked_path(path: object) -> str:
-    """`path` as text.
+    """The path as text.
 
     Raises:
-        OptionError: it is no path.
+        OptionError: `path` is not a path.
     """
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
         raise OptionError(
-            f"expected the path of a file, but saw a {type(path).__name__}: pass a str or a Path."
+            f"`path` must be the path of a file, got a {type(path).__name__}: pass a str or a Path."
         ) from None
     if "\0" in text or not text:
-        raise OptionError(f"expected the path of a file, but saw {text!r}.")
+        raise OptionError(f"`path` must be the path of a file, got {text!r}.")
     return text
 
 
 def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | None:
-    """The status of the file at `path`. `None` if it does not exist and `missing_is_fine`.
+    """The status of the regular file at `path`, `None` if it may be missing and is.
 
     Raises:
-        CachePathError: nothing is there, or no regular file.
+        CachePathError: the file is missing, or is not a regular file.
     """
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         if missing_is_fine:
             return None
-        raise CachePathError(f"expected a file at {path}, but there is none: save a cache to it first.") from None
+        raise CachePathError(f"The file {path} does not exist: save a cache to it first.") from None
     except OSError as error:
-        raise CachePathError(f"expected a path that can be reached, but saw {path}: {error.strerror}.") from error
+        raise CachePathError(f"The path {path} cannot be reached: {error.strerror}.") from error
     if stat.S_ISLNK(found.st_mode):
         raise CachePathError(
-            f"expected a file, but {path} is a symbolic link, which may lead anywhere: pass os.path.realpath() of it, "
-            "if that is what is meant."
+            f"`path` must be a regular file, but {path} is a symbolic link, which may lead anywhere: pass "
+            "os.path.realpath() of it if you mean its target."
         )
     if not stat.S_ISREG(found.st_mode):
         what = "a directory" if stat.S_ISDIR(found.st_mode) else "a device, a pipe or a socket"
-        raise CachePathError(f"expected a file, but {path} is {what}: pass the path of a file.")
+        raise CachePathError(f"`path` must be a regular file, but {path} is {what}: pass the path of a file.")
     return found
 
 
@@ -134,8 +136,8 @@ def read_header(path: str) -> Header:
     """Read the header of a file, and nothing else.
 
     Raises:
-        CacheFileError: it is no header, or claims what the file cannot hold.
-        CachePathError: there is no such file, or it cannot be read.
+        CacheFileError: the header is invalid, or claims more than the file can hold.
+        CachePathError: the file does not exist, or cannot be read.
     """
     check_regular(path)
     try:
@@ -147,19 +149,19 @@ def read_header(path: str) -> Header:
 
             return parse_header(path, os.fstat(file.fileno()).st_size, read)
     except OSError as error:
-        raise CachePathError(f"expected a file that can be read, but saw {path}: {error.strerror}.") from error
+        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
-    """The header of a file of which ranges can be read.
+    """The header of a file that is read by ranges.
 
     Args:
-        path: what errors call the file.
-        file_bytes: its size.
-        read: reads ranges of it: the header's alone, and no more than it may have.
+        path: name of the file in errors.
+        file_bytes: size of the file.
+        read: reads a range of bytes. Only the range of the header is read.
 
     Raises:
-        CacheFileError: it is no header, or claims what the file cannot hold.
+        CacheFileError: the header is invalid, or claims more than the file can hold.
     """
     start = read(0, LENGTH_BYTES)
     room = file_bytes - LENGTH_BYTES
@@ -193,7 +195,7 @@ def _entries(
         if not _are_sizes(shape) or len(shape) > MAX_DIMS:
             refuse(path, f"a shape of at most {MAX_DIMS} sizes for {shown(name)}", shown(shape))
         if not _are_sizes(offsets) or len(offsets) != 2:
-            refuse(path, f"where {shown(name)} begins and ends", shown(offsets))
+            refuse(path, f"the start and end of {shown(name)}", shown(offsets))
         begin, end = offsets
         if end - begin != math.prod(shape) * dtype.itemsize:
             refuse(path, f"{math.prod(shape) * dtype.itemsize} bytes of {shown(name)} {shape}", f"{end - begin}")
@@ -215,10 +217,10 @@ def _are_sizes(numbers: object) -> bool:
 
 
 def parse_json(path: str, text: bytes, what: str) -> Any:
-    """The content of a JSON text from a file, without anything that two readers would understand in two ways.
+    """Parse a JSON text from a file. Anything that two parsers could read differently is refused.
 
     Raises:
-        CacheFileError: the text is not JSON, has a name twice, or has numbers that are not finite or far too long.
+        CacheFileError: the text is not JSON, repeats a name, or has numbers that are not finite or far too long.
     """
     if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
         refuse(path, f"at most {MAX_BRACKETS} lists and objects in {what}", "more")
@@ -232,7 +234,7 @@ def parse_json(path: str, text: bytes, what: str) -> Any:
         )
     except (ValueError, RecursionError) as error:
         raise CacheFileError(
-            f"expected {what} of {path} to be plain JSON, but saw {shown(str(error))}: it is damaged, or no file of "
+            f"{path} must have {what} in plain JSON, got {shown(str(error))}: it is damaged, or not made by "
             "save_cache()."
         ) from error
 

@@ -42,23 +42,23 @@ def save_cache(
     config: object | None = None,
     weights_id: str | None = None,
 ) -> None:
-    """Write a cache to a file, from which `load_cache` makes one that goes on decoding as this one does.
+    """Write a cache to a file, from which `load_cache` makes a cache that continues decoding in the same way.
 
-    Live tokens alone are written, and packed ones as they are packed. The file is a safetensors file, and is put in the
-    place of an older one when it is complete and on disk: whatever happens meanwhile, the one or the other is there.
+    Only live tokens are written, and packed tokens stay packed. The file is a safetensors file. It replaces an older
+    file once it is complete and on disk, so at any time either the old or the new file exists.
 
     Args:
-        cache: a cache of kvlayers, which stays what it is.
+        cache: a cache of kvlayers. It is not changed.
         path: the file. Its directory must exist.
         token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`.
-        config: config of the model, or the model, so that the file is refused for another one.
-        weights_id: what the model's weights are called, so that the file can be refused for others; see `weights_id()`.
+        config: config of the model, or the model, so that `load_cache` can refuse the file for another model.
+        weights_id: id of the model's weights, so that `load_cache` can refuse the file for others; see `weights_id()`.
 
     Raises:
-        CachePathError: the directory is missing or cannot be written to, or there is something at `path` that is no
-            file. What was there is there still.
-        OptionError: an argument that is nothing of the kind, or ids of other tokens.
-        StateMismatchError: a layer holds what a file cannot.
+        CachePathError: the directory is missing or cannot be written to, or `path` is not a file. An existing file is
+            unchanged.
+        OptionError: an argument is invalid, or `token_ids` does not match the tokens of the cache.
+        StateMismatchError: a layer holds states that a file cannot hold.
 
     Example:
         >>> import tempfile, torch, kvlayers
@@ -73,11 +73,11 @@ def save_cache(
     path = checked_path(path)
     if not isinstance(cache, Cache):
         raise OptionError(
-            f"expected a cache of kvlayers, but saw a {type(cache).__module__}.{type(cache).__name__}: make one, for "
-            "example with kvlayers.DynamicCache.from_legacy_cache()."
+            f"`cache` must be a cache of kvlayers, got a {type(cache).__module__}.{type(cache).__name__}: make one, "
+            "for example with kvlayers.DynamicCache.from_legacy_cache()."
         )
     with replacing(path) as temporary, torch.no_grad():
-        # In here, as a path that cannot be written to should not cost a copy of all states.
+        # States are copied only after the path is known to be writable.
         model = model_record(config, cache.is_pair, weights_id)
         description, tensors = _described(cache, model, token_ids)
         text = description.to_json()
@@ -94,11 +94,11 @@ def save_cache(
 
 
 def _check_readable(path: str) -> None:
-    """Raise `StateMismatchError` where a file that was written could not be read: it must not replace one that can."""
+    """Raise `StateMismatchError` if the written file could not be read. It must not replace a readable file."""
     try:
         read_header(path)
     except CacheFileError as error:
-        raise StateMismatchError(f"expected a cache that a file can hold, but: {error}") from error
+        raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
 
 
 def _described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tuple[Description, dict[str, Tensor]]:
@@ -150,8 +150,8 @@ def _facts(state: LayerState) -> dict[str, Any]:
         plain = fact is None or isinstance(fact, bool | int | float | str)
         if not plain or (isinstance(fact, float) and not math.isfinite(fact)):
             raise StateMismatchError(
-                f"expected plain facts (finite numbers, texts, True, False, None) in the state of a {state.kind}, but "
-                f"saw {name} of {type(fact).__name__}: keep it in a tensor."
+                f"The state of a {state.kind} must have plain facts (finite numbers, texts, True, False, None), got "
+                f"{name} of {type(fact).__name__}: keep it in a tensor."
             )
     return dict(state.facts)
 
@@ -160,8 +160,8 @@ def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
     """`tensor` in the form that safetensors writes: on the host, contiguous, without gradients."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
         raise StateMismatchError(
-            f"expected tensors that a file can hold ({', '.join(sorted(map(str, _STORABLE)))}), but saw {name} of a "
-            f"{kind} of {tensor.dtype}, {tensor.layout} on {tensor.device}: convert the states first."
+            f"A file can hold dense tensors of {', '.join(sorted(map(str, _STORABLE)))}, got {name} of a {kind} of "
+            f"{tensor.dtype}, {tensor.layout} on {tensor.device}: convert the states first."
         )
     return tensor.detach().to("cpu").contiguous()
 
@@ -172,7 +172,7 @@ def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
     if not whole or list(token_ids.shape) != expected:
         seen = f"{list(token_ids.shape)} of {token_ids.dtype}" if isinstance(token_ids, Tensor) else repr(token_ids)
         raise OptionError(
-            f"expected token_ids {expected}, one whole number for each token that the cache has seen, but saw {seen}: "
-            "the newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
+            f"`token_ids` must be {expected}, one whole number for each token that the cache has seen, got {seen}: the "
+            "newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
         )
     return token_ids.detach().to("cpu", torch.int64, copy=True).contiguous()

@@ -75,7 +75,7 @@ class SavedFile:
 
     @property
     def has_token_ids(self) -> bool:
-        """Whether the ids of the tokens are in it."""
+        """Whether the file has the ids of the tokens."""
         return TOKEN_IDS in self.header.tensors
 
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
@@ -113,11 +113,11 @@ class SavedFile:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[SavedFile]:
-    """The file at `path`, for as long as the context lasts.
+    """Open and check the file at `path` for the duration of the context.
 
     Raises:
-        CacheFileError: it is damaged, or no file of a cache, or of a later version of the format.
-        CachePathError: there is no such file, or it cannot be read.
+        CacheFileError: the file is damaged, is not a saved cache, or has a later version of the format.
+        CachePathError: the file does not exist, or cannot be read.
     """
     header = read_header(path)
     description = _described(path, header)
@@ -128,9 +128,9 @@ def opened(path: str) -> Iterator[SavedFile]:
             if file.metadata() != header.metadata:
                 raise _replaced(path)
         except SafetensorError as error:
-            raise CacheFileError(f"expected a safetensors file, but saw {path}: {error}.") from error
+            raise CacheFileError(f"{path} is not a safetensors file: {error}.") from error
         except OSError as error:
-            raise CachePathError(f"expected a file that can be read, but saw {path}: {error}.") from error
+            raise CachePathError(f"{path} cannot be read: {error}.") from error
         yield SavedFile(path, file, header, description)
 
 
@@ -192,6 +192,4 @@ def _described(path: str, header: Header) -> Description:
 
 
 def _replaced(path: str) -> CacheFileError:
-    return CacheFileError(
-        f"expected a file that stays what it is while it is read, but {path} was replaced: load it again."
-    )
+    return CacheFileError(f"{path} was replaced while it was read: load it again.")

@@ -1,4 +1,4 @@
-"""Which weights a model has."""
+"""Identifies the weights of a model."""
 
 import functools
 import hashlib
@@ -15,23 +15,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvlayers.errors import ConfigError
 
 SCHEME = "all:"
-"""What ids begin with: they are made of all bytes. Ids of earlier versions, of a few elements, are digests alone."""
+"""Prefix of ids that are made of all bytes. Ids of earlier versions, made of a few elements, have no prefix."""
 
 BLOCK = 4096
-"""Words of 8 bytes that are summed up to one."""
+"""Words of 8 bytes in a block. Each block has one sum."""
 
 BLOCKS_AT_ONCE = 64
-"""Blocks that are summed up at once: what is computed on the way stays in a processor's cache, or is 2 MiB."""
+"""Blocks that are summed at once, so that intermediate results, 2 MiB, stay in a processor's cache."""
 
 PROBED = 3
-"""Places that are looked at in each dimension of a weight, to see whether it is what it was."""
+"""Elements that are probed in each dimension of a weight, to detect a change."""
 
 Mark = tuple[str, int, int | None, torch.Size, torch.dtype]
-"""Name, address, count of writes, shape and dtype of a weight: what changes where the weight does, nearly always."""
+"""Name, address, count of writes, shape and dtype of a weight. Nearly every change of a weight changes one of them."""
 
 
 class _Known(NamedTuple):
-    """An id, and what the weights looked like when it was made."""
+    """An id, with the marks and the probe of the weights when it was made."""
 
     marks: tuple[Mark, ...]
     probe: bytes
@@ -39,7 +39,7 @@ class _Known(NamedTuple):
 
 
 class _Models:
-    """Ids that were made, for as long as their models live, and a lock for each, so that no id is made twice."""
+    """Ids of living models, and a lock for each model, so that no id is made twice."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,18 +64,18 @@ _models = _Models()
 
 @torch.no_grad()
 def weights_id(model: torch.nn.Module) -> str:
-    """An id of a model's weights: the same for the same ones, another where one element of one of them differs.
+    """An id of a model's weights: equal for equal weights, different if a single element differs.
 
-    Two models may have equal configs and other weights, and the states of the one mean nothing to the other. The id is
-    made of every byte of every weight, on the device that the weight is on, once for a model: a second call looks at
-    the addresses of the weights, at torch's counts of writes to them and at a few elements of each. (A write through
-    `.data` to single elements may escape that.) It depends on the dtype that the model is loaded in, as states do.
+    Two models with equal configs may have different weights, and one cannot use the states of the other. The id is made
+    of every byte of every weight, computed on the weight's device, once for a model. A second call only compares the
+    addresses of the weights, torch's counts of writes to them, and a few elements of each. (It may miss a write through
+    `.data` to single elements.) The id depends on the dtype that the model is loaded in, as states do.
 
     Args:
-        model: the model, with weights that are in memory.
+        model: the model, with its weights in memory.
 
     Raises:
-        ConfigError: weights are not in memory (meta tensors, as those that accelerate has offloaded).
+        ConfigError: a weight is not in memory (a meta tensor, such as a weight that accelerate has offloaded).
 
     Example:
         >>> import torch, kvlayers
@@ -94,21 +94,19 @@ def weights_id(model: torch.nn.Module) -> str:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights. Not the buffers that a model makes anew: some of RoPE change with the length."""
+    """Names and weights. Non-persistent buffers are left out, since some buffers of RoPE change with the length."""
     for name, weight in model.state_dict().items():
         if isinstance(weight, Tensor):
             yield from _plain(name, weight.detach())
 
 
 def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a weight is made of: of a quantized one that is a class of its own, codes and scales."""
+    """The plain tensors of a weight: for example the codes and scales of a quantized weight."""
     if is_traceable_wrapper_subclass(weight):
         for part in weight.__tensor_flatten__()[0]:
             yield from _plain(f"{name}.{part}", attrgetter(part)(weight))
     elif weight.is_meta:
-        raise ConfigError(
-            f"expected weights in memory, but {name} is a meta tensor: pass a weights_id of your own choice."
-        )
+        raise ConfigError(f"The weights must be in memory, but {name} is a meta tensor: pass your own `weights_id`.")
     else:
         yield name, weight
 
@@ -119,7 +117,7 @@ def _mark(name: str, weight: Tensor) -> Mark:
 
 
 def _probe(weights: list[tuple[str, Tensor]]) -> bytes:
-    """A few elements of each weight: in one transfer for each device, without a copy of a weight."""
+    """A few elements of each weight, with one transfer for each device and without copying a whole weight."""
     probes: dict[torch.device, list[Tensor]] = {}
     for _, weight in weights:
         places = tuple(slice(None, None, max(-(-size // PROBED), 1)) for size in weight.shape)
@@ -141,11 +139,11 @@ def _digest(weights: list[tuple[str, Tensor]]) -> str:
 
 
 def _block_sums(weight: Tensor) -> Tensor:
-    """A sum for each 32 KiB of a weight, int64 `[blocks]`, in which each word counts by a factor of its own.
+    """A weighted sum for each 32 KiB of a weight, int64 `[blocks]`; each word has its own factor.
 
-    Sums of integers are exact, and so the same in any order, on any device, and for any number of threads. A word that
-    has changed changes its sum for certain; several in one block do not once in 2^64 times, or in 2^33 where no more
-    than their highest bits have changed.
+    Sums of integers are exact, so they are the same in any order, on any device, and for any number of threads. One
+    changed word always changes its sum. Several changed words in one block leave it unchanged once in 2^64 times, or
+    once in 2^33 times if only their highest bits changed.
     """
     words = _words(weight)
     factors = _factors().to(words.device)
@@ -161,7 +159,7 @@ def _block_sums(weight: Tensor) -> Tensor:
 
 
 def _weighted(blocks: Tensor, factors: Tensor) -> Tensor:
-    # What differs in the upper half of a word alone would be multiplied out of it.
+    # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
     mixed = blocks >> 32
     mixed ^= blocks
     mixed *= factors
@@ -169,7 +167,7 @@ def _weighted(blocks: Tensor, factors: Tensor) -> Tensor:
 
 
 def _words(weight: Tensor) -> Tensor:
-    """The bytes of a weight as int64, with zeros behind the last ones."""
+    """The bytes of a weight as int64, padded with zeros."""
     data = weight.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
     missing = -data.numel() % 8
     if missing or data.storage_offset() % 8:
@@ -179,7 +177,7 @@ def _words(weight: Tensor) -> Tensor:
 
 @functools.cache
 def _factors() -> Tensor:
-    """Odd numbers as if at random, int64 `[BLOCK]`: those of splitmix64, which are the same everywhere."""
+    """Pseudorandom odd numbers from splitmix64, int64 `[BLOCK]`, the same on every machine."""
     factors, mask = [], 2**64 - 1
     for index in range(1, BLOCK + 1):
         mixed = index * 0x9E3779B97F4A7C15 & mask

@@ -119,7 +119,7 @@ def test_a_name_that_kvlayers_does_not_know_falls_through_to_transformers(
         asked.append(offloading)
         return transformers.DynamicCache(config=config)
 
-    monkeypatch.delitem(kvlayers.generation.registry._factories._things, "offloaded")
+    monkeypatch.delitem(kvlayers.generation.registry._factories._entries, "offloaded")
     monkeypatch.setattr("transformers.generation.utils.DynamicCache", theirs)
     assert type(used_cache(cache_implementation="offloaded")) is transformers.DynamicCache
     assert asked == [True]

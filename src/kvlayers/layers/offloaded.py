@@ -83,12 +83,12 @@ class OffloadedLayer(WrapperLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        travels = self.prefetcher.offloads(key_states.device)
-        attended = (self._update_away if travels else self.wrapped.update)(key_states, value_states)
+        offloads = self.prefetcher.offloads(key_states.device)
+        attended = (self._update_offloaded if offloads else self.wrapped.update)(key_states, value_states)
         self._read_counts()
         return attended
 
-    def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _update_offloaded(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before = self.wrapped.snapshot()
         try:
             self.prefetcher.fetch(self, key_states.device)
@@ -127,7 +127,7 @@ class OffloadedLayer(WrapperLayer):
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
-        with self._away(changes=True):
+        with self._fetched(changes=True):
             self.wrapped.keys = states
         self._read_counts()
 
@@ -138,12 +138,12 @@ class OffloadedLayer(WrapperLayer):
 
     @values.setter
     def values(self, states: Tensor) -> None:
-        with self._away(changes=True):
+        with self._fetched(changes=True):
             self.wrapped.values = states
         self._read_counts()
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        with self._away():
+        with self._fetched():
             states = self.wrapped.keys if side == "keys" else self.wrapped.values
         if states is None or isinstance(states, PackedStates) or self.prefetcher.queue(self.device) is None:
             return states
@@ -151,11 +151,11 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        with self._away():
+        with self._fetched():
             return self.wrapped.peek()
 
     @contextlib.contextmanager
-    def _away(self, changes: bool = False) -> Iterator[None]:
+    def _fetched(self, changes: bool = False) -> Iterator[None]:
         """Keep the states on their device within this context."""
         device = self.device
         if device is None or not self.prefetcher.offloads(device):
@@ -166,10 +166,10 @@ class OffloadedLayer(WrapperLayer):
         try:
             yield
         finally:
-            self._leave_if_there_is_room()
+            self._write_back_if_possible()
 
     @contextlib.contextmanager
-    def _at_home(self) -> Iterator[TokenLayer]:
+    def _on_host(self) -> Iterator[TokenLayer]:
         """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
         self.prefetcher.synchronize(self)
         self.prefetcher.discard(self)
@@ -178,9 +178,9 @@ class OffloadedLayer(WrapperLayer):
             yield self.wrapped
         finally:
             self._read_counts()
-            self._leave_if_there_is_room()
+            self._write_back_if_possible()
 
-    def _leave_if_there_is_room(self) -> None:
+    def _write_back_if_possible(self) -> None:
         # The operation is done. If there is no memory for the states on the host, they stay on their device until
         # there is.
         with contextlib.suppress(CapacityError):
@@ -194,32 +194,32 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.truncate(length)
 
     @override
     def select(self, indices: Tensor) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.select(indices)
 
     @override
     def reset(self) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.reset()
 
     @override
     def activate_past_recording(self) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.activate_past_recording()
 
     @override
     def deactivate_past_recording(self) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.deactivate_past_recording()
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.reserve_form(key_form, value_form)
         self.prefetcher.write_back(self)
 
@@ -228,7 +228,7 @@ class OffloadedLayer(WrapperLayer):
         self.prefetcher.synchronize(self)
         twin = self.__class__(self.wrapped.fork(), self.prefetcher)
         twin.index = self.index
-        twin._leave_if_there_is_room()
+        twin._write_back_if_possible()
         return twin
 
     @override
@@ -257,7 +257,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def load_state(self, state: LayerState) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.load_state(self._on_device(state))
 
     def _on_device(self, state: LayerState) -> LayerState:
@@ -277,7 +277,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def recount(self, length: int) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.recount(length)
 
     # Members of the wrapped layer
@@ -289,7 +289,7 @@ class OffloadedLayer(WrapperLayer):
 
     @property
     @override
-    def home(self) -> str:
+    def memory_tier(self) -> str:
         if not self.prefetcher.offloads(self.device):
             return "device"
         return "disk" if self.prefetcher.memory.holds_host_states else "host"
@@ -363,7 +363,7 @@ class OffloadedLayer(WrapperLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._leave_if_there_is_room()
+        self._write_back_if_possible()
 
     def __repr__(self) -> str:
         return f"OffloadedLayer({self.wrapped!r})"

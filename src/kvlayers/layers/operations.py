@@ -204,7 +204,7 @@ class LayerOperations(DescribesItself, ABC):
         return None
 
     @property
-    def home(self) -> str:
+    def memory_tier(self) -> str:
         """Where the states are between updates: "device", "host" or "disk"."""
         return "device"
 

@@ -66,8 +66,8 @@ class LayerShape:
         """
         token = self._attending()
         return (
-            (self.batch_size, token.kv_heads, token.key_head_dim, self.dtype, NO_DEVICE),
-            (self.batch_size, token.kv_heads, token.value_head_dim, self.dtype, NO_DEVICE),
+            StateForm(self.batch_size, token.kv_heads, token.key_head_dim, self.dtype, NO_DEVICE),
+            StateForm(self.batch_size, token.kv_heads, token.value_head_dim, self.dtype, NO_DEVICE),
         )
 
     def indexer_nbytes(self, tokens: int) -> int:

@@ -170,25 +170,25 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @override
     def batch_size(self) -> int | None:
         form = self._store.key_form
-        return None if form is None else form[0]
+        return None if form is None else form.batch_size
 
     @property
     def num_heads(self) -> int | None:
         """KV heads, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[1]
+        return None if form is None else form.kv_heads
 
     @property
     def k_head_dim(self) -> int | None:
         """head_dim of the keys, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[2]
+        return None if form is None else form.head_dim
 
     @property
     def v_head_dim(self) -> int | None:
         """head_dim of the values, `None` before the first states."""
         form = self._store.value_form
-        return None if form is None else form[2]
+        return None if form is None else form.head_dim
 
     @property
     def head_dim(self) -> int | None:
@@ -199,19 +199,19 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def dtype(self) -> torch.dtype | None:
         """dtype of the keys, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[3]
+        return None if form is None else form.dtype
 
     @property
     def values_dtype(self) -> torch.dtype | None:
         """dtype of the values, `None` before the first states."""
         form = self._store.value_form
-        return None if form is None else form[3]
+        return None if form is None else form.dtype
 
     @property
     def device(self) -> torch.device | None:
         """Device of the keys, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[4]
+        return None if form is None else form.device
 
     @override
     def check_select(self, batch_size: int) -> None:

@@ -121,8 +121,8 @@ class Sinks:
         if self.rotary is None:
             return sinks
         # The partners are as wide as the rotation computes, so that no key is rounded twice.
-        wide = torch.promote_types(key_form.dtype, torch.float32)
-        return sinks + nbytes_of(key_form._replace(dtype=wide), self.num_tokens)
+        wide = key_form._replace(dtype=torch.promote_types(key_form.dtype, torch.float32))
+        return sinks + nbytes_of(wide, self.num_tokens)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the keys, values and padding, by name."""

@@ -106,7 +106,7 @@ def checked_path(path: object) -> str:
 
 
 def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | None:
-    """What the file system says of the file at `path`, `None` where there may be none and is none.
+    """The status of the file at `path`. `None` if it does not exist and `missing_is_fine`.
 
     Raises:
         CachePathError: nothing is there, or no regular file.
@@ -218,7 +218,7 @@ def parse_json(path: str, text: bytes, what: str) -> Any:
     """The content of a JSON text from a file, without anything that two readers would understand in two ways.
 
     Raises:
-        CacheFileError: it is none, names a thing twice, or has numbers that are not finite or far too long.
+        CacheFileError: the text is not JSON, has a name twice, or has numbers that are not finite or far too long.
     """
     if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
         refuse(path, f"at most {MAX_BRACKETS} lists and objects in {what}", "more")

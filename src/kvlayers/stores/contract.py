@@ -243,7 +243,8 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         Raises:
             OptionError: a fact has a value that the store does not take.
         """
-        return cls(**cls.arguments_from(facts))
+        hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
+        return cls(**cls.arguments_from(facts), **hints)
 
     @classmethod
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from typing_extensions import Self, override
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import Fidelity
-from kvlayers.stores.description import DescriptionContext, Facts
 from kvlayers.stores.registry import register_store
 
 GROWTH_DIVISOR = 8
@@ -28,6 +27,7 @@ class DenseStore(ContiguousStore):
         prefix_room: slots left free before the tokens; see `ContiguousStore`.
     """
 
+    hints = ("length_hint", "growth_divisor", "minimum_growth", "prefix_room")
     shares_prefixes = True
 
     def __init__(
@@ -42,16 +42,12 @@ class DenseStore(ContiguousStore):
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
 
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(context.length_hint)
-
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate when `needed` tokens must fit."""
-        return self._capacity_for(needed, self.length_hint)
+        return self.capacity_for(needed, self.length_hint)
 
-    def _capacity_for(self, needed: int, length_hint: int | None) -> int:
+    def capacity_for(self, needed: int, length_hint: int | None) -> int:
+        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
         capacity = needed + max(needed // self.growth_divisor, self.minimum_growth)
         if length_hint is not None and needed <= length_hint:
             return min(capacity, length_hint)
@@ -69,7 +65,7 @@ class DenseStore(ContiguousStore):
 
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        capacity = self._capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
+        capacity = self.capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
         return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
     @override

@@ -84,7 +84,7 @@ class DescribedByArguments:
             others: further arguments that it must take.
         """
         taken = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-        expected = [*cls.described, *others]
+        expected = [*cls.described, *cls.hints, *others]
         for name in expected:
             if name not in taken:
                 raise RegistryError(
@@ -92,7 +92,7 @@ class DescribedByArguments:
                     f"but it takes {', '.join(taken) or 'none'}: add it, or define `describe` and `from_description`."
                 )
         for name in taken:
-            if name not in expected and name not in cls.hints:
+            if name not in expected:
                 raise RegistryError(
                     f"{cls.__qualname__}.described must name every argument of __init__ that a state depends on, but "
                     f"it does not name `{name}`: add it to `described`, or to `hints` if no state depends on it, or "

@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers.utils import logging
 
 import kvlayers
-import report
 from fidelity import passages
 from kvlayers.tools.calibration.divergence import DivergenceInUse
-from workload import RandomModel, Shape, default_model, default_text
+from lib import report
+from lib.workload import RandomModel, Shape, default_model, default_text
 
 UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))
 """Bits of keys and values in every layer. Their bytes are the budgets."""

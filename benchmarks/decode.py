@@ -30,15 +30,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import report
-from compiling import INDUCTOR
-from contenders import CONTENDERS, KVLAYERS, QUANTIZED, Maker
-from peak import measure_peak
-from sliding import measure_sliding
-from static import Plan, measure_static
-from static_report import show_static, static_targets, summarise_static
-from timing import Disagreements, measure_decode, measure_growth, measure_update
-from workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
+from lib import report
+from lib.compiling import INDUCTOR
+from lib.contenders import CONTENDERS, KVLAYERS, QUANTIZED, Maker
+from lib.peak import measure_peak
+from lib.sliding import measure_sliding
+from lib.static import Plan, measure_static
+from lib.static_report import show_static, static_targets, summarise_static
+from lib.timing import Disagreements, measure_decode, measure_growth, measure_update
+from lib.workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

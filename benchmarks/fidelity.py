@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 from torch import Tensor
 
-import report
-from fidelity_report import plot, promises, show
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
 from kvlayers.tools.measuring.text import default_text, passages
-from outliers import key_outliers
-from quantized import EXACT, FULL, Contender, contenders, measure_bytes
-from workload import RandomModel, Shape, default_model
+from lib import report
+from lib.fidelity_report import plot, promises, show
+from lib.outliers import key_outliers
+from lib.quantized import EXACT, FULL, Contender, contenders, measure_bytes
+from lib.workload import RandomModel, Shape, default_model
 
 BACKENDS = ["kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8"]
 QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)

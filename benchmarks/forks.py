@@ -26,10 +26,10 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-import report
-from contenders import fill, random_states
 from kvlayers.tools.measuring.interleave import quiet_clock
-from workload import FILL_CHUNK, QUICK_SHAPE, RandomModel, Shape
+from lib import report
+from lib.contenders import fill, random_states
+from lib.workload import FILL_CHUNK, QUICK_SHAPE, RandomModel, Shape
 
 KVLAYERS, TRANSFORMERS = "kvlayers", "transformers"
 TIMES_AS_FAST = 100

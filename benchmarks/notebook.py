@@ -21,15 +21,23 @@ from collections.abc import Sequence
 
 import torch
 
-import report
-from compiling import INDUCTOR, nothing_in_memory
-from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, compiled
-from generation import GENERATORS, Job, measure_generate
-from static_report import calls_table
-from timing import Disagreements
-from workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
+from lib import report
+from lib.compiling import INDUCTOR, nothing_in_memory
+from lib.contenders import KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, TRANSFORMERS_STATIC, compiled
+from lib.generation import GENERATORS, Job, measure_generate
+from lib.static_report import calls_table
+from lib.timing import Disagreements
+from lib.workload import QUICK_SHAPE, RandomModel, Shape, Workload, default_model, real_workload
 
-ROWS = (NO_CACHE, REFERENCE, KVLAYERS, compiled(EXACT), compiled(KVLAYERS_STATIC), EXACT, KVLAYERS_STATIC)
+ROWS = (
+    NO_CACHE,
+    REFERENCE,
+    KVLAYERS,
+    compiled(TRANSFORMERS_STATIC),
+    compiled(KVLAYERS_STATIC),
+    TRANSFORMERS_STATIC,
+    KVLAYERS_STATIC,
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

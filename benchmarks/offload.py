@@ -31,7 +31,7 @@ import transformers
 import kvlayers
 import kvlayers.caches.base
 from kvlayers.tools.measuring.interleave import quiet_clock
-from workload import RandomModel, Shape
+from lib.workload import RandomModel, Shape
 
 # The tests' double of transfers, which runs on the host and counts bytes.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))

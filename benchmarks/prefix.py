@@ -26,10 +26,10 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-import report
 from kvlayers.tools.measuring.interleave import quiet_clock
-from timing import Disagreements, Tick
-from workload import default_model, real_workload
+from lib import report
+from lib.timing import Disagreements, Tick
+from lib.workload import default_model, real_workload
 
 COLD, COPIED = "transformers, all of it", "transformers, deepcopy of the prefix's cache"
 MEMORY, DISK = "kvlayers, from memory", "kvlayers, from disk"

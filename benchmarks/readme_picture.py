@@ -23,12 +23,12 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-import report
-from contenders import KVLAYERS, KVLAYERS_4_BITS, QUANTIZED, REFERENCE
+from lib import report
+from lib.contenders import KVLAYERS, KVLAYERS_4_BITS, QUANTIZED, REFERENCE
+from lib.timing import Disagreements, measure_decode
+from lib.workload import QUICK_SHAPE, RandomModel, Shape
 from plots import RECORDED, provenance
 from record import without_single_times
-from timing import Disagreements, measure_decode
-from workload import QUICK_SHAPE, RandomModel, Shape
 
 PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "plots" / "readme.svg"
 LENGTHS = (1024, 4096, 8192, 16384)

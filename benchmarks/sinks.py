@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 import kvlayers
-import report
 from kvlayers.tools.measuring.interleave import quiet_clock
-from workload import QUICK_SHAPE, RandomModel, Workload, default_model, real_workload
+from lib import report
+from lib.workload import QUICK_SHAPE, RandomModel, Workload, default_model, real_workload
 
 SINKS, WINDOW, RECOMPUTED = "kvlayers, sinks", "a window without sinks", "recomputed at every token"
 NUM_SINK_TOKENS = 4

@@ -289,7 +289,7 @@ def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(att
 
 @needs_compiler
 @pytest.mark.parametrize("width", [3, 4, "fp8"])
-def test_threads_that_share_one_head_split_its_history(two_threads: None, width: int | str) -> None:
+def test_threads_that_share_one_head_split_its_tokens(two_threads: None, width: int | str) -> None:
     case = Case(width, batch=1, kv_heads=1, block_count=40, dense=(16, 130))
     query = case.query(3, 2)
     # Whole splits are masked in the first row.
@@ -430,7 +430,7 @@ def close(seen: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(seen, expected, rtol=coarse, atol=2 * coarse)
 
 
-def test_what_is_known_of_a_handle_is_answered_without_reading_it(no_copy: Callable[[], None]) -> None:
+def test_metadata_of_packed_states_is_answered_without_reading_them(no_copy: Callable[[], None]) -> None:
     keys, values = some_handles(dtype=torch.bfloat16)
     no_copy()
     for states, head_dim in ((keys, KEY_DIM), (values, VALUE_DIM)):
@@ -509,7 +509,7 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_attention_over_a_handle_makes_no_dense_copy(
+def test_attention_to_packed_states_makes_no_dense_copy(
     attention: str, groups: int, queries: int, dtype: torch.dtype, no_copy: Callable[[], None]
 ) -> None:
     if "eager" in attention and attention != "repeat_kv of eager" and kernel.library() is None:
@@ -624,7 +624,7 @@ WRITERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_writing_to_a_handle_is_refused(writer: str) -> None:
+def test_writing_to_packed_states_is_refused(writer: str) -> None:
     keys, values = some_handles()
     for states in (keys, values, repeat_kv(keys, 2), keys.transpose(2, 3)):
         before = states.dense()
@@ -646,7 +646,7 @@ CHANGES: dict[str, Callable[[kvlayers.QuantizedLayer], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_handle_is_not_read_after_the_cache_has_changed(change: str) -> None:
+def test_packed_states_are_not_read_after_the_cache_has_changed(change: str) -> None:
     layer = filled_layer()
     keys, values = layer.update(*some_states(1))
     seen_twice = repeat_kv(keys, 2)
@@ -662,13 +662,13 @@ def test_a_handle_is_not_read_after_the_cache_has_changed(change: str) -> None:
         lambda: pickle.dumps(values),
     ]
     for read in readers:
-        with pytest.raises(kvlayers.StaleStatesError, match="read them at once"):
+        with pytest.raises(kvlayers.StaleStatesError, match="These states are stale"):
             read()
     assert keys.shape == (BATCH, KV_HEADS, PAST + 1, KEY_DIM)
     assert torch.equal(twin_keys.clone(), of_the_twin)
 
 
-def test_a_handle_stays_true_while_tokens_are_appended() -> None:
+def test_packed_states_stay_valid_while_tokens_are_appended() -> None:
     layer = filled_layer()
     keys, values = layer.update(*some_states(1))
     before = keys.clone(), values.clone()
@@ -682,7 +682,7 @@ def test_a_handle_stays_true_while_tokens_are_appended() -> None:
         assert torch.equal(with_gqa(query, keys, values), attended)
 
 
-def test_a_handle_of_a_window_is_true_or_refused_as_the_window_moves_on() -> None:
+def test_packed_states_of_a_window_are_valid_or_refused_as_the_window_moves() -> None:
     window = kvlayers.SlidingLayer(
         60, kvlayers.QuantizedStore(kvlayers.Quantization(residual_length=5, sink_tokens=0, q_group_size=2))
     )
@@ -690,9 +690,9 @@ def test_a_handle_of_a_window_is_true_or_refused_as_the_window_moves_on() -> Non
     held: list[tuple[Tensor, Tensor]] = []
     for tokens in (70, *[1] * 100, 75, *[1] * 100):
         keys, _ = window.update(*some_states(tokens))
-        for handle, before in held[-40:]:
+        for states, before in held[-40:]:
             try:
-                assert torch.equal(handle.clone(), before)
+                assert torch.equal(states.clone(), before)
                 read += 1
             except kvlayers.StaleStatesError:
                 pass
@@ -702,7 +702,7 @@ def test_a_handle_of_a_window_is_true_or_refused_as_the_window_moves_on() -> Non
     assert read
 
 
-def test_handles_of_two_updates_and_of_two_caches_do_not_mix() -> None:
+def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
     layer = filled_layer()
     first = layer.update(*some_states(1))
     second = layer.update(*some_states(1))
@@ -1061,7 +1061,7 @@ def test_an_eager_decode_step_allocates_scores_and_no_states(long_layer: kvlayer
 
 
 @pytest.mark.parametrize("with_kernel", [pytest.param(True, marks=needs_compiler), False])
-def test_nothing_that_attention_allocates_is_as_large_as_the_history(
+def test_attention_allocates_no_tensor_as_large_as_the_held_states(
     long_layer: kvlayers.QuantizedLayer, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_kernel:

@@ -59,7 +59,7 @@ def test_packed_and_dense_tokens_merge_to_attention_over_all(interpreted: dict[s
 
 @pytest.mark.slow
 @with_triton
-def test_nan_comes_of_tokens_of_the_history_alone(interpreted: dict[str, Any]) -> None:
+def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
     # The log-sum-exp is of the scores, which stay finite.
     assert interpreted["nan"] == {
         "neither": [False, True],

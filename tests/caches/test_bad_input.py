@@ -460,7 +460,7 @@ def test_half_a_pair_is_refused() -> None:
 @pytest.mark.parametrize("cache_config", [{"config": 3}, "static", {1: 2}])
 def test_an_odd_cache_config_is_refused(cache_config: Any) -> None:
     ids = prompt(1)
-    with kvlayers.installed(), pytest.raises(kvlayers.OptionError, match="by their names"):
+    with kvlayers.installed(), pytest.raises(kvlayers.OptionError, match="from names to values"):
         tiny_model("llama").generate(ids, cache_implementation="dynamic", cache_config=cache_config, max_new_tokens=2)
 
 

@@ -232,7 +232,7 @@ def test_every_backend_gives_the_tokens_of_its_states_in_full_precision(case: st
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
-def test_a_decode_step_never_brings_the_whole_history_to_full_precision(
+def test_a_decode_step_never_brings_all_tokens_to_full_precision(
     family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if family == "deepseek_v3":

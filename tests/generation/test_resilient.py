@@ -661,7 +661,7 @@ def test_rungs_of_the_default_ladder_that_a_model_cannot_have_are_left_out(monke
     def refuse(request: Any) -> Any:
         raise kvlayers.ConfigError("expected a model with heads, but saw one without.")
 
-    monkeypatch.setitem(registry._factories._things, "int8", refuse)
+    monkeypatch.setitem(registry._factories._entries, "int8", refuse)
     model, ids = fresh_model("qwen2"), prompt(1)
     RunningOut(model, ALWAYS)
     with (

@@ -24,7 +24,7 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
         parts = list(thing.values())
     elif isinstance(thing, list | tuple):
         parts = list(thing)
-    elif type(thing).__module__.startswith("kvlayers"):
+    elif type(thing).__module__.startswith(("kvlayers", "other_package")):
         parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
         parts += [getattr(thing, name) for name in getattr(type(thing), "__slots__", ())]
     else:

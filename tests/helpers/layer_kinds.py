@@ -26,6 +26,8 @@ from kvlayers import (
 )
 from kvlayers.layers import TokenLayer
 from oracle import Oracle
+from other_package import RecentLayer, SteppedStore
+from other_package.recent_oracle import RecentOracle
 from quantized_oracle import QuantizedOracle
 from recording_transfers import RecordingTransfers
 from sink_oracle import INV_FREQ, SinkOracle
@@ -95,6 +97,11 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "offloaded static sliding": lambda: _offloaded(StaticSlidingLayer(90, 40, max_batch_size=8), Oracle(40)),
     "offloaded quantized": lambda: _offloaded(QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
     "offloaded quantized sliding": lambda: _offloaded(*_quantized_window(100)),
+    "layer of another package": lambda: (RecentLayer(30, 8), RecentOracle(30, 8)),
+    "store of another package": lambda: (DynamicLayer(store=SteppedStore(3)), Oracle()),
+    "layer and store of another package, offloaded": lambda: _offloaded(
+        RecentLayer(30, 8, SteppedStore(3)), RecentOracle(30, 8)
+    ),
 }
 
 

@@ -540,7 +540,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "disk without offloading": (
         OptionError,
-        "expected offloading=True",
+        "`offloading` must be True",
         lambda: kvlayers.DynamicCache(offload_device="disk", offload_directory="/tmp"),
     ),
     "a name that is nearly one": (

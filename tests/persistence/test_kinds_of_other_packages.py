@@ -13,76 +13,10 @@ from torch import Tensor
 import kvlayers
 from kvlayers import CacheFileError, RegistryError, StateMismatchError, inspect_cache, load_cache, save_cache
 from kvlayers.layers.operations import LAYER_CLASSES
-from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer
 from models import CONFIGS, prompt, tiny_model
+from other_package import HalvesBackend, RecentLayer, SteppedStore
 
 NEW = 6
-
-
-class RecentLayer(kvlayers.TokenLayer):
-    """Keeps up to `most` tokens; one more, and the newest `most * kept` are left."""
-
-    described = ("most", "kept")
-
-    def __init__(self, most: int, kept: float = 0.5, store: kvlayers.TokenStore | None = None) -> None:
-        super().__init__(kvlayers.DenseStore() if store is None else store)
-        self.most, self.kept = most, kept
-        self._seen = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.store.validate(key_states, value_states)
-        attended = self.store.extend(key_states, value_states)
-        self._seen += tokens
-        if self.store.length > self.most:
-            self.store.drop_oldest(self.store.length - int(self.most * self.kept))
-        return attended
-
-    @property
-    def length(self) -> int:
-        return self._seen
-
-    @property
-    def capacity(self) -> int | None:
-        return None
-
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.store.length + query_length, self._seen - self.store.length
-
-    def check_truncate(self, length: int) -> None:
-        if length and not self._seen - self.store.length < length <= self._seen:
-            raise kvlayers.RollbackError(f"expected one of the {self.store.length} newest lengths, but saw {length}.")
-
-    def truncate(self, length: int) -> None:
-        self.check_truncate(length)
-        self.store.truncate(self.store.length - (self._seen - length) if length else 0)
-        self._seen = length
-
-    def reset(self) -> None:
-        super().reset()
-        self._seen = 0
-
-    def check_held(self, held: int, seen: int) -> None:
-        if not min(seen, int(self.most * self.kept)) <= held <= min(seen, self.most):
-            raise StateMismatchError(f"expected the newest of {seen} tokens, but saw {held}.")
-
-    def load_state(self, state: kvlayers.LayerState) -> None:
-        super().load_state(state)
-        self._seen = state.length
-
-
-class SlowStore(kvlayers.DenseStore):
-    """A store that grows by so many tokens at a time."""
-
-    def __init__(self, step: int = 16) -> None:
-        super().__init__(growth_divisor=2**62, minimum_growth=step)
-        self.step = step
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "step": self.step}
-
-    @classmethod
-    def from_description(cls, facts: Any, context: Any) -> "SlowStore":
-        return cls(facts["step"])
 
 
 class ChatCache(kvlayers.DynamicCache):
@@ -102,26 +36,9 @@ class ChatCache(kvlayers.DynamicCache):
         return cache
 
 
-class HalvesBackend(Backend):
-    """Two codes a group: below the mean, or above."""
-
-    name = "halves"
-    widths = (1,)
-
-    def quantizer(self, options: Any, head_dim: int) -> Quantizer:
-        return HalvesQuantizer(CodeFormat(1, 1, head_dim))
-
-
-class HalvesQuantizer(Quantizer):
-    def quantize(self, states: Tensor) -> QuantizedGroups:
-        low, high = states.amin(-1, keepdim=True), states.amax(-1, keepdim=True)
-        codes = (states > (low + high) / 2).to(torch.uint8)
-        return QuantizedGroups(codes, high - low, low)
-
-
 AGAIN: dict[str, Callable[[], object]] = {
     "RecentLayer": lambda: kvlayers.register_layer(RecentLayer),
-    "SlowStore": lambda: kvlayers.register_store(SlowStore),
+    "SteppedStore": lambda: kvlayers.register_store(SteppedStore),
     "ChatCache": lambda: kvlayers.register_cache_class(ChatCache),
     "halves": lambda: kvlayers.register_quantizer("halves")(HalvesBackend),
 }
@@ -133,7 +50,7 @@ def registered() -> Iterator[None]:
         register()
     yield
     kvlayers.unregister_layer("RecentLayer")
-    kvlayers.unregister_store("SlowStore")
+    kvlayers.unregister_store("SteppedStore")
     kvlayers.unregister_cache_class("ChatCache")
     kvlayers.unregister_quantizer("halves")
 
@@ -152,11 +69,11 @@ def _of(make_layer: Callable[[], Any], **options: Any) -> Callable[[], kvlayers.
 
 
 MAKES: dict[str, Callable[[], kvlayers.Cache]] = {
-    "layer": _of(lambda: RecentLayer(12, 0.25)),
-    "layer over a registered store": _of(lambda: RecentLayer(12, store=SlowStore(5))),
-    "layer over packed codes": _of(lambda: RecentLayer(70, store=kvlayers.QuantizedStore(_halves()))),
-    "layer, offloaded": _of(lambda: RecentLayer(12), offloading=True),
-    "window over a registered store": _of(lambda: kvlayers.SlidingLayer(8, SlowStore(3))),
+    "layer": _of(lambda: RecentLayer(12, 3)),
+    "layer over a registered store": _of(lambda: RecentLayer(12, 6, store=SteppedStore(5))),
+    "layer over packed codes": _of(lambda: RecentLayer(70, 35, store=kvlayers.QuantizedStore(_halves()))),
+    "layer, offloaded": _of(lambda: RecentLayer(12, 6), offloading=True),
+    "window over a registered store": _of(lambda: kvlayers.SlidingLayer(8, SteppedStore(3))),
     "layer over a static store": _of(lambda: kvlayers.DynamicLayer(store=kvlayers.StaticStore(7, grow=True))),
     "static layers that grow": _of(lambda: kvlayers.StaticLayer(4, 3, kvlayers.Buckets(8, 1.5), grow=True)),
     "cache": lambda: ChatCache("a chat"),
@@ -196,9 +113,9 @@ def test_what_is_registered_is_loaded_and_decodes_on(kind: str, registered: None
 
 
 def test_stores_and_hints_of_a_loaded_layer_are_those_that_were_saved(registered: None, path: pathlib.Path) -> None:
-    save_cache(kvlayers.Cache(layers=[RecentLayer(12, 0.25, SlowStore(5)), kvlayers.StaticLayer(7, grow=True)]), path)
+    save_cache(kvlayers.Cache(layers=[RecentLayer(12, 3, SteppedStore(5)), kvlayers.StaticLayer(7, grow=True)]), path)
     recent, static = load_cache(path).layers
-    assert (recent.most, recent.kept, type(recent.store), recent.store.step) == (12, 0.25, SlowStore, 5)
+    assert (recent.most, recent.kept, type(recent.store), recent.store.step) == (12, 3, SteppedStore, 5)
     assert (static.max_cache_len, static.store.grow) == (7, True)
 
 
@@ -206,7 +123,7 @@ def test_stores_and_hints_of_a_loaded_layer_are_those_that_were_saved(registered
     ("kind", "named", "forget"),
     [
         ("layer", "RecentLayer", kvlayers.unregister_layer),
-        ("window over a registered store", "SlowStore", kvlayers.unregister_store),
+        ("window over a registered store", "SteppedStore", kvlayers.unregister_store),
         ("cache", "ChatCache", kvlayers.unregister_cache_class),
         ("quantizer", "halves", kvlayers.unregister_quantizer),
     ],
@@ -228,7 +145,7 @@ def test_what_is_not_registered_is_refused_by_its_name(
 def test_an_unregistered_layer_is_saved_and_loaded_into_a_cache_of_the_callers(path: pathlib.Path) -> None:
     cache = _filled(MAKES["layer"])
     save_cache(cache, path)
-    assert inspect_cache(path).layers == (f"{__name__}.RecentLayer",) * 2
+    assert inspect_cache(path).layers == ("other_package.recent_layer.RecentLayer",) * 2
     with pytest.raises(CacheFileError, match=r"RecentLayer.*import the package that registers them"):
         load_cache(path)
     loaded = load_cache(path, into=MAKES["layer"]())
@@ -283,7 +200,7 @@ def test_forks_go_on_apart(kind: str) -> None:
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
     context = kvlayers.layers.registry.description_context({})
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.Checkpoints(every=8, most=3), tokens_at_once=1)
-    hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, store=SlowStore(5))), linear)
+    hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
     assert twin.describe() == hybrid.describe()
     assert isinstance(twin.attention, kvlayers.OffloadedLayer)
@@ -324,7 +241,7 @@ class Storeless(RecentLayer):
         super().__init__(most)
 
 
-class ForgetfulStore(SlowStore):
+class ForgetfulStore(SteppedStore):
     from_description = classmethod(kvlayers.TokenStore.from_description.__func__)  # type: ignore[attr-defined]
 
 
@@ -357,7 +274,7 @@ def test_names_are_taken_once_and_given_up(registered: None) -> None:
     with pytest.raises(RegistryError, match=r"'DynamicLayer' is already registered by kvlayers.*unregister_layer"):
         kvlayers.register_layer(RecentLayer, name="DynamicLayer")
     with pytest.raises(RegistryError, match="not empty"):
-        kvlayers.register_store(SlowStore, name=" ")
+        kvlayers.register_store(SteppedStore, name=" ")
     with pytest.raises(RegistryError, match="'nothing'"):
         kvlayers.unregister_layer("nothing")
     with pytest.raises(RegistryError, match="'nothing'"):
@@ -386,7 +303,7 @@ def test_a_layer_is_found_by_the_entry_point_of_its_package(
     monkeypatch.setitem(sys.modules, "another_package", sys.modules[__name__])
     monkeypatch.setattr(RecentLayer, "__module__", "another_package")
     point = importlib.metadata.EntryPoint("recent", "another_package:RecentLayer", "kvlayers.layers")
-    wrong = importlib.metadata.EntryPoint("wrong", "another_package:SlowStore", "kvlayers.layers")
+    wrong = importlib.metadata.EntryPoint("wrong", "another_package:SteppedStore", "kvlayers.layers")
     points = importlib.metadata.EntryPoints([point, wrong])
     monkeypatch.setitem(vars(LAYER_CLASSES), "_entry_points", points)
     assert "recent" in kvlayers.layer_names()
@@ -402,7 +319,7 @@ def test_a_fact_that_layer_and_store_both_have_is_refused(path: pathlib.Path) ->
         def describe(self) -> dict[str, Any]:
             return {**super().describe(), "step": 3}
 
-    cache = kvlayers.Cache(layers=[Step(5, store=SlowStore(4))])
+    cache = kvlayers.Cache(layers=[Step(5, store=SteppedStore(4))])
     with pytest.raises(StateMismatchError, match="step in both"):
         save_cache(cache, path)
     assert not path.exists()
@@ -447,3 +364,26 @@ def test_files_of_the_first_version_are_read(name: str) -> None:
     for _ in range(3):
         for part in [loaded.self_attention_cache] if name == "pair" else [loaded]:
             part.update(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), 1)
+
+
+# Plans
+
+
+@pytest.mark.parametrize("tokens", [9, 40, 100])
+def test_a_plan_of_a_registered_layer_is_what_a_cache_of_it_holds(tokens: int) -> None:
+    model = tiny_model("llama")
+
+    @kvlayers.register("recent")
+    def recent(request: kvlayers.CacheRequest) -> kvlayers.Cache:
+        return kvlayers.Cache(layers=[RecentLayer(64, 16) for _ in range(request.config.num_hidden_layers)])
+
+    try:
+        planned = kvlayers.plan(model, tokens, dtype=torch.float32, names=["recent"])["recent"]
+        cache = kvlayers.make_cache("recent", model)
+        with torch.no_grad():
+            model(prompt(1, tokens), past_key_values=cache, use_cache=True)
+    finally:
+        kvlayers.unregister("recent")
+    assert planned.fidelity == "evicting"
+    assert sum(layer.store.length for layer in cache.layers) == len(cache.layers) * (tokens if tokens <= 64 else 16)
+    assert planned.nbytes == cache.nbytes

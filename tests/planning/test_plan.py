@@ -315,7 +315,7 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
         (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "`names` must be a list"),
         (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),
-        ("llama", {}, kvlayers.ConfigError, "model config"),
+        ("llama", {}, kvlayers.ConfigError, "a model or its config"),
         (tf.OpenAIGPTConfig(), {}, kvlayers.ConfigError, "openai-gpt"),
         (Refusing(), {}, kvlayers.ConfigError, "num_attention_heads|hidden_size"),
     ],

@@ -107,7 +107,7 @@ def test_an_update_that_returns_other_states_fails_the_benchmark(benchmark: Any,
 def test_live_bytes_count_the_old_and_the_new_buffer_of_a_concatenation(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import peak
+    from lib import peak
 
     held = torch.zeros(100, dtype=torch.uint8)
     with peak.LiveBytes(ignored=[held]) as counter:
@@ -171,8 +171,8 @@ def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_
     benchmark: Any, backend: str, package: str
 ) -> None:
     pytest.importorskip(package)
-    from quantized import Contender, measure_bytes
-    from workload import RandomModel, Shape
+    from lib.quantized import Contender, measure_bytes
+    from lib.workload import RandomModel, Shape
 
     config = RandomModel(Shape(layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=64, vocab=64)).model.config
     make = Contender("transformers", backend, 4).make
@@ -185,7 +185,7 @@ def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_
 
 
 def test_outliers_are_in_two_key_channels_and_only_while_asked_for(fidelity: Any) -> None:
-    import outliers
+    from lib import outliers
 
     model = fidelity.RandomModel(fidelity.QUICK_SHAPE).model.float()
     ids = torch.arange(8)[None]
@@ -249,12 +249,12 @@ def test_static_caches_are_compared_eager_compiled_and_in_generate(benchmark: An
         assert (len(entry["seconds"][0]), entry["graphs"], entry["recompiles"]) == (16, 1, 0)
         assert entry["compile_seconds"] > entry["median"] > 0
     assert generate["buckets"] == 2
-    candidate, rival = (
+    candidate, baseline = (
         generate["calls"][f"{library}.StaticCache, compiled"] for library in ("kvlayers", "transformers")
     )
     assert 1 <= candidate["graphs"] <= 3
-    assert rival["graphs"] == 1
-    assert candidate["recompiles"] == rival["recompiles"] == 0
+    assert baseline["graphs"] == 1
+    assert candidate["recompiles"] == baseline["recompiles"] == 0
     assert candidate["first"] > candidate["median"] > 0
     assert all(entry["graphs"] == 0 for name, entry in generate["calls"].items() if name.endswith("DynamicCache"))
 
@@ -269,9 +269,7 @@ def test_a_static_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tm
 
 
 def test_calls_of_generate_with_other_tokens_are_disagreements(benchmark: Any) -> None:
-    import generation
-    import timing
-    import workload
+    from lib import generation, timing, workload
 
     model = workload.RandomModel(workload.QUICK_SHAPE)
     job = generation.Job(model.name, model.model, model.prompt(20), 16, 64, "eager")
@@ -288,7 +286,7 @@ def test_calls_of_generate_with_other_tokens_are_disagreements(benchmark: Any) -
 
 
 def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any) -> None:
-    import compiling
+    from lib import compiling
 
     class Doubling:
         def forward(self, numbers: Tensor) -> Tensor:
@@ -313,7 +311,7 @@ def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any)
 
 
 def test_promises_of_static_caches(benchmark: Any) -> None:
-    import static_report
+    from lib import static_report
 
     def timed(seconds: float, **more: int) -> dict[str, Any]:
         return {"seconds": [[seconds], [2 * seconds]], **more}

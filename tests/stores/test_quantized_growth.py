@@ -69,7 +69,7 @@ def test_once_packed_a_layer_takes_the_bytes_of_its_tokens_at_most(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
 def test_a_plan_says_so_at_every_length(quantization: Quantization) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        form = (1, 1, HEAD_DIM, dtype, torch.device("cpu"))
+        form = kvlayers.StateForm(1, 1, HEAD_DIM, dtype, torch.device("cpu"))
         for tokens in range(1, LONGEST + 1):
             for hint in (tokens, None):
                 planned = QuantizedStore(quantization).planned_nbytes(form, form, tokens, hint)

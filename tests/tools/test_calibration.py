@@ -176,8 +176,8 @@ def test_windows_and_what_crosses_have_bits_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"nbits": [4, 4]}, "3 layers of the model, but saw 2"),
-        ({"nbits": [4, 5, 4]}, "but saw 5"),
+        ({"nbits": [4, 4]}, "3 layers of the model, got 2"),
+        ({"nbits": [4, 5, 4]}, "got 5"),
         ({"nbits": []}, "0 in nbits"),
         ({"nbits": "444"}, "'444'"),
         ({"nbits": [4, 4, [4]]}, r"\[4\]"),
@@ -597,7 +597,7 @@ def test_a_file_with_other_bits_than_there_are_is_refused(calibration: kvlayers.
     said = json.loads(calibration.save(tmp_path).read_text())
     said["chosen"]["cache_config"]["key_nbits"] = [7, 7, 7]
     (tmp_path / "kvlayers_calibration.json").write_text(json.dumps(said))
-    with pytest.raises(kvlayers.OptionError, match="but saw 7"):
+    with pytest.raises(kvlayers.OptionError, match="got 7"):
         kvlayers.Calibration.load(tmp_path)
     with pytest.raises(kvlayers.OptionError, match="pass a file that Calibration.save"):
         kvlayers.Calibration.load(tmp_path / "none.json")

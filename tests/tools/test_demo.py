@@ -113,7 +113,7 @@ def test_the_prompt_comes_after_real_text(llama: Path) -> None:
     result = _demo("--model", llama, "--context", 32, "--tokens", 3, "--trials", 1)
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    assert "32 of them of the Python documentation" in shown
+    assert "32 of them from the Python documentation" in shown
     assert "Once upon a time, a programmer" in shown
 
 
@@ -157,7 +157,7 @@ def test_another_answer_in_the_second_turn_is_a_failure(llama: Path, monkeypatch
     def another_answer(*arguments: Any) -> Any:
         chat, alone, stored = generations.second_turn(*arguments)
         tokens = [*stored.tokens[:2], stored.tokens[2] + 1, *stored.tokens[3:]]
-        return chat, alone, generations.Turn(stored.seconds, tokens)
+        return chat, alone, generations.Answer(stored.seconds, tokens)
 
     monkeypatch.setattr(app, "second_turn", another_answer)
     result = _demo("the sea is", "--model", llama, "--tokens", 6)
@@ -175,17 +175,17 @@ def test_a_tie_is_no_other_answer(llama: Path) -> None:
     assert not generations.differs(loaded, chat, [likeliest, 8], [least, 8])
 
 
-def test_the_last_sentence_says_what_this_run_has_shown() -> None:
+def test_the_summary_has_what_the_figures_of_this_run_support() -> None:
     sequences = torch.zeros(8, 5, dtype=torch.int64)
     slow, fast = generations.Samples(8.0, 8, sequences), generations.Samples(2.0, 1, sequences)
-    turns = generations.Turn(3.0, [1]), generations.Turn(0.1, [1])
+    answers = generations.Answer(3.0, [1]), generations.Answer(0.1, [1])
     rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
-    assert report.sentence(rows, (slow, fast), turns) == (
+    assert report.summary(rows, (slow, fast), answers) == (
         "With kvlayers, int4 holds 30% of the bytes of DynamicCache and decodes 2.0 times as fast, 8 samples of one "
-        "prompt come 4.0 times as fast and a second turn begins 30 times as soon."
+        "prompt come 4.0 times as fast and the first token of a second turn comes 30 times as fast."
     )
     same = [_row("dynamic", seconds=0.2, nbytes=30), _row("int4", seconds=0.2, nbytes=30)]
-    assert "changes little" in report.sentence(same, (fast, fast), None)
+    assert "changes little" in report.summary(same, (fast, fast), None)
 
 
 def _row(cache: str, seconds: float, nbytes: int) -> decoding.ContenderResult:

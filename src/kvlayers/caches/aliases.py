@@ -28,7 +28,7 @@ from kvlayers.utils.options import check_accepted, checks_options
 class HybridCache(StaticCache):
     """A `StaticCache`, by the name that transformers had for models with sliding and full layers.
 
-    Args: those of `StaticCache`.
+    Args: as for `StaticCache`.
     """
 
 
@@ -36,7 +36,7 @@ class HybridCache(StaticCache):
 class HybridChunkedCache(StaticCache):
     """A `StaticCache`, by the name that transformers had for models with chunked and full layers.
 
-    Args: those of `StaticCache`.
+    Args: as for `StaticCache`.
     """
 
 
@@ -44,7 +44,7 @@ class HybridChunkedCache(StaticCache):
 class SlidingWindowCache(StaticCache):
     """A `StaticCache` for models that attend within a window.
 
-    Args: those of `StaticCache`, with the config of a model that has sliding or chunked attention.
+    Args: as for `StaticCache`, with the config of a model that has sliding or chunked attention.
 
     Raises:
         ConfigError: no layer of the model attends within a window.
@@ -67,7 +67,7 @@ class SlidingWindowCache(StaticCache):
 class OffloadedCache(DynamicCache):
     """A `DynamicCache` with `offloading=True`, by the name of transformers 4.
 
-    Args: those of `DynamicCache`, other than `offloading`.
+    Args: as for `DynamicCache`, without `offloading`.
 
     Example:
         >>> import kvlayers
@@ -102,7 +102,7 @@ class OffloadedCache(DynamicCache):
 class OffloadedStaticCache(StaticCache):
     """A `StaticCache` with `offloading=True`, by the name of transformers 4.
 
-    Args: those of `StaticCache`, other than `offloading` and `compiled`.
+    Args: as for `StaticCache`, without `offloading` and `compiled`.
     """
 
     @checks_options

@@ -116,7 +116,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     @property
     def kind(self) -> str:
-        """Name of the kind of cache, by which saved states are known: that which its class is registered by."""
+        """Name of the kind of cache in saved states: the name that its class is registered by."""
         return CACHE_CLASSES.name_of(type(self))
 
     @property
@@ -125,7 +125,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         return tuple(rotary for layer in self.adapted_layers() for rotary in layer.rotaries)
 
     def describe(self) -> dict[str, Any]:
-        """What the cache was made with, as far as its layers do not say it: values that JSON has, and no paths."""
+        """The arguments of the cache that its layers do not describe themselves: values that JSON has, and no paths."""
         return {
             "offloading": self.offloading,
             "only_non_sliding": bool(self.only_non_sliding),
@@ -134,14 +134,14 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     @classmethod
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
-        """An empty cache over layers that were described apart from it.
+        """An empty cache over empty layers, which were described by themselves.
 
-        A subclass whose initialiser sets attributes of its own sets them here as well, from what it adds to `describe`.
+        A subclass whose initialiser sets attributes of its own sets them here too, from what it adds to `describe`.
 
         Args:
-            options: what `describe` returned. They may come from a file that anybody has written.
-            layers: the layers, empty.
-            context: what is needed besides.
+            options: what `describe` returned. They may come from a file that anybody could have written.
+            layers: the empty layers.
+            context: what else descriptions are read with, such as rotations.
 
         Raises:
             KeyError: an option is missing.
@@ -155,12 +155,12 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     @classmethod
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        """The layers that a cache with these options has for a model, for those that no description makes.
+        """The layers of a cache with these options for a model. They replace layers that a description cannot make.
 
         Args:
             options: what `describe` returned.
             config: config of the model.
-            context: what is needed besides.
+            context: what else descriptions are read with, such as rotations.
         """
         return dynamic_layers(config)
 

@@ -64,7 +64,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 "pass two caches."
             )
         own, cross = caches
-        if isinstance(own, EncoderDecoderCache) or isinstance(cross, EncoderDecoderCache):
+        if own.is_pair or cross.is_pair:
             raise OptionError("expected two caches that are not pairs themselves, but saw a pair: pass its parts.")
         if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
             raise OptionError("expected two caches that share nothing, but saw shared layers: make one for each part.")
@@ -91,7 +91,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
         Raises:
             StateMismatchError: cross-attention has the states of another output.
-            CapacityError: it has none yet, and too few tokens are reserved for them.
+            CapacityError: it has no states yet, and too few tokens are reserved for them.
         """
         seen = fingerprint(encoded)
         for layer in self.cross_attention_cache.adapted_layers():
@@ -112,7 +112,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @property
     def is_updated(self) -> CrossAttentionFlags:
-        """For each layer, whether cross-attention has its states. Setting one to `False` lets go of them."""
+        """For each layer, whether cross-attention has its states. Setting a flag to `False` forgets the states."""
         return CrossAttentionFlags(self.cross_attention_cache)
 
     @property

@@ -1,4 +1,4 @@
-"""A model and its static cache as one module that `torch.export` takes."""
+"""A model and its static cache as one module that `torch.export` can export."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from kvlayers.upstream import compat, model_layers
 
 
 class ExportableDecoder(nn.Module):
-    """A decoder-only model whose cache is part of it: buffers, which an exported program carries and writes to.
+    """A decoder-only model whose cache is part of it: buffers that an exported program carries and writes to.
 
-    Layers with a window keep all tokens, and their masks leave out those that the window has passed.
+    Layers with a window keep all tokens, and their masks leave out the tokens that the window has passed.
 
     Args:
         model: the language model, which returns logits.
@@ -25,8 +25,8 @@ class ExportableDecoder(nn.Module):
         batch_size: sequences side by side.
 
     Raises:
-        UnsupportedLayerError: the model has layers that keep something else than tokens, an encoder, or no head; or
-            torch is older than 2.7.
+        UnsupportedLayerError: the model has layers that do not keep tokens, an encoder, or no language-modelling head;
+            or torch is older than 2.7.
         OptionError: a reservation of no tokens or no sequences.
 
     Example:
@@ -66,7 +66,7 @@ class ExportableDecoder(nn.Module):
         self.model = model
         self.cache = Cache(layers=[StaticLayer(max_cache_len) for _ in specs])
         with torch.no_grad():
-            # Its own states tell the shapes that a config may not.
+            # A forward pass shows the shapes of the states, which a config may not tell.
             token: Any = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
             model(token, past_key_values=self.cache)
         self.cache.reset()
@@ -76,7 +76,8 @@ class ExportableDecoder(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise UnsupportedLayerError(
-            "expected a module that stays where it is, as its cache holds the buffers too: move or convert the model."
+            "expected a module that stays on its device, since its cache holds the buffers too: move or convert the "
+            "model before."
         )
 
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
@@ -84,15 +85,15 @@ class ExportableDecoder(nn.Module):
 
         Args:
             input_ids: `[batch, new]`, int64.
-            cache_position: positions of the new tokens, `[new]`, int64, one after the other: what is held before the
-                first of them stays, and nothing else does.
+            cache_position: positions of the new tokens, `[new]`, int64, consecutive. Tokens before the first position
+                stay in the cache, and all others are removed from it.
 
         Returns:
             `[batch, new, vocabulary]`.
 
         Raises:
-            RollbackError: in eager code, fewer tokens are held. A program cannot tell, and one that is asked for more
-                tokens than are reserved raises torch's `IndexError`.
+            RollbackError: in eager code, fewer tokens are held than the first position says. A program cannot check
+                this. If it is asked for more tokens than are reserved, it raises torch's `IndexError`.
         """
         if compat.is_exporting():
             for layer in self.cache.layers:

@@ -174,7 +174,7 @@ def outermost_module() -> int | None:
 
 
 def _interrupted(lengths: Sequence[int | None], recurrent: bool) -> InterruptedPassError:
-    """The error for layers that have seen so many tokens each, `None` for a layer that does not know."""
+    """The error for layers that have seen these numbers of tokens, `None` for a layer that does not know."""
     known = [(length, index) for index, length in enumerate(lengths) if length is not None]
     groups = [(length, [index for _, index in group]) for length, group in itertools.groupby(known, lambda one: one[0])]
     seen = ", ".join(

@@ -11,6 +11,7 @@ from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.arguments import unbounded_as_minus_one
 from kvlayers.layers.upstream import adapted_anew
+from kvlayers.stores.buffer import StateForm
 
 
 class LayerList(ABC):
@@ -165,5 +166,5 @@ class LayerList(ABC):
         device = torch.empty(0, device=device).device
         for layer, layer_heads, layer_dim in zip(layers, heads, dims, strict=True):
             if layer.supports_early_init and not layer.is_initialized:
-                form = batch_size, layer_heads, layer_dim, dtype, device
+                form = StateForm(batch_size, layer_heads, layer_dim, dtype, device)
                 layer.reserve_form(form, form)

@@ -210,7 +210,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
 
         Raises:
             OptionError: `repeats` is less than 1.
-            CapacityError: a static cache has no room for so many sequences; nothing is changed.
+            CapacityError: a static cache has no room for them; nothing is changed.
         """
         batch_size = self.batch_size
         if batch_size >= 0:
@@ -325,14 +325,15 @@ class LayerwiseOperations(DescribesItself, LayerList):
                 f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
                 "cache that was made for the same model config."
             )
-        pairs = [(adapted(layer), layer_state) for layer, layer_state in zip(layers, state.layers, strict=True)]
+        adapters = [adapted(layer, self._grows) for layer in layers]
+        pairs = list(zip(adapters, state.layers, strict=True))
         for layer, layer_state in pairs:
             layer.check_state(layer_state)
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
         self.layers, self.known_ids = layers, None
-        self._adapted = [layer for layer, _ in pairs]
+        self._adapted = adapters
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
         self.forget_pass()

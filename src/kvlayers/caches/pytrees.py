@@ -1,6 +1,6 @@
-"""Caches as trees of tensors: what `torch.export` makes inputs and outputs of a program of."""
+"""Caches as trees of tensors, which `torch.export` needs for the inputs and outputs of a program."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -16,10 +16,10 @@ from kvlayers.upstream import compat
 
 Children = list[Any]
 Context = Any
-"""What a tree says besides its tensors, in types that JSON has: programs are compared, and saved, by it."""
+"""The facts of a tree besides its tensors, in types that JSON has. Programs are compared and saved with it."""
 
 LISTS = ("key_cache", "value_cache")
-"""Names of the children of a `DynamicCache`, which are those of transformers' own."""
+"""Names of the children of a `DynamicCache`, the same as in transformers."""
 
 PARTS = ("self_attention_cache", "cross_attention_cache")
 """Names of the children of an `EncoderDecoderCache`."""
@@ -28,17 +28,17 @@ PARTS = ("self_attention_cache", "cross_attention_cache")
 def register_export_support() -> None:
     """Let `torch.export` take kvlayers' caches as inputs and outputs of a program, as torch pytrees.
 
-    A `DynamicCache` is a tree as transformers' own is: its `key_cache` and its `value_cache`, each a list of
+    A `DynamicCache` is the same tree as in transformers: its `key_cache` and its `value_cache`, each a list of
     `[batch, kv_heads, tokens, head_dim]` tensors, one for each layer that holds states. An `EncoderDecoderCache` is a
     tree of its two caches. Every other cache of kvlayers is refused when it becomes an input or an output.
 
     Call it before `torch.export.export`, and before `torch.export.load` in the process that loads a program. It is not
-    done at import, since torch then takes caches apart wherever it maps a function over the arguments of a module
-    (FSDP2 does, to cast them), and a module would update a copy of the cache that it was given. transformers' exporters
-    do it by themselves under `install()`.
+    done at import: torch would then take caches apart wherever it maps a function over the arguments of a module (FSDP2
+    does so to cast them), and a module would update a copy of the cache that it was given. Under `install()`,
+    transformers' exporters call it by themselves.
 
-    At export, `UnsupportedLayerError` is raised for a cache that is no tree of keys and values alone: one that is
-    static, quantized, offloaded or recurrent, or whose layers all have windows, if these have dropped tokens.
+    At export, `UnsupportedLayerError` is raised for a cache that is not a tree of keys and values only: a static,
+    quantized, offloaded or recurrent cache, or a cache whose layers all have windows that have dropped tokens.
 
     Example:
         >>> import kvlayers, torch
@@ -63,8 +63,8 @@ def _register(
     rebuild: Callable[[Iterable[Any], Context], Any],
     names: tuple[str, ...],
 ) -> None:
-    # transformers' exporters register every cache that they see with a flattening of their own, which takes any object
-    # apart by its attributes.
+    # transformers' exporters register every cache that they see with their own function, which takes any object apart
+    # by its attributes.
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         if node.flatten_fn is flatten:
@@ -91,31 +91,34 @@ def _subclasses(kind: type[Cache]) -> Iterator[type[Cache]]:
 
 
 def _flatten_dynamic(cache: DynamicCache) -> tuple[Children, Context]:
-    layers = cache.layers
+    layers = cache.adapted_layers()
     layout = [_describe(layer, layers) for layer in layers]
-    held = [layer for layer, facts in zip(layers, layout, strict=True) if facts is not None and facts["holds"]]
+    held: list[Any] = [
+        layer for layer, facts in zip(layers, layout, strict=True) if facts is not None and facts["holds"]
+    ]
     return [[as_dense(layer.keys) for layer in held], [as_dense(layer.values) for layer in held]], layout
 
 
-def _describe(layer: Any, layers: list[Any]) -> dict[str, Any] | None:
-    """What a layer is besides its tensors; `None` for one that holds nothing.
+def _describe(layer: Any, layers: Sequence[Any]) -> dict[str, Any] | None:
+    """The facts of a layer besides its tensors; `None` for a layer that holds nothing.
 
-    The count of tokens is no part of it, or a program would serve one count alone. The tensors of full attention have
-    it; a window that has dropped tokens has seen as many as another layer of the cache.
+    The count of tokens is not one of them, or a program would serve only one count. The shape of the tensors of full
+    attention tells it, and a window that has dropped tokens has seen as many tokens as another layer of the cache.
     """
-    if isinstance(layer, compat.DUMMY_LAYER):
+    if not layer.attends and not layer.is_recurrent:
         return None
     if type(layer) not in (DynamicLayer, SlidingLayer):
         raise UnsupportedLayerError(
             f"expected layers that hold keys and values alone, in full precision and on their device, but saw a "
-            f"{type(layer).__name__}: export with a DynamicCache of a model whose layers all attend."
+            f"{type(layer.original).__name__}: export with a DynamicCache of a model whose layers all attend."
         )
     facts: dict[str, Any] = {"holds": layer.keys is not None, "window": None, "counted_by": None}
-    if isinstance(layer, SlidingLayer):
+    if layer.is_sliding:
         counting = (
             index
             for index, other in enumerate(layers)
-            if type(other) is DynamicLayer
+            if other.attends
+            and not other.is_sliding
             and facts["holds"] == (other.keys is not None)
             and other.length == layer.length
         )
@@ -154,7 +157,7 @@ def _rebuild_pair(children: Iterable[Any], context: Context) -> EncoderDecoderCa
 
 def _refuse(cache: Any) -> tuple[Children, Context]:
     if compat.is_exporting():
-        # Not an input: a module within the program is given it, and it is the program's own.
+        # The cache is not an input: a module within the program is given it, and it belongs to the program.
         return [], cache
     raise UnsupportedLayerError(
         f"expected a DynamicCache, which torch can take apart into keys and values, but saw a {type(cache).__name__}: "
@@ -165,7 +168,7 @@ def _refuse(cache: Any) -> tuple[Children, Context]:
 def _refuse_to_rebuild(children: Iterable[Any], context: Context) -> Any:
     if compat.is_exporting() and isinstance(context, Cache):
         return context
-    raise UnsupportedLayerError("expected a tree of a DynamicCache or of an EncoderDecoderCache, but saw another one.")
+    raise UnsupportedLayerError("expected a tree of a DynamicCache or an EncoderDecoderCache, but saw another tree.")
 
 
 _TREES: dict[type[Cache], tuple[Any, Any, tuple[str, ...]]] = {

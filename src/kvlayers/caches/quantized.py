@@ -113,7 +113,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             the default. Layers that are not quantized have an entry too, without effect.
         axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
         axis_value: the same for the values.
-        q_group_size: states that share a scale; 64 where head_dim allows it. If groups go along the channels and it
+        q_group_size: states that share a scale; 64 if head_dim allows it. If groups go along the channels and it
             does not divide head_dim, the largest smaller size that does is used, with a warning.
         residual_length: how many of the newest tokens stay in full precision, at least.
         key_nbits: bits of the keys, if they differ from `nbits`.

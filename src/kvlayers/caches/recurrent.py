@@ -64,8 +64,8 @@ class RecurrentSurface(LayerList):
             layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
             if layer is None:
                 raise UnsupportedLayerError(
-                    "expected a layer with a recurrent state, but saw none: make the cache from the config of the "
-                    "model that uses it."
+                    "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
+                    "the model that uses it."
                 )
         elif layer_idx >= len(self.layers):
             return False
@@ -122,7 +122,7 @@ class RecurrentSurface(LayerList):
         return updated
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a model must pass the states of every token to a layer, rather than write to those that it holds.
+        """Whether a model must pass the states of every token to a layer, instead of writing to the held states.
 
         kvlayers' recurrent layers always say so, since they count tokens. A layer's `is_recording` says whether it
         holds more than it needs, for a later rollback.

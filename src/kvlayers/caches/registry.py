@@ -1,4 +1,4 @@
-"""Classes of caches by name: which of them may be made from a file."""
+"""The registry of classes of caches: which of them a file may name."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -22,15 +22,15 @@ def register_cache_class(
 def register_cache_class(cache_class: Any = None, *, name: str | None = None) -> Any:
     """Let caches of this class be loaded from files, as a decorator or by a call.
 
-    A class whose initialiser sets attributes of its own adds what it sets them from to `describe`, and sets them in
-    `from_description` as well.
+    A class whose initialiser sets attributes of its own adds their values to `describe`, and sets them in
+    `from_description` too.
 
     Args:
         cache_class: the class, derived from `Cache`.
-        name: the name that files know it by, that of the class if not given.
+        name: its name in files; the name of the class if it is not given.
 
     Raises:
-        RegistryError: the name is taken, or it is not such a class.
+        RegistryError: the name is taken, or it is not a class of caches.
     """
     if cache_class is None:
         return lambda decorated: register_cache_class(decorated, name=name)
@@ -39,10 +39,10 @@ def register_cache_class(cache_class: Any = None, *, name: str | None = None) ->
 
 
 def unregister_cache_class(name: str) -> None:
-    """Forget a name.
+    """Remove a class of caches from the registry.
 
     Raises:
-        RegistryError: no class of caches is registered by it.
+        RegistryError: no class is registered by this name.
     """
     if not CACHE_CLASSES.remove(name):
         raise RegistryError(
@@ -52,5 +52,5 @@ def unregister_cache_class(name: str) -> None:
 
 
 def cache_class_names() -> list[str]:
-    """Every class of caches that a file may name, those of other packages' entry points included."""
+    """The names of all registered classes of caches, including those of entry points in other packages."""
     return CACHE_CLASSES.names()

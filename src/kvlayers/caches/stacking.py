@@ -78,7 +78,7 @@ def _padded_fact(name: str, fact: Fact, length: int) -> Fact:
 
 
 def _tokens_side_by_side(states: Sequence[Tensor], padding: Sequence[int], most: int) -> Tensor:
-    """Keys or values `[1, kv_heads, held, head_dim]` in one tensor, `most` tokens of each or as many as there are."""
+    """Keys or values `[1, kv_heads, held, head_dim]` in one tensor: of each, the newest `most` tokens or all."""
     held = min(max(own.shape[2] + padded for own, padded in zip(states, padding, strict=True)), most)
     _, kv_heads, _, head_dim = states[0].shape
     together = states[0].new_zeros((len(states), kv_heads, held, head_dim))

@@ -126,6 +126,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         cache = super().from_description(options, layers, context)
         cache._reservation = _reservation_from(options)
         cache._grows = cache._reservation.grow
+        # Adapters of transformers' layers are made again, as they are told whether they grow.
+        cache._adapted = ()
         # Whether masks are of buckets is a matter of the machine that goes on, too.
         cache.compiled = bool(options["compiled"]) and torch.accelerator.is_available()
         return cache

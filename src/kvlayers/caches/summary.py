@@ -1,4 +1,4 @@
-"""What a cache tells people: what it holds, as a table, and why its last calls were not faster."""
+"""Reports of a cache for people: a table of its contents, and why its last calls were not faster."""
 
 import html
 import itertools
@@ -145,7 +145,7 @@ def summary_of(
 def _of_layer(use: str, index: int, layer: LayerOperations) -> LayerSummary:
     amounts = dict.fromkeys(TIERS, 0)
     for part in layer.parts:
-        amounts[part.home] += part.nbytes
+        amounts[part.memory_tier] += part.nbytes
     kinds = " and ".join(type(part.unwrapped.original).__name__ for part in layer.parts)
     return LayerSummary(
         range(index, index + 1), f"{use} {kinds}".strip(), layer.length, layer.held_tokens, layer.bits, amounts

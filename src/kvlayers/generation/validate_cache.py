@@ -59,24 +59,24 @@ def validate(
     if cache.is_pair and encoded is not None:
         pair: Any = cache
         pair.check_encoded(encoded)
-    own = cache.self_attention
-    check_windows(model, own)
-    if own.is_static and generate_calls.masks_the_whole_reservation(model):
+    self_attention = cache.self_attention
+    check_windows(model, self_attention)
+    if self_attention.is_static and generate_calls.masks_the_whole_reservation(model):
         raise ConfigError(
             f"expected a cache that grows, as this version of transformers gives {type(model).__name__} masks of all "
-            f"slots of a static cache, but saw a {type(own).__name__}: pass cache_implementation='static' instead, or "
-            "a DynamicCache."
+            f"slots of a static cache, but saw a {type(self_attention).__name__}: pass "
+            "cache_implementation='static' instead, or a DynamicCache."
         )
-    if own.rotates_keys:
+    if self_attention.rotates_keys:
         check_rope_dtype(model)
         if attention_mask is not None:
             left_padding_of(attention_mask)
-        if not own.get_seq_length():
-            own.prepare(model.config, attention_mask)
+        if not self_attention.get_seq_length():
+            self_attention.prepare(model.config, attention_mask)
     # Models that take their cache under another name (mamba) get the new tokens only.
     gets_whole_sequence = model_types.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
-    if total_tokens is not None and gets_whole_sequence and own.layers:
-        check_is_new(own, own.get_seq_length(), total_tokens)
+    if total_tokens is not None and gets_whole_sequence and self_attention.layers:
+        check_is_new(self_attention, self_attention.get_seq_length(), total_tokens)
 
 
 def check_windows(model: Any, cache: Cache) -> None:

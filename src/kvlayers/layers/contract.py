@@ -156,25 +156,3 @@ def not_of_so_many(length: int, held: int) -> StateMismatchError:
         f"expected the number of tokens whose states are held, {held}, but saw {length}: use crop to remove tokens, "
         "and update to add tokens."
     )
-
-
-def public_names(layer: CacheLayer) -> list[str]:
-    """The names of a layer that user code may read."""
-    return [name for name in dir(layer) if not name.startswith("_")]
-
-
-def attribute_within(wrapper: CacheLayer, within: str, name: str) -> Any:
-    """A public attribute of a wrapped layer.
-
-    Args:
-        wrapper: the layer that was asked, which does not have the attribute.
-        within: name of the wrapper's attribute that holds the wrapped layer.
-        name: name of the attribute that was asked for.
-
-    Raises:
-        AttributeError: neither of the two layers has it.
-    """
-    # A copy that is being made does not have its wrapped layer yet.
-    if not name.startswith("_") and within in vars(wrapper):
-        return getattr(vars(wrapper)[within], name)
-    raise AttributeError(f"'{type(wrapper).__name__}' object has no attribute '{name}'")

@@ -8,13 +8,13 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.contract import CacheLayer, attribute_within, public_names
+from kvlayers.layers.contract import CacheLayer
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.prefetcher import Prefetcher
-from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity, least_faithful
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -25,7 +25,7 @@ LINEAR = "linear."
 
 
 @register_layer
-class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
+class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
     Keys and values go to the attention layer, convolution states and recurrent states to the linear-attention layer.
@@ -45,6 +45,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """
 
     is_recurrent = True
+    wrapped: CacheLayer
 
     def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
         if not isinstance(attention, CacheLayer) or attention.is_recurrent:
@@ -56,118 +57,88 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             raise UnsupportedLayerError(
                 f"expected a LinearAttentionLayer second, but saw a {type(linear).__name__}: pass one."
             )
-        super().__init__()
-        self.attention = attention
+        super().__init__(attention)
         self.linear = linear
-        self.sliding_window = attention.sliding_window
+
+    @property
+    def attention(self) -> CacheLayer:
+        """The attention layer."""
+        return self.wrapped
 
     # Attention
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.attention.update(key_states, value_states)
+        return self.wrapped.update(key_states, value_states)
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
         """Whether compiled code calls `update` as an operator, rather than be traced through it."""
-        return self.attention.is_opaque
+        return self.wrapped.is_opaque
 
     @override
     def count(self, tokens: int) -> None:
-        self.attention.count(tokens)
+        self.wrapped.count(tokens)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.attention.mask_sizes(query_length)
+        return self.wrapped.mask_sizes(query_length)
 
     @override
     def get_seq_length(self) -> int:
-        return self.attention.get_seq_length()
+        return self.wrapped.get_seq_length()
 
     @override
     def make_room(self, tokens: int) -> None:
-        self.attention.make_room(tokens)
+        self.wrapped.make_room(tokens)
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self.attention.reserve_form(key_form, value_form)
-
-    @property
-    @override
-    def length(self) -> int:
-        return self.attention.length
-
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return self.attention.capacity
-
-    @property
-    @override
-    def sized_for(self) -> int | None:
-        return self.attention.sized_for
+        self.wrapped.reserve_form(key_form, value_form)
 
     @property
     @override
     def fidelity(self) -> Fidelity:
-        return least_faithful((self.attention.fidelity, self.linear.fidelity))
+        return least_faithful((self.wrapped.fidelity, self.linear.fidelity))
 
     @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        attention = self.attention.planned_nbytes(shape, tokens, sized_for)
+        attention = self.wrapped.planned_nbytes(shape, tokens, sized_for)
         linear = self.linear.planned_nbytes(shape, tokens, None)
         return PlannedBytes(attention.device + linear.device, attention.host + linear.host)
-
-    @override
-    def planned_bits(self, shape: LayerShape) -> float:
-        return self.attention.planned_bits(shape)
 
     @property
     def keys(self) -> Any:
         """See the attention layer."""
-        return self._attends.keys
+        return self.wrapped.keys
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
-        self._attends.keys = states
+        attention: Any = self.wrapped
+        attention.keys = states
 
     @property
     def values(self) -> Any:
         """See the attention layer."""
-        return self._attends.values
+        return self.wrapped.values
 
     @values.setter
     def values(self, states: Tensor) -> None:
-        self._attends.values = states
+        attention: Any = self.wrapped
+        attention.values = states
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.attention.peek()
-
-    @property
-    def _attends(self) -> Any:
-        return self.attention
+        return self.wrapped.peek()
 
     @override
     def recount(self, length: int) -> None:
-        self.attention.recount(length)
-
-    def __getattr__(self, name: str) -> Any:
-        """Further attributes of the attention layer, such as its window or its reservation."""
-        return attribute_within(self, "attention", name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *public_names(self.attention)})
-
-    @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
-        """Whether it attends within a window."""
-        return self.attention.is_sliding
+        self.wrapped.recount(length)
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether generate() may compile the forward pass around it."""
-        return bool(self.attention.is_compileable)
+        return bool(self.wrapped.is_compileable)
 
     # Convolution states and recurrent states
 
@@ -245,89 +216,60 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @property
     @override
     def parts(self) -> tuple[LayerOperations, ...]:
-        return self.attention, self.linear
+        return self.wrapped, self.linear
 
     @override
     def use_prefetcher(self, prefetcher: Prefetcher) -> None:
-        self.attention.use_prefetcher(prefetcher)
-
-    @override
-    def note_left_padding(self, padding: Tensor | None) -> None:
-        self.attention.note_left_padding(padding)
-
-    @property
-    @override
-    def held_tokens(self) -> int | None:
-        return self.attention.held_tokens
-
-    @property
-    @override
-    def bits(self) -> tuple[int, int] | None:
-        return self.attention.bits
-
-    @property
-    @override
-    def attention_paths(self) -> Mapping[str, int]:
-        return self.attention.attention_paths
+        self.wrapped.use_prefetcher(prefetcher)
 
     @property
     @override
     def can_be_stacked(self) -> bool:
-        return self.attention.can_be_stacked and self.linear.can_be_stacked
+        return self.wrapped.can_be_stacked and self.linear.can_be_stacked
 
     @property
     @override
     def is_recording(self) -> bool:
-        return self.attention.is_recording or self.linear.is_recording
+        return self.wrapped.is_recording or self.linear.is_recording
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put both back as they were."""
-        return self.attention.is_croppable and self.linear.is_croppable
+        return self.wrapped.is_croppable and self.linear.is_croppable
 
     @property
     @override
     def batch_size(self) -> int | None:
-        return self.linear.batch_size if self.attention.batch_size is None else self.attention.batch_size
-
-    @property
-    def dtype(self) -> Any:
-        """dtype of the keys, `None` before the first states."""
-        return self._attends.dtype
-
-    @property
-    def device(self) -> Any:
-        """Device of the keys, `None` before the first states."""
-        return self._attends.device
+        return self.linear.batch_size if self.wrapped.batch_size is None else self.wrapped.batch_size
 
     @property
     def is_initialized(self) -> bool:
         """Whether the form of the keys and values is known."""
-        return self.attention.is_initialized
+        return self.wrapped.is_initialized
 
     @is_initialized.setter
     def is_initialized(self, is_initialized: bool) -> None:
-        self.attention.is_initialized = is_initialized
+        self.wrapped.is_initialized = is_initialized
 
     @override
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which both layers can be put back."""
         while True:
             before = length
-            length = self._of_linear(self.attention.nearest_restorable(length))
+            length = self._of_linear(self.wrapped.nearest_restorable(length))
             if length == before:
                 return length
 
     def _of_linear(self, length: int) -> int:
         # If the model does not use it, or an update was interrupted before it, there is nothing to take back.
         unused = self.linear.length == 0
-        if unused or (self.linear.length is None and length == self.attention.length):
+        if unused or (self.linear.length is None and length == self.wrapped.length):
             return length
         return self.linear.nearest_restorable(length)
 
     @override
     def check_truncate(self, length: int) -> None:
-        self.attention.check_truncate(length)
+        self.wrapped.check_truncate(length)
         if self._of_linear(length) != length:
             self.linear.check_truncate(length)
 
@@ -335,59 +277,54 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def truncate(self, length: int) -> int:
         length = whole_number(length, "a length")
         target = self.nearest_restorable(length)
-        self.attention.truncate(target)
+        self.wrapped.truncate(target)
         if self.linear.length:
             self.linear.truncate(target)
         return length - target
 
     @override
     def activate_past_recording(self) -> None:
-        self.attention.activate_past_recording()
+        self.wrapped.activate_past_recording()
         self.linear.activate_past_recording()
 
     @override
     def deactivate_past_recording(self) -> None:
-        self.attention.deactivate_past_recording()
+        self.wrapped.deactivate_past_recording()
         self.linear.deactivate_past_recording()
 
     @override
     def check_select(self, batch_size: int) -> None:
-        self.attention.check_select(batch_size)
+        self.wrapped.check_select(batch_size)
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self.attention.batch_size is not None:
-            self.attention.select(indices)
+        if self.wrapped.batch_size is not None:
+            self.wrapped.select(indices)
         self.linear.select(indices)
 
     @override
     def expand(self, repeats: int) -> None:
-        self.attention.expand(repeats)
+        self.wrapped.expand(repeats)
         self.linear.expand(repeats)
 
     @override
     def reset(self) -> None:
-        self.attention.reset()
+        self.wrapped.reset()
         self.linear.reset()
 
     @override
     def fork(self) -> Self:
-        return type(self)(self.attention.fork(), self.linear.fork())
+        return type(self)(self.wrapped.fork(), self.linear.fork())
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from self.attention.held_tensors()
+        yield from self.wrapped.held_tensors()
         yield from self.linear.held_tensors()
-
-    @property
-    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
-        """Those of the attention layer."""
-        return self.attention.rotaries
 
     @override
     def describe(self) -> dict[str, Fact]:
-        attention, linear = self.attention.describe(), self.linear.describe()
-        return {**attention, "attention": self.attention.kind, **_prefixed(linear)}
+        attention, linear = self.wrapped.describe(), self.linear.describe()
+        return {**attention, "attention": self.wrapped.kind, **_prefixed(linear)}
 
     @classmethod
     @override
@@ -402,7 +339,7 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @override
     def state(self) -> LayerState:
-        attention, linear = self.attention.state(), self.linear.state()
+        attention, linear = self.wrapped.state(), self.linear.state()
         facts: dict[str, Fact] = {**attention.facts, "attention": attention.kind, **_prefixed(linear.facts)}
         return LayerState(self.kind, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
 
@@ -420,18 +357,18 @@ class HybridLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def check_state(self, state: LayerState) -> None:
         attention, linear = self._parts(state)
-        self.attention.check_state(attention)
+        self.wrapped.check_state(attention)
         self.linear.check_state(linear)
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
         attention, linear = self._parts(state)
-        self.attention.load_state(attention)
+        self.wrapped.load_state(attention)
         self.linear.load_state(linear)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.attention!r}, {self.linear!r})"
+        return f"{type(self).__name__}({self.wrapped!r}, {self.linear!r})"
 
 
 def _of_attention(facts: Facts) -> dict[str, Fact]:

@@ -1,7 +1,7 @@
 """A layer whose states are on the host, or on disk, between updates."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,21 +10,20 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
-from kvlayers.layers.contract import CacheLayer, attribute_within, public_names
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
-from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import BufferSwap, Fidelity
+from kvlayers.stores.contract import BufferSwap
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
 
 @register_layer
-class OffloadedLayer(CacheLayer):
+class OffloadedLayer(WrapperLayer):
     """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
 
     The wrapped layer decides which tokens are kept, and how. Updates return states on the device; everything else is
@@ -54,20 +53,24 @@ class OffloadedLayer(CacheLayer):
     """
 
     is_opaque = True
+    wrapped: TokenLayer
 
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
         if not isinstance(layer, TokenLayer):
             raise UnsupportedLayerError(
                 f"expected a layer that holds tokens, but saw a {type(layer).__name__}: leave it on its device."
             )
-        super().__init__()
-        self.layer = layer
-        self.sliding_window = layer.sliding_window
+        super().__init__(layer)
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = self.prefetcher.next_index()
         self.version = 0
         self._seen = self._past = 0
         self._read_counts()
+
+    @property
+    def layer(self) -> TokenLayer:
+        """The wrapped layer."""
+        return self.wrapped
 
     # Taking in states
 
@@ -80,20 +83,20 @@ class OffloadedLayer(CacheLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        travels = self.prefetcher.offloads(key_states.device)
-        attended = (self._update_away if travels else self.layer.update)(key_states, value_states)
+        offloads = self.prefetcher.offloads(key_states.device)
+        attended = (self._update_offloaded if offloads else self.wrapped.update)(key_states, value_states)
         self._read_counts()
         return attended
 
-    def _update_away(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        before = self.layer.snapshot()
+    def _update_offloaded(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.wrapped.snapshot()
         try:
             self.prefetcher.fetch(self, key_states.device)
-            attended = self.layer.update(key_states, value_states)
+            attended = self.wrapped.update(key_states, value_states)
             self.prefetcher.write_back(self)
         except BaseException:
             # The buffers on the host still hold what they held, as nobody wrote to them.
-            self.layer = before
+            self.wrapped = before
             self.version += 1
             self.prefetcher.discard(self)
             raise
@@ -103,13 +106,13 @@ class OffloadedLayer(CacheLayer):
 
     def _read_counts(self) -> None:
         """Copy the counts of the wrapped layer. It has no counts between the assignments of keys and of values."""
-        layer = self.layer
+        layer = self.wrapped
         if not layer.store.is_pending:
             self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
 
     @override
     def count(self, tokens: int) -> None:
-        self._past = self.layer.attended_past(self._past + tokens)
+        self._past = self.wrapped.attended_past(self._past + tokens)
         self._seen = self._seen + tokens
 
     # Reading
@@ -124,8 +127,8 @@ class OffloadedLayer(CacheLayer):
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
-        with self._away(changes=True):
-            self.layer.keys = states
+        with self._fetched(changes=True):
+            self.wrapped.keys = states
         self._read_counts()
 
     @property
@@ -135,24 +138,24 @@ class OffloadedLayer(CacheLayer):
 
     @values.setter
     def values(self, states: Tensor) -> None:
-        with self._away(changes=True):
-            self.layer.values = states
+        with self._fetched(changes=True):
+            self.wrapped.values = states
         self._read_counts()
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        with self._away():
-            states = self.layer.keys if side == "keys" else self.layer.values
+        with self._fetched():
+            states = self.wrapped.keys if side == "keys" else self.wrapped.values
         if states is None or isinstance(states, PackedStates) or self.prefetcher.queue(self.device) is None:
             return states
         return states.clone()
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        with self._away():
-            return self.layer.peek()
+        with self._fetched():
+            return self.wrapped.peek()
 
     @contextlib.contextmanager
-    def _away(self, changes: bool = False) -> Iterator[None]:
+    def _fetched(self, changes: bool = False) -> Iterator[None]:
         """Keep the states on their device within this context."""
         device = self.device
         if device is None or not self.prefetcher.offloads(device):
@@ -163,21 +166,21 @@ class OffloadedLayer(CacheLayer):
         try:
             yield
         finally:
-            self._leave_if_there_is_room()
+            self._write_back_if_possible()
 
     @contextlib.contextmanager
-    def _at_home(self) -> Iterator[TokenLayer]:
+    def _on_host(self) -> Iterator[TokenLayer]:
         """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
         self.prefetcher.synchronize(self)
         self.prefetcher.discard(self)
         self.version += 1
         try:
-            yield self.layer
+            yield self.wrapped
         finally:
             self._read_counts()
-            self._leave_if_there_is_room()
+            self._write_back_if_possible()
 
-    def _leave_if_there_is_room(self) -> None:
+    def _write_back_if_possible(self) -> None:
         # The operation is done. If there is no memory for the states on the host, they stay on their device until
         # there is.
         with contextlib.suppress(CapacityError):
@@ -185,47 +188,47 @@ class OffloadedLayer(CacheLayer):
 
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        self.layer.swap_buffers(swap)
+        self.wrapped.swap_buffers(swap)
 
     # Operations
 
     @override
     def truncate(self, length: int) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.truncate(length)
 
     @override
     def select(self, indices: Tensor) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.select(indices)
 
     @override
     def reset(self) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.reset()
 
     @override
     def activate_past_recording(self) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.activate_past_recording()
 
     @override
     def deactivate_past_recording(self) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.deactivate_past_recording()
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.reserve_form(key_form, value_form)
         self.prefetcher.write_back(self)
 
     @override
     def fork(self) -> Self:
         self.prefetcher.synchronize(self)
-        twin = self.__class__(self.layer.fork(), self.prefetcher)
+        twin = self.__class__(self.wrapped.fork(), self.prefetcher)
         twin.index = self.index
-        twin._leave_if_there_is_room()
+        twin._write_back_if_possible()
         return twin
 
     @override
@@ -236,7 +239,7 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def describe(self) -> dict[str, Fact]:
-        return {**self.layer.describe(), "offloaded": self.layer.kind}
+        return {**self.wrapped.describe(), "offloaded": self.wrapped.kind}
 
     @classmethod
     @override
@@ -248,13 +251,13 @@ class OffloadedLayer(CacheLayer):
     def state(self) -> LayerState:
         """The state of the wrapped layer, with tensors on the host."""
         self.prefetcher.synchronize(self)
-        state = self.layer.state()
+        state = self.wrapped.state()
         device = None if self.device is None else str(self.device)
         return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
 
     @override
     def load_state(self, state: LayerState) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.load_state(self._on_device(state))
 
     def _on_device(self, state: LayerState) -> LayerState:
@@ -274,150 +277,85 @@ class OffloadedLayer(CacheLayer):
 
     @override
     def recount(self, length: int) -> None:
-        with self._at_home() as layer:
+        with self._on_host() as layer:
             layer.recount(length)
-
-    @override
-    def note_left_padding(self, padding: Tensor | None) -> None:
-        self.layer.note_left_padding(padding)
 
     # Members of the wrapped layer
 
     @property
     @override
     def unwrapped(self) -> TokenLayer:
-        return self.layer
+        return self.wrapped
 
     @property
     @override
-    def home(self) -> str:
+    def memory_tier(self) -> str:
         if not self.prefetcher.offloads(self.device):
             return "device"
         return "disk" if self.prefetcher.memory.holds_host_states else "host"
 
     @property
-    @override
-    def held_tokens(self) -> int:
-        return self.layer.held_tokens
-
-    @property
-    @override
-    def bits(self) -> tuple[int, int] | None:
-        return self.layer.bits
-
-    @property
-    @override
-    def attention_paths(self) -> Mapping[str, int]:
-        return self.layer.attention_paths
-
-    @property
     def keeps_every_token(self) -> bool:  # type: ignore[override]
         """Whether it can be put back to any number of tokens, whatever it has seen since."""
-        return self.layer.keeps_every_token
+        return self.wrapped.keeps_every_token
 
     @property
     @override
     def can_be_stacked(self) -> bool:
-        return self.layer.can_be_stacked
-
-    def __getattr__(self, name: str) -> Any:
-        """Further attributes of the wrapped layer, such as its window."""
-        return attribute_within(self, "layer", name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *public_names(self.layer)})
+        return self.wrapped.can_be_stacked
 
     @property
     @override
     def length(self) -> int:
-        return self._seen if torch.compiler.is_compiling() else self.layer.length
-
-    @property
-    @override
-    def sized_for(self) -> int | None:
-        return self.layer.sized_for
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return self.layer.fidelity
+        return self._seen if torch.compiler.is_compiling() else self.wrapped.length
 
     @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return PlannedBytes(host=sum(self.layer.planned_nbytes(shape, tokens, sized_for)))
-
-    @override
-    def planned_bits(self, shape: LayerShape) -> float:
-        return self.layer.planned_bits(shape)
-
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return self.layer.capacity
+        return PlannedBytes(host=sum(self.wrapped.planned_nbytes(shape, tokens, sized_for)))
 
     @property
     @override
     def batch_size(self) -> int | None:
-        return self.layer.batch_size
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """dtype of the keys, `None` before the first states."""
-        return self.layer.dtype
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device that computes the states, `None` before the first states."""
-        return self.layer.device
-
-    @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
-        """Whether it attends within a window."""
-        return self.layer.is_sliding
-
-    @property
-    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
-        """Those of the layer within."""
-        return self.layer.rotaries
+        return self.wrapped.batch_size
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put it back as it was."""
-        return self.layer.is_croppable
+        return self.wrapped.is_croppable
 
     @property
     @override
     def is_recording(self) -> bool:
-        return self.layer.is_recording
+        return self.wrapped.is_recording
 
     @override
     def make_room(self, tokens: int) -> None:
         # The operator that compiled code calls makes room by itself.
         if not torch.compiler.is_compiling():
-            self.layer.make_room(tokens)
+            self.wrapped.make_room(tokens)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
             return self._past + query_length, self._seen - self._past
-        return self.layer.mask_sizes(query_length)
+        return self.wrapped.mask_sizes(query_length)
 
     @override
     def check_truncate(self, length: int) -> None:
-        self.layer.check_truncate(length)
+        self.wrapped.check_truncate(length)
 
     @override
     def check_select(self, batch_size: int) -> None:
-        self.layer.check_select(batch_size)
+        self.wrapped.check_select(batch_size)
 
     @override
     def check_state(self, state: LayerState) -> None:
-        self.layer.check_state(self._on_device(state))
+        self.wrapped.check_state(self._on_device(state))
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive between updates."""
-        yield from self.layer.held_tensors()
+        yield from self.wrapped.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
         self.prefetcher.synchronize(self)
@@ -425,7 +363,7 @@ class OffloadedLayer(CacheLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._leave_if_there_is_room()
+        self._write_back_if_possible()
 
     def __repr__(self) -> str:
-        return f"OffloadedLayer({self.layer!r})"
+        return f"OffloadedLayer({self.wrapped!r})"

@@ -107,7 +107,7 @@ class LayerOperations(DescribesItself, ABC):
 
     @property
     def kind(self) -> str:
-        """Name of the kind of layer, by which its saved states are known: that which its class is registered by."""
+        """Name of the kind of layer in saved states: the name that its class is registered by."""
         return LAYER_CLASSES.name_of(type(self))
 
     @abstractmethod
@@ -117,11 +117,12 @@ class LayerOperations(DescribesItself, ABC):
     @classmethod
     @abstractmethod
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        """An empty layer, from what `describe` returned.
+        """An empty layer, made from what `describe` returned.
 
         Args:
-            facts: what `describe` returned, among other facts. They may come from a file that anybody has written.
-            context: what is needed besides, such as the reader of the layer's store.
+            facts: what `describe` returned, among other facts. They may come from a file that anybody could have
+                written.
+            context: what else descriptions are read with: rotations, and functions that make stores and layers.
 
         Raises:
             KeyError: a fact is missing.
@@ -130,9 +131,9 @@ class LayerOperations(DescribesItself, ABC):
 
     @classmethod
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        """How many tokens, and how many sequences, a layer of these facts reserves memory for with its first states.
+        """Tokens, and sequences, that a layer of these facts reserves memory for: 0 if it takes memory as it needs it.
 
-        0 if it takes memory as it needs it. What a file asks for is compared with what it holds by this.
+        A file that asks for much more memory than it holds states for is refused because of this number.
         """
         return 0, 0
 
@@ -203,7 +204,7 @@ class LayerOperations(DescribesItself, ABC):
         return None
 
     @property
-    def home(self) -> str:
+    def memory_tier(self) -> str:
         """Where the states are between updates: "device", "host" or "disk"."""
         return "device"
 
@@ -230,19 +231,19 @@ class LayerOperations(DescribesItself, ABC):
         """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
 
         Args:
-            shape: what the model's layer holds for each token and each sequence.
+            shape: the shapes that the model's layer holds for each token and each sequence.
             tokens: tokens of a sequence.
             sized_for: number of tokens to make room for, in place of the layer's own `sized_for`.
 
         Raises:
             CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
             ConfigError: the layer attends, and the model's layer does not.
-            UnsupportedLayerError: the class has no arithmetic.
+            UnsupportedLayerError: the class does not define it.
         """
         raise lacks_member(self, "planned_nbytes")
 
     def planned_bits(self, shape: LayerShape) -> float:
-        """Bits of one number of a key or value that is not among the few in full precision, its scales included."""
+        """Bits of one number of a key or value, with its share of scales; not of the few tokens in full precision."""
         return 8.0 * shape.dtype.itemsize
 
     @property

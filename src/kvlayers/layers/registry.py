@@ -1,4 +1,4 @@
-"""Layers by name: which classes may be made from a file."""
+"""The registry of layers: which classes a file may name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
@@ -24,11 +24,11 @@ def register_layer(layer_class: Any = None, *, name: str | None = None) -> Any:
     """Let layers of this class be loaded from files, as a decorator or by a call.
 
     Args:
-        layer_class: the class, derived from `CacheLayer`, mostly by way of `TokenLayer`.
-        name: the name that files know it by, that of the class if not given.
+        layer_class: the class, derived from `CacheLayer`, or from `TokenLayer`.
+        name: its name in files; the name of the class if it is not given.
 
     Raises:
-        RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
+        RegistryError: the name is taken, or the class lacks a member of the contract. The error names the member.
 
     Example:
         >>> import kvlayers
@@ -46,17 +46,17 @@ def register_layer(layer_class: Any = None, *, name: str | None = None) -> Any:
 
 
 def unregister_layer(name: str) -> None:
-    """Forget a name.
+    """Remove a class of layers from the registry.
 
     Raises:
-        RegistryError: no layer is registered by it.
+        RegistryError: no class is registered by this name.
     """
     if not LAYER_CLASSES.remove(name):
         raise _unknown(name)
 
 
 def layer_names() -> list[str]:
-    """Every kind of layer that a file may name, those of other packages' entry points included."""
+    """The names of all registered layers, including those of entry points in other packages."""
     return LAYER_CLASSES.names()
 
 
@@ -64,7 +64,7 @@ def layer_class(kind: Fact) -> type[LayerOperations]:
     """The class that is registered as a kind of layer.
 
     Raises:
-        RegistryError: there is none.
+        RegistryError: no class is registered as this kind.
     """
     found = LAYER_CLASSES.get(kind)
     if found is None:

@@ -1,4 +1,4 @@
-"""What a layer of a model holds for each token and each sequence: what planned bytes are computed from."""
+"""The shapes that a layer of a model holds for each token and each sequence. Planned bytes are computed from them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class TokenShape:
         kv_heads: heads of the keys, and of the values.
         key_head_dim: channels of a key.
         value_head_dim: channels of a value.
-        indexer_head_dim: channels of the key that an indexer holds besides, 0 if the layer has no indexer.
+        indexer_head_dim: channels of the indexer's key, 0 if the layer has no indexer.
     """
 
     kv_heads: int
@@ -49,8 +49,8 @@ class LayerShape:
     Attributes:
         batch_size: sequences side by side.
         dtype: dtype of the model.
-        token: what it holds for each token, `None` if it does not attend.
-        recurrent: what it holds for each sequence besides, `None` if it has no recurrent states.
+        token: shape for each token, `None` if the layer does not attend.
+        recurrent: shape for each sequence, `None` if the layer has no recurrent states.
     """
 
     batch_size: int
@@ -66,8 +66,8 @@ class LayerShape:
         """
         token = self._attending()
         return (
-            (self.batch_size, token.kv_heads, token.key_head_dim, self.dtype, NO_DEVICE),
-            (self.batch_size, token.kv_heads, token.value_head_dim, self.dtype, NO_DEVICE),
+            StateForm(self.batch_size, token.kv_heads, token.key_head_dim, self.dtype, NO_DEVICE),
+            StateForm(self.batch_size, token.kv_heads, token.value_head_dim, self.dtype, NO_DEVICE),
         )
 
     def indexer_nbytes(self, tokens: int) -> int:
@@ -84,7 +84,8 @@ class LayerShape:
     def _attending(self) -> TokenShape:
         if self.token is None:
             raise ConfigError(
-                "The cache has a layer of attention where the model has none: make the cache from the model's config."
+                "The cache has a layer of attention where the model's layer does not attend: make the cache from the "
+                "model's config."
             )
         return self.token
 

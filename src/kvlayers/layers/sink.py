@@ -90,41 +90,41 @@ class SinkLayer(TokenLayer):
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
         past = self.attended_past(seen)
         first = seen - past
-        front = sinks.standing_before(first) if first > sinks.first_start else None
+        front = sinks.rotated_before(first) if first > sinks.first_start else None
         # A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
-        all_stand = front is not None and first > sinks.last_start
-        behind = past - self.num_sink_tokens if all_stand else past
+        all_apart = front is not None and first > sinks.last_start
+        behind = past - self.num_sink_tokens if all_apart else past
         if self.record_past:
             store.reserve(store.length + tokens)
         if not self.record_past and past + tokens > self.room:
             kept = min(self._needed(seen + tokens), behind + tokens)
-            attended = store.extend_and_evict(key_states, value_states, behind, kept, front if all_stand else None)
+            attended = store.extend_and_evict(key_states, value_states, behind, kept, front if all_apart else None)
         else:
             held = store.length
             try:
-                attended = store.extend(key_states, value_states, behind, front if all_stand else None)
+                attended = store.extend(key_states, value_states, behind, front if all_apart else None)
             except BaseException:
                 take_back(store, held)
                 raise
-        if front is not None and not all_stand:
-            attended = self._with_some(sinks.stands_before(first), front, attended)
+        if front is not None and not all_apart:
+            attended = self._with_sinks_in_front(sinks.are_apart_before(first), front, attended)
         self._sinks, self._seen = sinks, seen + tokens
         if not self.record_past:
             self._evict()
         return attended
 
-    def _with_some(self, stands: Tensor, front: KVPair, attended: KVPair) -> KVPair:
-        """The attended states, in which the sinks replace the first states of the sequences that `stands` marks.
+    def _with_sinks_in_front(self, are_apart: Tensor, sinks: KVPair, attended: KVPair) -> KVPair:
+        """The attended states, with the sinks in front in each sequence whose sinks are apart from the window.
 
         Args:
-            stands: bool `[batch, 1, 1, 1]`, see `Sinks.stands_before`.
-            front: keys and values of the sinks.
+            are_apart: bool `[batch, 1, 1, 1]`, see `Sinks.are_apart_before`.
+            sinks: keys and values of the sinks, `[batch, kv_heads, num_sink_tokens, head_dim]`.
             attended: keys and values `[batch, kv_heads, attended, head_dim]`.
         """
         width = self.num_sink_tokens
         keys, values = (
-            torch.cat([torch.where(stands.to(states.device), sinks, states[:, :, :width]), states[:, :, width:]], 2)
-            for sinks, states in zip(front, attended, strict=True)
+            torch.cat([torch.where(are_apart.to(states.device), first, states[:, :, :width]), states[:, :, width:]], 2)
+            for first, states in zip(sinks, attended, strict=True)
         )
         return keys, values
 
@@ -199,9 +199,9 @@ class SinkLayer(TokenLayer):
         first = self._seen - past
         if first <= self._sinks.first_start:
             return self._store.newest(past)
-        front = self._sinks.standing_before(first)
+        front = self._sinks.rotated_before(first)
         if first <= self._sinks.last_start:
-            return self._with_some(self._sinks.stands_before(first), front, self._store.newest(past))
+            return self._with_sinks_in_front(self._sinks.are_apart_before(first), front, self._store.newest(past))
         window = self._store.newest(past - self.num_sink_tokens)
         return torch.cat([front[0], window[0]], dim=2), torch.cat([front[1], window[1]], dim=2)
 
@@ -328,7 +328,9 @@ class SinkLayer(TokenLayer):
         sinks = self._sinks.of_state(own)
         seen = state.length
         if seen and sinks.keys is None:
-            raise StateMismatchError(f"expected a state with the first tokens of {seen}, but saw none: take it again.")
+            raise StateMismatchError(
+                f"expected a state with the first tokens of {seen}, but it has no tokens: take it again."
+            )
 
     @override
     def check_held(self, held: int, seen: int) -> None:

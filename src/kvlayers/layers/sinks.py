@@ -79,7 +79,7 @@ class Sinks:
         partner = None if self.rotary is None else self.rotary.partner(taken_keys)
         return replace(self, keys=taken_keys, values=taken_values, partner=partner)
 
-    def standing_before(self, position: int) -> KVPair:
+    def rotated_before(self, position: int) -> KVPair:
         """Keys and values of the sinks, rotated to stand in front of the token at `position + num_tokens`.
 
         The keys of a sequence whose padding reaches beyond `position` stay as they came.
@@ -91,8 +91,8 @@ class Sinks:
         distance = position if self.padding is None else (position - self.padding).clamp(min=0)
         return self.rotary.rotated(self.keys, self.partner, distance), self.values
 
-    def stands_before(self, position: int) -> Tensor:
-        """For each sequence, whether there are tokens between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
+    def are_apart_before(self, position: int) -> Tensor:
+        """For each sequence, whether tokens stand between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
         starts = torch.zeros(1, dtype=torch.int64) if self.padding is None else self.padding
         return (position > starts)[:, None, None, None]
 
@@ -121,9 +121,8 @@ class Sinks:
         if self.rotary is None:
             return sinks
         # The partners are as wide as the rotation computes, so that no key is rounded twice.
-        batch, kv_heads, head_dim, dtype, device = key_form
-        wide = torch.promote_types(dtype, torch.float32)
-        return sinks + nbytes_of((batch, kv_heads, head_dim, wide, device), self.num_tokens)
+        wide = key_form._replace(dtype=torch.promote_types(key_form.dtype, torch.float32))
+        return sinks + nbytes_of(wide, self.num_tokens)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the keys, values and padding, by name."""

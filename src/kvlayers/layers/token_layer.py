@@ -26,15 +26,16 @@ DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
 class TokenLayer(DescribedByArguments, CacheLayer):
     """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
-    A subclass whose initialiser takes a `store` (`None` for a `DenseStore` of its own), and plain facts besides, names
-    these facts in `described` and keeps them in attributes of the same names. It can then be saved, and loaded when it
-    is registered with `register_layer`. Any other defines `describe` and `from_description`.
+    If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
+    facts in `described` and keeps them in attributes of the same names. It can then be saved, and loaded when it is
+    registered with `register_layer`. Any other subclass defines `describe` and `from_description`.
 
     Args:
-        store: how the tokens are held, a `DenseStore` if not given.
+        store: how the tokens are held; a `DenseStore` if it is not given.
 
     Attributes:
-        reservation_facts: names of described facts that no state depends on: it may be loaded into a layer with others.
+        reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
+            whose facts of these names differ.
     """
 
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
@@ -75,7 +76,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @property
     @override
     def fidelity(self) -> Fidelity:
-        # A layer that evicts tokens which the model would attend to says so itself.
+        # A layer that evicts tokens to which the model would attend overrides this.
         return self._store.fidelity
 
     def planned_tokens(self, tokens: int) -> int:
@@ -92,18 +93,18 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
-        """Whether compiled code calls `update` as an operator, rather than be traced through it."""
+        """Whether compiled code calls `update` by an operator, instead of being traced through it."""
         return self._store.is_opaque
 
     @property
     def keys(self) -> Tensor | None:
         """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first.
 
-        What is written to it is what the layer holds, and no fork of it. A layer that grows never writes there again:
-        the view stays what it is after a crop or a reset. A static layer has one address, so its view is live.
+        Writing to the view changes the layer, and no fork of it. A layer that grows never writes there again, so the
+        view stays the same after a crop or a reset. A static layer has one address, so its view shows every change.
 
-        Other keys may be assigned, then values of as many tokens, or the reverse: as many as are held, or fewer, of
-        which some have been evicted. Using the layer between the two raises `StateMismatchError`.
+        Other keys may be assigned, and then values of as many tokens, or the reverse: of as many tokens as are held, or
+        of fewer, to evict tokens. Using the layer between the two assignments raises `StateMismatchError`.
         """
         return self._handed_out("keys")
 
@@ -113,7 +114,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     @property
     def values(self) -> Tensor | None:
-        """Values held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; as `keys`."""
+        """Values held, `[batch, kv_heads, held, head_dim]`; see `keys`."""
         return self._handed_out("values")
 
     @values.setter
@@ -141,7 +142,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         try:
             states = self.assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
-            # A layer without tokens has nothing for the other half yet.
+            # A layer without tokens has no states for the other half yet.
             keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
             if same_tokens(keys, values):
                 self._replace(keys, values)
@@ -152,10 +153,13 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             raise
 
     def assignable(self, states: Tensor) -> Tensor:
-        """Those of the assigned `states` that may take the place of what is held.
+        """The part of the assigned `states` that replaces the held states.
+
+        Args:
+            states: assigned keys or values, `[batch, kv_heads, tokens, head_dim]`.
 
         Raises:
-            StateMismatchError: a layer of this kind cannot go on from as many tokens.
+            StateMismatchError: this kind of layer cannot go on from the states of as many tokens.
         """
         return states
 
@@ -166,25 +170,25 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @override
     def batch_size(self) -> int | None:
         form = self._store.key_form
-        return None if form is None else form[0]
+        return None if form is None else form.batch_size
 
     @property
     def num_heads(self) -> int | None:
         """KV heads, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[1]
+        return None if form is None else form.kv_heads
 
     @property
     def k_head_dim(self) -> int | None:
         """head_dim of the keys, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[2]
+        return None if form is None else form.head_dim
 
     @property
     def v_head_dim(self) -> int | None:
         """head_dim of the values, `None` before the first states."""
         form = self._store.value_form
-        return None if form is None else form[2]
+        return None if form is None else form.head_dim
 
     @property
     def head_dim(self) -> int | None:
@@ -195,19 +199,19 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def dtype(self) -> torch.dtype | None:
         """dtype of the keys, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[3]
+        return None if form is None else form.dtype
 
     @property
     def values_dtype(self) -> torch.dtype | None:
         """dtype of the values, `None` before the first states."""
         form = self._store.value_form
-        return None if form is None else form[3]
+        return None if form is None else form.dtype
 
     @property
     def device(self) -> torch.device | None:
         """Device of the keys, `None` before the first states."""
         form = self._store.key_form
-        return None if form is None else form[4]
+        return None if form is None else form.device
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -307,7 +311,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         self.check_held(self._store.check_state(state.tensors), state.length)
 
     def check_held(self, held: int, seen: int) -> None:
-        """Raise `StateMismatchError` where a layer that has seen `seen` tokens cannot go on from `held` of them."""
+        """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
         if held != seen:
             raise StateMismatchError(
                 f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.errors import OptionError, RollbackError, UnsupportedLayerError
-from kvlayers.layers import upstream_calls, upstream_states
+from kvlayers.errors import OptionError, UnsupportedLayerError
+from kvlayers.layers import upstream_calls, upstream_rollback, upstream_states
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.stores.buffer import StateForm, nbytes_of
@@ -18,18 +18,8 @@ from kvlayers.upstream import compat
 
 
 @runtime_checkable
-class _Croppable(Protocol):
-    def crop(self, tokens_to_remove: int) -> None: ...
-
-
-@runtime_checkable
 class _Reorderable(Protocol):
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
-
-
-@runtime_checkable
-class _Recording(Protocol):
-    def activate_past_recording(self) -> None: ...
 
 
 @runtime_checkable
@@ -305,7 +295,7 @@ class TransformersLayer(LayerOperations):
     @property
     def record_past(self) -> bool:  # type: ignore[override]
         """Whether more is held than is needed, for a later crop. Not every class of transformers says so."""
-        return bool(vars(self.layer).get("record_past", False))
+        return upstream_rollback.records_past(self.layer)
 
     # Rolling back
 
@@ -327,59 +317,19 @@ class TransformersLayer(LayerOperations):
     def truncate(self, length: int) -> None:
         self.remove_newest((self.length or 0) - length)
 
-    def _can_crop(self) -> bool:
-        return isinstance(self.layer, _Croppable)
-
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
-        return next(upstream_states.held_tensors(self.layer), None) is None
+        return upstream_states.is_empty(self.layer)
 
     @override
     def check_removal(self, tokens: int) -> None:
-        if self.is_empty or tokens == 0:
-            return
-        name = type(self.layer).__name__
-        if tokens < 0:
-            raise RollbackError(f"expected to remove tokens, but {name} holds {-tokens} fewer than are to be kept.")
-        window = vars(self.layer).get("sliding_window")
-        if window is not None and (self.length or 0) >= window and not vars(self.layer).get("record_past"):
-            raise RollbackError(
-                f"expected a past to roll back {tokens} tokens to, but the window of {name} is full and it did not "
-                "record it: call activate_past_recording() before the tokens that may be taken back."
-            )
-        if not self._can_crop():
-            raise RollbackError(
-                f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before."
-            )
-        if self.is_recurrent:
-            if not self.is_croppable:
-                raise RollbackError(
-                    f"expected layers that can be rolled back by {tokens} tokens, but the recurrent state of {name} "
-                    "has no past to go back to: fork() the cache before the tokens that may be taken back."
-                )
-            if not self.layer.record_past:
-                raise RollbackError(
-                    f"expected a past to roll back {tokens} tokens to, but {name} did not record it: call "
-                    "activate_past_recording() before the tokens that may be taken back."
-                )
-            for index, states in self.layer.conv_states.items():
-                room = states.shape[-1] - self.layer.conv_kernel_size[index]
-                if tokens > room:
-                    raise RollbackError(
-                        f"expected to roll back at most the {room} tokens that {name} recorded, but was asked for "
-                        f"{tokens}."
-                    )
-        if self.attends and self.length is not None and tokens > self.length:
-            raise RollbackError(f"expected to remove at most {self.length} tokens from {name}, but was asked {tokens}.")
+        upstream_rollback.check_removal(self.layer, tokens)
 
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        if self.is_empty or not self._can_crop():
-            return
-        if tokens or (self.is_recurrent and self.record_past):
-            self.layer.crop(-tokens)
+        upstream_rollback.remove_newest(self.layer, tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -400,18 +350,11 @@ class TransformersLayer(LayerOperations):
 
     @override
     def activate_past_recording(self) -> None:
-        if isinstance(self.layer, _Recording):
-            self.layer.activate_past_recording()
+        upstream_rollback.start_recording(self.layer)
 
     @override
     def deactivate_past_recording(self) -> None:
-        if not vars(self.layer).get("record_past"):
-            return
-        self.layer.record_past = False
-        for index, states in upstream_calls.by_index(self.layer.conv_states).items() if self.is_recurrent else ():
-            if states is not None:
-                # A layer that does not record writes its convolutions in place, and so needs them of their own size.
-                self.layer.conv_states[index] = _newest_columns(states, self.layer.conv_kernel_size[index])
+        upstream_rollback.stop_recording(self.layer)
 
     @override
     def reset(self) -> None:
@@ -445,9 +388,3 @@ class TransformersLayer(LayerOperations):
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
         upstream_states.load_state(self.layer, state)
-
-
-def _newest_columns(states: Tensor, columns: int) -> Tensor:
-    """The last `columns` of states `[batch, channels, any]`, after zeros where there are fewer."""
-    missing = max(columns - states.shape[-1], 0)
-    return torch.nn.functional.pad(states[..., -columns:], (missing, 0)).contiguous()

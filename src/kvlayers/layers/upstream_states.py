@@ -26,6 +26,11 @@ def held_tensors(layer: Any) -> Iterator[Tensor]:
     yield from (value for _, value in entries(layer) if isinstance(value, Tensor) and value.dim())
 
 
+def is_empty(layer: Any) -> bool:
+    """Whether a layer holds no states."""
+    return next(held_tensors(layer), None) is None
+
+
 def copy_of(layer: Any) -> Any:
     """An independent layer with the same states."""
     twin = copy.copy(layer)

@@ -50,7 +50,7 @@ class HostBuffer(TokenBuffer):
     @property
     @override
     def form(self) -> StateForm:
-        return (*super().form[:4], self.device)
+        return super().form._replace(device=self.device)
 
     @override
     def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":

@@ -52,18 +52,18 @@ class Offloading:
         offload_device: str,
         offload_directory: str | os.PathLike[str] | None,
     ) -> Self | None:
-        """The options of a cache as one value, `None` if nothing is offloaded.
+        """The offloading options of a cache as one value, `None` if nothing is offloaded.
 
         Raises:
-            OptionError: as `Offloading`, or a directory without offloading.
+            OptionError: as for `Offloading`, or a directory is given without offloading.
         """
         placement = cls(offload_only_non_sliding, offload_device, offload_directory)
         if placement.offload_directory is not None and not offloading:
-            raise OptionError("expected offloading=True with offload_device='disk', but saw False.")
+            raise OptionError("`offloading` must be True with offload_device='disk', got False.")
         return placement if offloading else None
 
     def options(self) -> dict[str, Any]:
-        """The options of a cache that this value was made of."""
+        """The options of a cache from which this value is made."""
         return {
             "offloading": True,
             "offload_only_non_sliding": self.only_non_sliding,

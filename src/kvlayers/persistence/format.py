@@ -1,4 +1,4 @@
-"""What a file says of the cache in it, beside the tensors: plain facts, as JSON."""
+"""The format of a saved cache: its description, plain facts in JSON beside the tensors."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ READ_VERSIONS = ("1", "2")
 """The versions that are read."""
 
 MAX_TOKENS = 2**40
-"""Far more than anybody will ever decode; what counts tokens beyond that is no count."""
+"""Far more than anybody will ever decode. A count of tokens beyond this is refused."""
 
 TOKEN_IDS = "token_ids"
 DIGESTS = "digests"
@@ -30,7 +30,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer: its kind, the facts of its state, what its tensors are called, and whether it records a past."""
+    """One layer: its kind, the facts of its state, the names of its tensors, and whether it records its past."""
 
     kind: str
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """One cache: its kind, what it was made with, and its layers; or its parts, for a pair.
+    """One cache: its kind, its options, and its layers; or its parts, for a pair.
 
     Attributes:
         kind: name of the cache's class.
         length: tokens seen.
         batch_size: sequences side by side, -1 before the first states.
-        options: what the cache was made with, as far as its layers do not say it.
+        options: what the cache's `describe()` returned.
         layers: a record for each layer.
         parts: records of self-attention and cross-attention, for a pair.
     """
@@ -65,7 +65,7 @@ class ModelRecord:
 
     Attributes:
         fields: what its config says that states depend on.
-        name: where it was loaded from, for people; `None` for a directory, whose name is nobody else's business.
+        name: the name that it was loaded by, for people; `None` for a directory, whose path is private.
         commit: revision of that, for people.
         weights_id: what the caller calls its weights.
     """
@@ -78,7 +78,7 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class Description:
-    """All that a file says beside its tensors.
+    """Everything that a file says beside its tensors.
 
     Attributes:
         versions: of kvlayers, torch and transformers, for people.
@@ -96,38 +96,38 @@ class Description:
 
     @property
     def fingerprint(self) -> str:
-        """What two files have in common whose states one model may go on from, and no others."""
+        """A hash that two files share if one model can continue from the states of both."""
         kinds = [[layer.kind for layer in cache.layers] for cache in self.caches()]
         model = [self.model.fields, self.model.weights_id]
         return hashlib.sha256(canonical([model, self.cache.kind, kinds, self.dtypes]).encode()).hexdigest()
 
     def caches(self) -> tuple[CacheRecord, ...]:
-        """The caches with layers: the parts of a pair, else the one that there is."""
+        """The caches that have layers: both parts of a pair, or the cache itself."""
         return self.cache.parts or (self.cache,)
 
     def layers(self) -> Iterator[tuple[str, LayerRecord]]:
-        """Each layer, with what the names of its tensors begin with."""
+        """Each layer, with the prefix of the names of its tensors."""
         for number, cache in enumerate(self.caches()):
             for index, layer in enumerate(cache.layers):
                 yield layer_prefix(number if self.cache.parts else None, index), layer
 
     def to_json(self) -> str:
-        """The description as text, always the same for the same one."""
+        """The description as text. Equal descriptions give equal texts."""
         return canonical({**dataclasses.asdict(self), "fingerprint": self.fingerprint})
 
 
 def canonical(content: object) -> str:
-    """`content` as JSON in the one way that it can be written here."""
+    """`content` as JSON, with sorted keys and no spaces."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def layer_prefix(part: int | None, index: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """The prefix of the names of a layer's tensors."""
     return f"layers.{index}." if part is None else f"parts.{part}.layers.{index}."
 
 
 def rotary_name(fingerprint: str) -> str:
-    """What the frequencies of a rotation are called."""
+    """The name of the tensor with the frequencies of a rotation."""
     return f"rotary.{fingerprint}"
 
 
@@ -135,7 +135,7 @@ def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -
     """The description in a file.
 
     Raises:
-        CacheFileError: the text is none.
+        CacheFileError: the text is not a description.
     """
     reader = _RecordReader(path, version)
     content = reader.record(parse_json(path, text.encode("utf-8", "surrogatepass"), "the description"), _DESCRIPTION)
@@ -242,14 +242,14 @@ _LAYER: _Checks = {
 
 
 class _RecordReader:
-    """Takes records apart, and refuses those that are none."""
+    """Parses records, and refuses anything else."""
 
     def __init__(self, path: str, version: str) -> None:
         self.path = path
         self.version = version
 
     def record(self, content: object, checks: _Checks) -> dict[str, Any]:
-        """`content`, where it has each of the names, and no others, with what each may have."""
+        """`content`, if it has exactly these names, each with a value of its kind."""
         if not isinstance(content, dict) or set(content) != set(checks):
             refuse(self.path, f"a record of {', '.join(checks)}", shown(content))
         for name, is_right in checks.items():
@@ -274,7 +274,7 @@ class _RecordReader:
         for name in ("length", "checkpoints", "linear.checkpoints"):
             if name in found["facts"] and not (found["facts"][name] is None or _is_count(found["facts"][name])):
                 refuse(self.path, f"a {name} of 0 to {MAX_TOKENS}", shown(found["facts"][name]))
-            # A layer without tensors holds nothing, and there is nothing to count through.
+            # A count beyond the tensors would be a long loop over nothing.
             if name != "length" and (found["facts"].get(name) or 0) > len(found["tensors"]):
                 refuse(self.path, f"at most as many {name} as tensors", shown(found["facts"][name]))
         return LayerRecord(**{**found, "tensors": tuple(found["tensors"])})

@@ -1,4 +1,4 @@
-"""What can be known of a file without loading it."""
+"""Read what a file says about its cache, without loading it."""
 
 import os
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
 
 @dataclass(frozen=True)
 class CacheFile:
-    """What a file of a cache says of itself.
+    """What a file says about its cache.
 
     Attributes:
-        path: where it is.
+        path: path of the file.
         kind: name of the cache's class.
         layers: name of each layer's class; of self-attention's and then cross-attention's layers for a pair.
         length: tokens that the cache has seen.
         batch_size: sequences side by side, -1 before the first states.
-        dtype: dtype of the states; `None` where there are none, or several dtypes.
+        dtype: dtype of the states; `None` for no states, or for several dtypes.
         nbytes: bytes of the file.
         fingerprint: the same for files whose states one model may go on from: made of the model's config, its
             `weights_id`, the kinds of the layers and the dtypes of the states.
-        model: what the model's config says that states depend on, `None` where none was given.
-        model_name: what the model was loaded from, where that is known and no directory.
+        model: the fields of the model's config that states depend on, `None` if no config was given.
+        model_name: the name that the model was loaded by; `None` if it is not known, or a directory.
         model_commit: revision of that.
-        weights_id: what the model's weights are called, `None` where that was not said.
+        weights_id: the id of the model's weights, `None` if none was given.
         versions: of kvlayers, torch and transformers that made it.
         has_token_ids: whether the ids of the tokens are in it.
         bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
@@ -69,7 +69,7 @@ class CacheFile:
         return not all(kind in LAYER_CLASSES for kind in self.layers)
 
     def token_ids(self) -> Tensor | None:
-        """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` where they are not in the file.
+        """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` if they are not in the file.
 
         Raises:
             CacheFileError: the file is another one by now, or damaged.
@@ -87,7 +87,7 @@ class CacheFile:
 
 
 def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
-    """What a file of a cache says of itself, without reading its states.
+    """Read what a file says about its cache, without reading the states.
 
     Args:
         path: the file.
@@ -101,10 +101,10 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
 
 
 def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
-    """As `inspect_cache`, of a file that is elsewhere: it is enough to read its header, its digests and its ids.
+    """As `inspect_cache`, for a remote file, of which only the header, the digests and the ids are read.
 
     Args:
-        path: what it is called.
+        path: the name of the file in errors.
         file_bytes: its size.
         read: reads a range of its bytes, as long as the result is used.
 
@@ -147,7 +147,7 @@ def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Save
 
 def _bits(layer: LayerRecord) -> tuple[int, int] | None:
     keys, values = layer.facts.get("key_nbits"), layer.facts.get("value_nbits")
-    # A file may say anything: what is no number is none.
+    # A file may say anything: bits that are not whole numbers are ignored.
     return (keys, values) if type(keys) is int and type(values) is int else None
 
 

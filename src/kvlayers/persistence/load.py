@@ -1,4 +1,4 @@
-"""From a file to a cache that goes on decoding."""
+"""Load a cache from a file, and continue decoding."""
 
 import os
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState
@@ -38,26 +37,26 @@ def load_cache(
     weights_id: str | None = None,
     verify: bool = True,
 ) -> Cache:
-    """A cache as it was when `save_cache` wrote it, in memory of its own.
+    """Load a cache that `save_cache` wrote. Its memory is independent of the file.
 
-    The file is mapped, not read: what is copied from it are the states themselves, once. With `length`, only the states
-    of the first tokens are, where they lie apart: layers that keep every token in full precision.
+    The file is memory-mapped, and only the states are copied, once. With `length`, layers that keep every token in full
+    precision copy the states of the first tokens alone.
 
     Args:
         path: the file.
-        device: where the states are to be; on the host where not given.
-        config: config of the model that is to go on from them. Needed for layers with recurrent states, and for those
-            that kvlayers has no kind for.
-        length: how many of the first tokens to load, all where not given.
-        into: a cache of the caller's to load into, rather than a new one: of a class of one's own, or with a larger
-            reservation. It holds what it held until nothing can be wrong any more.
-        weights_id: what the model's weights are called, to be compared with what the file says; see `weights_id()`.
-        verify: whether to compare every state with its checksum. What the file says of them is always compared.
+        device: device of the states, the host if not given.
+        config: config of the model that continues. Needed for layers of transformers, and for recurrent layers in files
+            of the first version of the format.
+        length: how many of the first tokens to load, all if not given.
+        into: an existing cache to load into, for example of an unregistered class, or with a larger reservation. It
+            changes only after every check has passed.
+        weights_id: id of the model's weights, to be compared with that in the file; see `weights_id()`.
+        verify: whether to compare every state with its checksum. The description is always compared.
 
     Raises:
-        CacheFileError: the file is damaged, is none of a cache, is of a later version of the format, or does not say
-            enough to make a cache without `config` or `into`.
-        CachePathError: there is no such file, it cannot be read, or is no regular file.
+        CacheFileError: the file is damaged, is not the file of a cache, has a later version of the format, names a kind
+            that is not registered, or does not say enough to make a cache without `config` or `into`.
+        CachePathError: the file does not exist, cannot be read, or is not a regular file.
         ModelMismatchError: the file was made by another model than that of `config`, or by other weights.
         StateMismatchError: `into` has other layers than the cache in the file.
         RollbackError: the first `length` tokens are not held any more, or not so many are.
@@ -89,8 +88,8 @@ def load_cache(
 
 
 def _device_of(cache: Cache) -> torch.device:
-    """Where a cache computes; the host, where it does not know yet."""
-    parts = [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    """The device that a cache computes on; the host if it holds no states yet."""
+    parts = [cache.self_attention_cache] if cache.is_pair else [cache]
     for layer in (layer for part in parts for layer in part.adapted_layers()):
         if layer.batch_size is not None and not layer.is_upstream:
             found = layer.parts[0].device
@@ -111,7 +110,7 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
 
 
 class _StateReader:
-    """Takes a file's states to caches."""
+    """Loads the states of a file into caches."""
 
     def __init__(self, saved: SavedFile, device: torch.device, length: int | None, verify: bool) -> None:
         self.saved = saved
@@ -138,7 +137,7 @@ class _StateReader:
         return self._finished(pair)
 
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
-        # A layer at a time, so that no more than one is in two places at once on the device.
+        # One layer at a time, so that the device never holds more than one layer twice.
         if len(cache.layers) != len(record.layers):
             raise StateMismatchError(f"expected states of {len(cache.layers)} layers, but saw {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
@@ -153,7 +152,7 @@ class _StateReader:
         states = []
         for number, record in enumerate(description.caches()):
             part = number if description.cache.parts else None
-            held = _parts(cache)[number if isinstance(cache, EncoderDecoderCache) else 0]
+            held = _parts(cache)[number if cache.is_pair else 0]
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
@@ -165,7 +164,7 @@ class _StateReader:
             states.append(CacheState(record.kind, found))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
         if self.length is not None:
-            # On a copy first: what has left a window is only known when all is there.
+            # On a fork first: only loaded layers know which tokens have left their windows.
             twin = cache.fork()
             twin.load_state(state)
             state = self._finished(twin).state()
@@ -175,7 +174,7 @@ class _StateReader:
     def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
         if layer.is_recurrent or layer.is_upstream:
-            # These believe more of a state than layers of tokens do, and what they hold besides is small.
+            # These layers check less of a state than layers of tokens do, and are small enough to be loaded twice.
             with file_at_fault(self.saved.path, mismatch_too=False):
                 layer.fork().load_state(state)
         return state
@@ -183,7 +182,7 @@ class _StateReader:
     def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
         facts = dict(record.facts)
         cut = None
-        # Not for a length of 0, which is a rollback to before the encoder's output as well.
+        # A length of 0 also rolls back the encoder's output.
         if self.length and part != 1 and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
@@ -200,7 +199,7 @@ class _StateReader:
         return states.to(self.device)
 
     def _finished(self, cache: Cache) -> Cache:
-        """A new cache, cut to the length that was asked for."""
+        """A new cache, cropped to the requested length."""
         if self.length is not None and self.length < self.saved.description.cache.length:
             if self.length:
                 cache.crop(self.length)
@@ -217,13 +216,11 @@ class _StateReader:
 
 
 def _parts(cache: Cache) -> list[Cache]:
-    return (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
+    return [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
 
 
 def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
-    """Raise `CacheFileError` where states are no states of any model: of no sequences, or of whole numbers."""
+    """Raise `CacheFileError` if states cannot be those of a model: without sequences, or not of floating point."""
     for name in ("keys", "values", "first_keys", "first_values"):
         states = tensors.get(name)
         if states is not None and (not states.is_floating_point() or states.dim() != 4 or not states.shape[0]):
@@ -234,7 +231,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
-    """Raise `StateMismatchError` where facts are of other types than a layer of transformers has them."""
+    """Raise `StateMismatchError` if facts have other types than those of a layer of transformers."""
     own = layer.state().facts
     for name, value in facts.items():
         known = own.get(name)

@@ -1,4 +1,4 @@
-"""From what a file says of a cache to an empty cache like it."""
+"""Make an empty cache from the description in a file."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31
-"""Of a number that a layer is made with: no window, reservation or group is larger."""
+"""The largest number that a layer is made with. No window, reservation or group is larger."""
 
 FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
-"""Bytes that a file of any size may have reserved for its tokens, and how many times its own size otherwise."""
+"""A file may reserve `FREE_RESERVATION` bytes for its tokens, or `RESERVATION_FACTOR` times its size if more."""
 
 
 @contextlib.contextmanager
 def file_at_fault(path: str, mismatch_too: bool = True) -> Iterator[None]:
-    """Name the file in errors about what it says.
+    """Name the file in errors about its content.
 
     Args:
         path: the file.
-        mismatch_too: whether states that do not fit a cache are the file's fault, and not the caller's.
+        mismatch_too: whether states that do not fit the cache are the file's fault, rather than the caller's.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
 
 
 def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: DescriptionContext) -> list[Any]:
-    """The layers that a file describes: `None` for one that it does not, or that is of no kind that is registered."""
+    """The layers of a file; `None` for a layer whose kind is not registered, or whose facts are incomplete."""
     layers: list[Any] = []
     with file_at_fault(saved.path):
         reserved = [_reserved_bytes(saved, record, layer_prefix(part, i), own) for i, own in enumerate(record.layers)]
@@ -186,7 +186,7 @@ def _check_reservation(saved: SavedFile, total: int) -> None:
 
 
 def _check_layers(path: str, record: CacheRecord, config: object, may_have_fewer: bool) -> None:
-    """Raise `ModelMismatchError` where the layers are those of another model, as far as its config says."""
+    """Raise `ModelMismatchError` if the config shows that the layers are those of another model."""
     specs = layer_specs(config)
     if len(record.layers) != len(specs) and not (may_have_fewer and len(record.layers) < len(specs)):
         raise ModelMismatchError(

@@ -1,20 +1,37 @@
-"""From a cache to a file."""
+"""Save a cache to a file."""
 
+import math
 import os
+from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
+from kvlayers.layers import LayerState
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.fingerprint import model_record
-from kvlayers.persistence.format import DIGESTS, FORMAT, FORMAT_VERSION
-from kvlayers.persistence.records import described
-from kvlayers.persistence.safetensors_header import TensorEntry, checked_path, read_header
+from kvlayers.persistence.format import (
+    DIGESTS,
+    FORMAT,
+    FORMAT_VERSION,
+    TOKEN_IDS,
+    CacheRecord,
+    Description,
+    LayerRecord,
+    ModelRecord,
+    layer_prefix,
+    rotary_name,
+)
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, read_header
+from kvlayers.version import __version__
+
+_STORABLE = frozenset(DTYPES.values())
 
 
 def save_cache(
@@ -61,8 +78,8 @@ def save_cache(
         )
     with replacing(path) as temporary, torch.no_grad():
         # In here, as a path that cannot be written to should not cost a copy of all states.
-        model = model_record(config, isinstance(cache, EncoderDecoderCache), weights_id)
-        description, tensors = described(cache, model, token_ids)
+        model = model_record(config, cache.is_pair, weights_id)
+        description, tensors = _described(cache, model, token_ids)
         text = description.to_json()
         entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         digests = digest_table(tensors)
@@ -82,3 +99,80 @@ def _check_readable(path: str) -> None:
         read_header(path)
     except CacheFileError as error:
         raise StateMismatchError(f"expected a cache that a file can hold, but: {error}") from error
+
+
+def _described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tuple[Description, dict[str, Tensor]]:
+    """The description of a cache for its file, and the tensors to write, on the host.
+
+    Raises:
+        OptionError: the ids are not those of the tokens that the cache has seen.
+        StateMismatchError: a layer holds something that a file cannot.
+    """
+    state = cache.state()
+    rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
+    if cache.is_pair:
+        parts = (cache.self_attention_cache, cache.cross_attention_cache)
+        own = [_record(part, part_state) for part, part_state in zip(parts, state.parts, strict=True)]
+        record = CacheRecord(state.kind, own[0].length, cache.batch_size, cache.describe(), parts=tuple(own))
+        states: list[tuple[int | None, CacheState]] = list(enumerate(state.parts))
+    else:
+        record = _record(cache, state)
+        states = [(None, state)]
+    tensors = {
+        layer_prefix(part, index) + name: _storable(tensor, name, layer.kind)
+        for part, part_state in states
+        for index, layer in enumerate(part_state.layers)
+        for name, tensor in layer.tensors.items()
+    }
+    dtypes = sorted({str(states.dtype) for states in tensors.values() if states.is_floating_point()})
+    for fingerprint, rotary in rotaries.items():
+        tensors[rotary_name(fingerprint)] = rotary.inv_freq
+    if token_ids is not None:
+        tensors[TOKEN_IDS] = _ids(token_ids, record)
+    versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    described_rotaries: dict[str, tuple[str, int]] = {
+        fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()
+    }
+    return Description(versions, record, model, described_rotaries, tuple(dtypes)), tensors
+
+
+def _record(cache: Cache, state: CacheState) -> CacheRecord:
+    layers = tuple(
+        LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), bool(layer.is_recording))
+        for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
+    )
+    length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
+    return CacheRecord(state.kind, length, cache.batch_size, cache.describe(), layers)
+
+
+def _facts(state: LayerState) -> dict[str, Any]:
+    for name, fact in state.facts.items():
+        plain = fact is None or isinstance(fact, bool | int | float | str)
+        if not plain or (isinstance(fact, float) and not math.isfinite(fact)):
+            raise StateMismatchError(
+                f"expected plain facts (finite numbers, texts, True, False, None) in the state of a {state.kind}, but "
+                f"saw {name} of {type(fact).__name__}: keep it in a tensor."
+            )
+    return dict(state.facts)
+
+
+def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
+    """`tensor` in the form that safetensors writes: on the host, contiguous, without gradients."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
+        raise StateMismatchError(
+            f"expected tensors that a file can hold ({', '.join(sorted(map(str, _STORABLE)))}), but saw {name} of a "
+            f"{kind} of {tensor.dtype}, {tensor.layout} on {tensor.device}: convert the states first."
+        )
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
+    whole = isinstance(token_ids, Tensor) and not (token_ids.is_floating_point() or token_ids.dtype == torch.bool)
+    expected = [max(record.batch_size, 0), record.length]
+    if not whole or list(token_ids.shape) != expected:
+        seen = f"{list(token_ids.shape)} of {token_ids.dtype}" if isinstance(token_ids, Tensor) else repr(token_ids)
+        raise OptionError(
+            f"expected token_ids {expected}, one whole number for each token that the cache has seen, but saw {seen}: "
+            "the newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
+        )
+    return token_ids.detach().to("cpu", torch.int64, copy=True).contiguous()

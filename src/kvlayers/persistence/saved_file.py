@@ -1,4 +1,4 @@
-"""A file of a cache that has been opened and checked, of whose tensors nothing has been read yet."""
+"""An open file of a cache, whose header and description were checked, and whose tensors were not read yet."""
 
 import contextlib
 from collections.abc import Iterator
@@ -32,21 +32,21 @@ from kvlayers.persistence.safetensors_header import (
 METADATA = ("format", "format_version", "description", "checksum")
 
 MAX_RANGE_BYTES = 64 * 2**20
-"""Of one tensor that is read into memory from a file elsewhere: the ids of 8 million tokens."""
+"""The largest tensor that is read into memory from a remote file: the ids of 8 million tokens."""
 
 
 class Tensors(Protocol):
     """The tensors of a file."""
 
     def get_tensor(self, name: str) -> Tensor:
-        """One of them, as it lies in the file."""
+        """One tensor, as it is stored in the file."""
 
 
 class SavedFile:
-    """A file that has been found to be what it says, but for the bytes of its states, which are checked when read.
+    """A file whose content was checked, except for the bytes of its states, which are checked when they are read.
 
     Args:
-        path: where it is.
+        path: path of the file.
         file: its tensors, as safetensors has mapped them, or from elsewhere.
         header: what was read from it before.
         description: what it says.
@@ -79,7 +79,7 @@ class SavedFile:
         return TOKEN_IDS in self.header.tensors
 
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
-        """A tensor as it lies in the file, of which nothing is read that is not used: do not write to it.
+        """A tensor, memory-mapped where that is possible: do not write to it.
 
         Args:
             name: what it is called.
@@ -124,7 +124,7 @@ def opened(path: str) -> Iterator[SavedFile]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            # It was opened a second time, and somebody may have put another one in its place.
+            # The file was opened a second time, and may have been replaced meanwhile.
             if file.metadata() != header.metadata:
                 raise _replaced(path)
         except SafetensorError as error:
@@ -135,7 +135,7 @@ def opened(path: str) -> Iterator[SavedFile]:
 
 
 class _RangedTensors:
-    """The tensors of a file of which ranges can be read."""
+    """The tensors of a file that is read by ranges."""
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self._path = path
@@ -156,7 +156,7 @@ class _RangedTensors:
 
 @contextlib.contextmanager
 def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[SavedFile]:
-    """A file that is elsewhere, for as long as the context lasts.
+    """A remote file, for as long as the context lasts.
 
     Args:
         path: what errors call it.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.shape import LayerShape, PlannedBytes
@@ -82,7 +81,7 @@ class CacheArithmetic:
         self._encoder_length = encoder_length or 0
         self._decoder = _sample_layers(_decoder_part(sample), _decoder_part(longer), shapes)
         self._cross: list[_SampleLayer] = []
-        if isinstance(sample, EncoderDecoderCache):
+        if _is_pair(sample):
             self._cross = _sample_layers(sample.cross_attention_cache, longer.cross_attention_cache, shapes)
 
     @property
@@ -118,7 +117,7 @@ def fidelity_of(cache: Any) -> Fidelity:
 
 
 def _is_pair(cache: Any) -> bool:
-    return isinstance(cache, EncoderDecoderCache)
+    return isinstance(cache, Cache) and cache.is_pair
 
 
 def _decoder_part(cache: Any) -> Any:

@@ -57,11 +57,11 @@ class Search:
 
     def run(self) -> Hit:
         """Find the longest prefix."""
-        wanted = len(self.ids) - 1
+        most_tokens = len(self.ids) - 1
         tree = self.index.tree(self.label)
-        best, entry, shared, held = None, None, 0, len(tree)
-        if wanted and held:
-            groups = itertools.groupby(tree.nearest(self.ids), key=lambda found: min(found.tokens, wanted))
+        best, entry, shared, entries = None, None, 0, len(tree)
+        if most_tokens and entries:
+            groups = itertools.groupby(tree.nearest(self.ids), key=lambda found: min(found.tokens, most_tokens))
             for bound, group in groups:
                 shared = max(shared, bound)
                 if bound <= (0 if best is None else best.get_seq_length()):
@@ -69,10 +69,10 @@ class Search:
                 best, entry = self._best_of(list(group), bound, best, entry)
         self._apply_changes()
         if best is None or entry is None:
-            return Hit(reason=self._reason(0, shared, wanted, held, ends=False))
+            return Hit(reason=self._reason(0, shared, most_tokens, entries, ends=False))
         self.index.touch(entry)
         covered = best.get_seq_length()
-        return Hit(best, covered, self._reason(covered, shared, wanted, held, ends=entry.length == covered))
+        return Hit(best, covered, self._reason(covered, shared, most_tokens, entries, ends=entry.length == covered))
 
     def _apply_changes(self) -> None:
         """Apply changes to the index that had to wait until the tree was read."""
@@ -136,10 +136,10 @@ class Search:
         if text not in self._notes:
             self._notes.append(text)
 
-    def _reason(self, covered: int, shared: int, wanted: int, held: int, ends: bool) -> str:
-        if covered == wanted:
-            return "" if wanted else "the prompt is a single token, which must be computed"
-        if not held:
+    def _reason(self, covered: int, shared: int, most_tokens: int, entries: int, ends: bool) -> str:
+        if covered == most_tokens:
+            return "" if most_tokens else "the prompt is a single token, which must be computed"
+        if not entries:
             reason = "nothing is stored for this model and namespace"
         elif not shared:
             reason = "no stored sequence starts with these tokens"

@@ -1,12 +1,32 @@
 """A tensor with room for tokens: the memory of keys, or of values."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-StateForm = tuple[int, int, int, torch.dtype, torch.device]
-"""Batch size, kv_heads, head_dim, dtype and device. States of one buffer have the same form."""
+
+class StateForm(NamedTuple):
+    """What states must have in common to be held in one buffer.
+
+    Attributes:
+        batch_size: sequences.
+        kv_heads: heads of keys, or of values.
+        head_dim: size of a head.
+        dtype: dtype of the states.
+        device: device that they are computed on.
+    """
+
+    batch_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def of_batch(self, batch_size: int) -> "StateForm":
+        """The form of as many sequences."""
+        return StateForm(batch_size, self.kv_heads, self.head_dim, self.dtype, self.device)
 
 
 COUNT_DTYPE = torch.int64
@@ -16,7 +36,7 @@ COUNT_DTYPE = torch.int64
 def form_of(states: Tensor) -> StateForm:
     """Form of `states`, `[batch, kv_heads, tokens, head_dim]`."""
     batch, kv_heads, _, head_dim = states.shape
-    return batch, kv_heads, head_dim, states.dtype, states.device
+    return StateForm(batch, kv_heads, head_dim, states.dtype, states.device)
 
 
 def nbytes_of(form: StateForm, tokens: int) -> int:
@@ -118,7 +138,7 @@ class TokenBuffer:
     def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
         """A new buffer for `capacity` tokens, with `count` tokens from `start` after `free` empty slots."""
         tensor = self.tensor
-        form = (self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
+        form = StateForm(self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
             buffer.write(free, self.read(start, count))
@@ -127,7 +147,7 @@ class TokenBuffer:
     def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
         """As `reallocated`, but sequence `i` of the new buffer is sequence `indices[i]` of this one."""
         tensor = self.tensor
-        form = (indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
+        form = StateForm(indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
             torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(free, count))
@@ -135,13 +155,13 @@ class TokenBuffer:
 
     def allocate_like(self, batch_size: int, capacity: int) -> "TokenBuffer":
         """A buffer of zeros in the same kind of memory, for states of the same form except for the batch size."""
-        form = (batch_size, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device)
+        form = StateForm(batch_size, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device)
         return TokenBuffer.allocate(form, capacity, torch.zeros)
 
     @property
     def form(self) -> StateForm:
         """Form of the states, with the device where they are computed."""
-        return self._batch, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device
+        return StateForm(self._batch, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device)
 
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
         """A buffer over the same memory, for the first `batch_size` sequences only."""

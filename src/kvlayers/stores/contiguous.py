@@ -202,7 +202,7 @@ class ContiguousStore(BufferPair):
         if self._key_form is None or self._value_form is None:
             return
         batch = indices.shape[0]
-        key_form, value_form = (batch, *self._key_form[1:]), (batch, *self._value_form[1:])
+        key_form, value_form = self._key_form.of_batch(batch), self._value_form.of_batch(batch)
         if not self.length:
             if key_form != self._key_form:
                 self.reserve_form(key_form, value_form)

@@ -90,7 +90,7 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
 
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
         """Bits of one number of a key or value in the store's main memory, with its share of scales and zeros."""
-        return 8.0 * key_form[3].itemsize
+        return 8.0 * key_form.dtype.itemsize
 
     @property
     @abstractmethod

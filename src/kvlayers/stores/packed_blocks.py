@@ -47,7 +47,7 @@ class PackedBlocks:
         hint: int | None = None,
     ) -> None:
         self._quantizers = quantizers
-        self._head_dims = {side: form[2] for side, form in zip(SIDES, forms, strict=True)}
+        self._head_dims = {side: form.head_dim for side, form in zip(SIDES, forms, strict=True)}
         self.block_tokens = block_tokens
         self._packed: dict[Side, DenseStore] = {}
         for side, form in zip(SIDES, forms, strict=True):
@@ -256,10 +256,9 @@ def packed_forms(
     code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
 ) -> tuple[StateForm, StateForm]:
     """Forms of the codes and of the parameters of one side, in which each block counts as a token."""
-    batch, kv_heads, head_dim, dtype, device = form
-    codes = side_bytes(code_format, side, head_dim, block_tokens, itemsize=0)
-    parameters = side_bytes(code_format, side, head_dim, block_tokens, itemsize=1) - codes
-    return (batch, kv_heads, codes, torch.uint8, device), (batch, kv_heads, parameters, dtype, device)
+    codes = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=0)
+    parameters = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=1) - codes
+    return form._replace(head_dim=codes, dtype=torch.uint8), form._replace(head_dim=parameters)
 
 
 def _store_of_blocks(hint: int | None) -> DenseStore:

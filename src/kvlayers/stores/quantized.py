@@ -180,7 +180,7 @@ class QuantizedStore(TokenStore):
         packed = sum(
             block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
         )
-        return 8 * packed * key_form[3].itemsize / sum(nbytes_of(form, size) for form in forms)
+        return 8 * packed * key_form.dtype.itemsize / sum(nbytes_of(form, size) for form in forms)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -202,7 +202,7 @@ class QuantizedStore(TokenStore):
     def _in_held_dtype(self, states: Tensor) -> Tensor:
         """States in full precision and in the dtype of the held states."""
         states = as_dense(states)
-        dtype = states.dtype if self._forms is None else self._forms[0][3]
+        dtype = states.dtype if self._forms is None else self._forms[0].dtype
         return states if states.dtype == dtype else states.to(dtype)
 
     def _blocks_to_pack(self, new: int) -> int:
@@ -339,7 +339,7 @@ class QuantizedStore(TokenStore):
         self._parts = self._parts.selected(indices)
         key_form, value_form = self._forms
         batch = indices.shape[0]
-        self._forms = (batch, *key_form[1:]), (batch, *value_form[1:])
+        self._forms = key_form.of_batch(batch), value_form.of_batch(batch)
         self._invalidate_snapshots()
 
     @override

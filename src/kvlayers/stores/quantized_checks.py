@@ -16,8 +16,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def in_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:
     """The forms in which states are held: if autocast gave keys and values two dtypes, in the wider one."""
-    dtype = torch.promote_types(key_form[3], value_form[3])
-    return (*key_form[:3], dtype, key_form[4]), (*value_form[:3], dtype, value_form[4])
+    dtype = torch.promote_types(key_form.dtype, value_form.dtype)
+    return key_form._replace(dtype=dtype), value_form._replace(dtype=dtype)
 
 
 def checked_quantizers(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> dict[Side, Quantizer]:
@@ -27,17 +27,21 @@ def checked_quantizers(quantization: Quantization, key_form: StateForm, value_fo
         StateMismatchError: keys and values do not match each other.
     """
     check_one_batch(key_form, value_form)
-    if key_form[1] != value_form[1] or key_form[3:] != value_form[3:] or not (key_form[2] and value_form[2]):
+    if (
+        key_form.kv_heads != value_form.kv_heads
+        or key_form[3:] != value_form[3:]
+        or not (key_form.head_dim and value_form.head_dim)
+    ):
         raise StateMismatchError(
             f"Keys and values must have the same kv_heads, dtype and device, and a head_dim of at least 1, got "
             f"{key_form} and {value_form}: pass the states of one forward pass together."
         )
-    if key_form[3] not in DTYPES:
+    if key_form.dtype not in DTYPES:
         raise StateMismatchError(
-            f"The dtype of states must be one of {', '.join(map(str, DTYPES))}, got {key_form[3]}: convert the "
+            f"The dtype of states must be one of {', '.join(map(str, DTYPES))}, got {key_form.dtype}: convert the "
             "states first, or use a DynamicCache."
         )
-    return quantization.quantizers(key_form[2], value_form[2])
+    return quantization.quantizers(key_form.head_dim, value_form.head_dim)
 
 
 def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization) -> int:

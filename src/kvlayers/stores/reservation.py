@@ -101,10 +101,10 @@ class ReservedStore(SlotCountingStore):
         """
         if self._reserved is not None:
             reserved = self._reserved[0].form, self._reserved[1].form
-            seen = (reserved[0][0], *key_form[1:]), (reserved[1][0], *value_form[1:])
+            seen = key_form.of_batch(reserved[0].batch_size), value_form.of_batch(reserved[1].batch_size)
             if seen != reserved:
                 raise mismatch(seen, reserved, self.length)
-        self.check_batch(key_form[0])
+        self.check_batch(key_form.batch_size)
 
     @override
     def check_batch(self, batch_size: int) -> None:
@@ -115,7 +115,7 @@ class ReservedStore(SlotCountingStore):
     @property
     def reserved_batch_size(self) -> int | None:
         """Sequences that the reservation has room for, `None` if it is not known yet."""
-        return self._reserved_rows if self._reserved is None else self._reserved[0].form[0]
+        return self._reserved_rows if self._reserved is None else self._reserved[0].form.batch_size
 
     def covers(self, other: "ReservedStore", batch_size: int | None) -> bool:
         """Whether this store can replace `other` for `batch_size` sequences, with the memory it has reserved."""
@@ -146,7 +146,7 @@ class ReservedStore(SlotCountingStore):
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         length, total = self.length, self.total
         held = self.newest(length) if length else None
-        if held is not None and self._is_reserved(self._key_form[0], capacity):
+        if held is not None and self._is_reserved(self._key_form.batch_size, capacity):
             held = held[0].clone(), held[1].clone()
         reserved = self._reservation(self._key_form, self._value_form, capacity)
         self._use_reservation(reserved, self._key_form, self._value_form, held, 0)
@@ -158,14 +158,14 @@ class ReservedStore(SlotCountingStore):
         self, key_form: StateForm, value_form: StateForm, capacity: int
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """The current reservation if it is large enough, else a new one of zeros."""
-        batch_size = key_form[0]
+        batch_size = key_form.batch_size
         if self._reserved is not None and self._is_reserved(batch_size, capacity):
             return self._reserved
         self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
         alike = (self._keys, self._values) if self._reserved is None else self._reserved
         keys, values = (
-            TokenBuffer.allocate((rows, *form[1:]), capacity, torch.zeros)
+            TokenBuffer.allocate(form.of_batch(rows), capacity, torch.zeros)
             if buffer is None
             else buffer.allocate_like(rows, capacity)
             for buffer, form in zip(alike, (key_form, value_form), strict=True)
@@ -189,14 +189,14 @@ class ReservedStore(SlotCountingStore):
             raise no_room_for_tokens(capacity, 0, tokens)
         while capacity < tokens:
             capacity = self.buckets.after(capacity)
-        rows = max(key_form[0], self.max_batch_size or 0)
-        reserved = sum(nbytes_of((rows, *form[1:]), capacity) for form in (key_form, value_form))
+        rows = max(key_form.batch_size, self.max_batch_size or 0)
+        reserved = sum(nbytes_of(form.of_batch(rows), capacity) for form in (key_form, value_form))
         # The device's two counts: the cursor, and the offset.
         return reserved + 2 * COUNT_DTYPE.itemsize
 
     def _is_reserved(self, batch_size: int, capacity: int) -> bool:
         reserved = self._reserved
-        return reserved is not None and reserved[0].capacity == capacity and reserved[0].form[0] >= batch_size
+        return reserved is not None and reserved[0].capacity == capacity and reserved[0].form.batch_size >= batch_size
 
     def _use_reservation(
         self,
@@ -207,7 +207,7 @@ class ReservedStore(SlotCountingStore):
         start: int,
     ) -> None:
         """Use the first rows of a reservation, with states `held` from slot `start` on."""
-        keys, values = (buffer.first_sequences(key_form[0]) for buffer in reserved)
+        keys, values = (buffer.first_sequences(key_form.batch_size) for buffer in reserved)
         if held is not None:
             with torch.no_grad():
                 keys.write(start, held[0])
@@ -215,7 +215,7 @@ class ReservedStore(SlotCountingStore):
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
         self._views = None
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
-        counts = self._count_on_device(key_form[4])
+        counts = self._count_on_device(key_form.device)
         if not torch.compiler.is_compiling():
             # Memory that a compiled function allocates is one of its results, and has no fixed address.
             for tensor in (keys.tensor, values.tensor, *counts):
@@ -366,7 +366,7 @@ class ReservedStore(SlotCountingStore):
         if self._key_form is None or self._value_form is None:
             return
         batch_size, length = indices.shape[0], self.length
-        key_form, value_form = (batch_size, *self._key_form[1:]), (batch_size, *self._value_form[1:])
+        key_form, value_form = self._key_form.of_batch(batch_size), self._value_form.of_batch(batch_size)
         self.check_batch(batch_size)
         self.mask_extent.forget()
         held = None
@@ -380,7 +380,7 @@ class ReservedStore(SlotCountingStore):
             reserved = self._reservation(key_form, value_form, self.capacity)
             for buffer in reserved:
                 # Rows that are dropped now may be used again.
-                buffer.tensor[batch_size : self._key_form[0], :, : self._end].zero_()
+                buffer.tensor[batch_size : self._key_form.batch_size, :, : self._end].zero_()
             self._use_reservation(reserved, key_form, value_form, held, self._start)
 
     @override
@@ -391,7 +391,7 @@ class ReservedStore(SlotCountingStore):
         start, end = self._start, self._end
         self._reserved = swap(self._reserved[0], start, end), swap(self._reserved[1], start, end)
         if self._keys is not None:
-            self._keys, self._values = (buffer.first_sequences(self._key_form[0]) for buffer in self._reserved)
+            self._keys, self._values = (buffer.first_sequences(self._key_form.batch_size) for buffer in self._reserved)
             self._views = None
 
     @override

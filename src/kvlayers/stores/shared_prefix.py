@@ -44,7 +44,7 @@ class SharedStore(TokenStore):
         if key_form is None or value_form is None or not prefix.length:
             raise StateMismatchError("The prefix must have at least one token to share: update the layer first.")
         self._prefix: DenseStore | None = prefix
-        self._prefix_of = tuple(row for row in range(key_form[0]) for _ in range(repeats))
+        self._prefix_of = tuple(row for row in range(key_form.batch_size) for _ in range(repeats))
         self._own = DenseStore(minimum_growth=MINIMUM_GROWTH)
         self._own.reserve_form(_of_batch(key_form, repeats), _of_batch(value_form, repeats))
         self._version = Version()
@@ -127,16 +127,16 @@ class SharedStore(TokenStore):
         if count <= self._own.length or self._prefix is None:
             return self._own.newest(count)
         if count < self.length or torch.compiler.is_compiling():
-            keys, values = (self._segments().dense(side, form[3]) for side, form in self._sides())
+            keys, values = (self._segments().dense(side, form.dtype) for side, form in self._sides())
             return keys[:, :, keys.shape[2] - count :], values[:, :, values.shape[2] - count :]
         # Keys and values that are read one after the other must be of one snapshot.
         if self._snapshot is None or self._snapshot.length != self.length:
             form = self._sides()[0][1]
             self._snapshot = Snapshot(
-                self._segments(), form[3], form[4], self._version, self._version.number, self.length, self.paths
+                self._segments(), form.dtype, form.device, self._version, self._version.number, self.length, self.paths
             )
         (_, key_form), (_, value_form) = self._sides()
-        return packed_pair(self._snapshot, key_form[1], (key_form[2], value_form[2]))
+        return packed_pair(self._snapshot, key_form.kv_heads, (key_form.head_dim, value_form.head_dim))
 
     @override
     def caller_views(self) -> KVPair:
@@ -281,7 +281,7 @@ class SharedStore(TokenStore):
 
 
 def _of_batch(form: StateForm, repeats: int) -> StateForm:
-    return (form[0] * repeats, *form[1:])
+    return form.of_batch(form.batch_size * repeats)
 
 
 def _behind(prefix_states: KVPair, attended: KVPair) -> KVPair:

@@ -32,10 +32,10 @@ def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
 
 def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
     """Raise `StateMismatchError` if keys and values have different batch sizes."""
-    if key_form[0] != value_form[0]:
+    if key_form.batch_size != value_form.batch_size:
         raise StateMismatchError(
-            f"Keys and values must have the same batch size, got {key_form[0]} and {value_form[0]}: pass the states of "
-            "one forward pass together."
+            f"Keys and values must have the same batch size, got {key_form.batch_size} and {value_form.batch_size}: "
+            "pass the states of one forward pass together."
         )
 
 

@@ -84,8 +84,8 @@ def layer_specs(config: object) -> list[LayerSpec]:
     per_layer = options if isinstance(options, list) else [options] * len(layer_types)
     shared = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
     return [
-        LayerSpec(layer_type, {**_without_window(layer_type, own), **shared}, index)
-        for index, (layer_type, own) in enumerate(zip(layer_types, per_layer, strict=True))
+        LayerSpec(layer_type, {**_without_window(layer_type, layer_options), **shared}, index)
+        for index, (layer_type, layer_options) in enumerate(zip(layer_types, per_layer, strict=True))
     ]
 
 

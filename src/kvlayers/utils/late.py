@@ -1,7 +1,7 @@
-"""Functions and classes of upper modules that lower ones call.
+"""Late imports: functions and classes of upper modules that lower modules call by name.
 
-A module imports only modules below it. If a lower one offers what an upper one does (`Cache.save`, the name
-`"auto"`), it asks for the function by name. The package's `__init__` says where each one is.
+A module imports only modules below it. If a lower module offers something that an upper one implements (`Cache.save`,
+the name `"auto"`), it asks for the function by name. The package's `__init__` says where each function is.
 """
 
 import importlib
@@ -12,10 +12,10 @@ _targets: dict[str, str] = {}
 
 
 def provide(name: str, target: str) -> None:
-    """Say where a function is.
+    """Register where a function is.
 
     Args:
-        name: what lower rooms call it.
+        name: name by which lower modules ask for it.
         target: its module and its name there, as `"package.module:function"`; imported when it is first asked for.
     """
     _targets[name] = target

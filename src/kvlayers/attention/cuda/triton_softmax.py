@@ -117,7 +117,7 @@ def mask_scores(
 
     Args:
         mask: pointer to the mask of the sequence.
-        rows_of_mask: where the row of each query begins in it.
+        rows_of_mask: offset of the row of each query in it.
         start: column of the mask that belongs to the first token of the block.
         asked: rows that hold a query.
     """

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
+from kvlayers.generation import registry
 from kvlayers.generation.call_arguments import uses_transformers_generate
 from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
 from kvlayers.persistence.format import canonical
 from kvlayers.rope.from_config import depends_on_length
-from kvlayers.upstream import model_types
+from kvlayers.upstream import compat, generate_calls, model_layers, model_types
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -85,6 +86,17 @@ def _check_modules(model: Any) -> None:
         # Hooks of the model as a whole do not change its states.
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise IneligibleError(f"{path} has hooks, on which states may depend")
+
+
+def check_cache(model: Any, name: str) -> None:
+    """Raise `IneligibleError` if the cache called `name` is not one of kvlayers, or its states depend on chunks."""
+    if not registry.is_registered(name) or generate_calls.makes_own_static_cache(model, name):
+        raise IneligibleError(f"the cache '{name}' of {type(model).__name__} is not one of kvlayers")
+    specs = model_layers.layer_specs(model.config)
+    if compat.INDEXERS_DEPEND_ON_CHUNKS and any(spec.layer_type == model_layers.INDEXED for spec in specs):
+        raise IneligibleError(
+            f"on transformers {compat.TRANSFORMERS}, what its indexers choose depends on which tokens came at once"
+        )
 
 
 def check_options(config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:

@@ -11,29 +11,23 @@ ways to make the cache:
   stored prefix, and the caches are stacked, padded as the prompts are.
 """
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.operations import CacheState
 from kvlayers.caches.stacking import can_be_stacked, stack
-from kvlayers.errors import ConfigError, KVLayersError
-from kvlayers.generation import registry
+from kvlayers.errors import ConfigError
 from kvlayers.generation.call_arguments import bind_arguments, full_generation_config, sequences_per_prompt
-from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.prefixes.active_store import ActiveStore
 from kvlayers.generation.prefixes.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
     IneligibleError,
+    check_cache,
     check_model,
     check_options,
     ids_name,
@@ -42,16 +36,10 @@ from kvlayers.generation.prefixes.eligibility import (
     prompts_of,
 )
 from kvlayers.generation.prefixes.model_identity import model_identity
+from kvlayers.generation.prefixes.stored_caches import StoredCaches
 from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.prefix import Hit
-from kvlayers.upstream import compat, generate_calls, model_layers, model_types
-
-ROOM_FOR_ANSWER = 256
-"""Tokens of an answer for which memory is reserved at first. Stored caches keep the reservation, and most answers end
-early."""
-
-CHECKPOINTS = {"most": 16}
-"""Checkpoints of recurrent states, so that one entry serves many of the places where prompts may diverge."""
+from kvlayers.upstream import generate_calls, model_types
 
 _cache_from_store: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 
@@ -121,33 +109,24 @@ class PrefixedCall:
     """
 
     def __init__(self, active: ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-        self._model, self._store = model, active.store
+        self._model = model
         self._cache_name = model_types.cache_argument(model)
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
         self._config, model_kwargs = full_generation_config(model, self._arguments)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         check_options(self._config, self._arguments, model_kwargs)
         self._prompts = prompts_of(self._config, self._arguments)
         self._repeats = sequences_per_prompt(self._config)
-        self._name = self._config.cache_implementation or "dynamic"
-        self._options = options_of(self._config)
-        if not registry.is_registered(self._name) or generate_calls.makes_own_static_cache(model, self._name):
-            raise IneligibleError(f"the cache '{self._name}' of {type(model).__name__} is not one of kvlayers")
-        specs = model_layers.layer_specs(model.config)
-        has_indexers = any(spec.layer_type == model_layers.INDEXED for spec in specs)
-        if has_indexers and compat.INDEXERS_DEPEND_ON_CHUNKS:
-            raise IneligibleError(
-                f"on transformers {compat.TRANSFORMERS}, the choices of its indexers depend on which tokens came in "
-                "one pass"
-            )
+        name, options = self._config.cache_implementation or "dynamic", options_of(self._config)
+        check_cache(model, name)
         try:
             identity = model_identity(model)
         except ConfigError as error:
             raise IneligibleError(f"its weights cannot be identified: {error}") from error
-        label = f"{identity} {self._name} {options_as_text(self._options)}"
-        self._notes: list[str] = []
-        self._key = {"config": model.config, "namespace": active.namespace, "model": label}
+        label = f"{identity} {name} {options_as_text(options)}"
+        key = {"config": model.config, "namespace": active.namespace, "model": label}
+        prompt_tokens = self._prompts.input_ids.shape[1]
+        self._caches = StoredCaches(model, active.store, key, name, options, self._config, prompt_tokens)
 
     def prepare(self) -> tuple[Cache, dict[str, Any]]:
         """The cache to start from, and the arguments with which to call `generate()`.
@@ -159,7 +138,7 @@ class PrefixedCall:
         if len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded:
             cache = self._for_one_prompt()
         else:
-            example = self._empty()
+            example = self._caches.empty()
             if example.rotates_keys:
                 raise IneligibleError(f"the content of the layers of {example!r} depends on which tokens came at once")
             common, stackable = self._prompts.common_prefix_length(), can_be_stacked(example)
@@ -171,12 +150,12 @@ class PrefixedCall:
                     f"its prompts have only {common} tokens in common or are padded, and caches like {example!r} "
                     "cannot be put side by side"
                 )
-            hits = [self._lookup(row) for row in self._prompts.rows()] if stackable else []
+            hits = [self._caches.lookup(row) for row in self._prompts.rows()] if stackable else []
             if shareable and all(hit.covered <= common for hit in hits):
                 cache, changes = self._for_shared_prefix(common, hits)
             else:
                 cache = self._for_separate_prompts(common, hits)
-        cache.prefix_notes = tuple(self._notes)
+        cache.prefix_notes = tuple(self._caches.notes)
         return cache, {**self._arguments, **changes, self._cache_name: cache}
 
     def finish(self, output: Any, cache: Cache) -> Any:
@@ -187,14 +166,14 @@ class PrefixedCall:
             # The padding may have been moved.
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
         elif cache.batch_size == sequences.shape[0] == 1:
-            self._insert(sequences, cache)
+            self._caches.insert(sequences, cache)
         return output
 
     def _for_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
-        cache = self._cache_of(self._lookup(ids))
+        cache = self._caches.cache_of(self._caches.lookup(ids))
         if not cache.rotates_keys and not cache.keeps_every_token:
-            self._compute(ids, cache, ids.shape[1] - 1)
+            self._caches.compute(ids, cache, ids.shape[1] - 1)
         return cache
 
     def _for_shared_prefix(self, common: int, hits: list[Hit]) -> tuple[Cache, dict[str, Any]]:
@@ -209,8 +188,8 @@ class PrefixedCall:
         """A cache that has seen the first `common` tokens, which all prompts start with."""
         ids = self._prompts.row(0)[:, : common + 1]
         usable = [hit for hit in hits if hit.covered <= common]
-        cache = self._cache_of(max(usable, key=lambda hit: hit.covered) if usable else self._lookup(ids))
-        self._compute(ids, cache, common)
+        cache = self._caches.cache_of(max(usable, key=lambda hit: hit.covered) if usable else self._caches.lookup(ids))
+        self._caches.compute(ids, cache, common)
         return cache
 
     def _for_separate_prompts(self, common: int, hits: list[Hit]) -> Cache:
@@ -218,11 +197,11 @@ class PrefixedCall:
         shorter_hits = sum(hit.covered < common for hit in hits)
         shared = self._common_prefix(common, hits) if shorter_hits > 1 and common >= MIN_TOKENS else None
         for ids, hit in zip(self._prompts.rows(), hits, strict=True):
-            cache = self._cache_of(hit) if shared is None or hit.covered > common else shared.fork()
-            self._compute(ids, cache, ids.shape[1] - 1)
+            cache = self._caches.cache_of(hit) if shared is None or hit.covered > common else shared.fork()
+            self._caches.compute(ids, cache, ids.shape[1] - 1)
             # Reservations cannot be expanded, so each prompt is stacked as often as it is continued.
             caches.extend([cache] * self._repeats)
-        stacked = self._empty(rows=len(caches))
+        stacked = self._caches.empty(rows=len(caches))
         stack(caches, stacked, self._prompts.input_ids.shape[1] - 1)
         return stacked
 
@@ -242,105 +221,12 @@ class PrefixedCall:
         changed = {name for name, value in options.items() if value != defaults.get(name)}
         has_id_readers = any(self._arguments.get(name) for name in ID_READERS)
         uses_mask = model._supports_attention_backend and model.config.model_type not in model_types.SCALES_BY_SLOT
-        return self._takes_positions and uses_mask and not has_id_readers and changed <= PADDING_INDEPENDENT_OPTIONS
+        if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS:
+            return False
+        return self._caches.takes_positions and uses_mask
 
     def _accounts_for_padding(self, example: Cache) -> bool:
         """Whether the states of a token are the same with and without padding before it."""
         is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
-        return self._takes_positions or is_relative or not any(layer.attends for layer in example.adapted_layers())
-
-    def _lookup(self, ids: Tensor) -> Hit:
-        hit = self._store.lookup(ids, **self._key)
-        reason = f": {hit.reason}" if hit.reason else ""
-        self._notes.append(f"{hit.covered} of {ids.shape[-1]} tokens were stored{reason}")
-        return hit
-
-    def _insert(self, ids: Tensor, cache: Cache) -> None:
-        # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
-        try:
-            self._store.insert(ids, cache, **self._key)
-        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self._store.record_refusal(str(error))
-
-    def _empty(self, rows: int = 1) -> Cache:
-        """A cache like the one that `generate()` would make."""
-        tokens = self._prompts.input_ids.shape[1]
-        total = tokens + _max_new_tokens(self._config, tokens)
-        cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
-        return self._make(rows, total) if cache.is_static else cache
-
-    def _make(self, rows: int, length_hint: int) -> Cache:
-        options = self._options
-        cache = self._from_registry(options, rows, length_hint)
-        if cache.recurrent_parts() and "checkpoints" not in options:
-            return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
-        return cache
-
-    def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
-        model = self._model
-        request = registry.CacheRequest(
-            model.config, options, batch_size=rows, length_hint=length_hint, device=model.device, dtype=model.dtype
-        )
-        cache = registry.cache_for(self._name, request)
-        if not isinstance(cache, Cache) or not cache.layers:
-            raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
-        return cache
-
-    def _cache_of(self, hit: Hit) -> Cache:
-        """The cache that was found, on the device of the model, or an empty cache."""
-        found = hit.cache
-        if found is None:
-            return self._empty()
-        devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
-        if not found.is_static and devices <= {self._model.device}:
-            return found
-        # It was reserved for another call, or loaded from a file.
-        cache = self._empty()
-        cache.load_state(_on_device(found.state(), self._model.device))
-        return cache
-
-    def _compute(self, ids: Tensor, cache: Cache, length: int) -> None:
-        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots."""
-        begin, limit = cache.get_seq_length(), pass_limit(cache)
-        ids, positions = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
-        for stop in self._snapshot_lengths(cache, begin, length):
-            # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
-            chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
-            model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
-            if self._takes_positions:
-                model_kwargs["position_ids"] = positions[:, :stop]
-            if self._model._supports_logits_to_keep():
-                model_kwargs["logits_to_keep"] = 1
-            pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
-            self._insert(ids[:, :stop], cache)
-            begin = stop
-
-    def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
-        """The lengths between `begin` and `length` at which the cache is inserted into the store."""
-        if begin >= length:
-            return []
-        # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
-        # tokens one by one, snapshots in between would take long.
-        every = self._store.snapshot_tokens
-        if cache.keeps_every_token or pass_limit(cache) is not None or every is None:
-            return [length]
-        return [*range(begin - begin % every + every, length, every), length]
-
-
-def _max_new_tokens(config: Any, prompt_tokens: int) -> int:
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    # The default of generate() is 20 new tokens.
-    return max(int(config.max_length or 0) - prompt_tokens, 20)
-
-
-def _on_device(state: CacheState, device: torch.device) -> CacheState:
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            tensors={name: tensor.to(device) for name, tensor in layer.tensors.items()},
-            facts={**layer.facts, **({"device": str(device)} if "device" in layer.facts else {})},
-        )
-        for layer in state.layers
-    )
-    return dataclasses.replace(state, layers=layers)
+        attends = any(layer.attends for layer in example.adapted_layers())
+        return self._caches.takes_positions or is_relative or not attends

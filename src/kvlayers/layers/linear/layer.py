@@ -146,7 +146,7 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
         """Forget the count of tokens and the checkpoints, which do not belong to the assigned states."""
         if state_idx not in self._states.conv:
             raise no_state(state_idx, self.number_of_states)
-        self._count.give_up()
+        self._count.stop_counting()
         self._past.clear()
 
     @property
@@ -233,7 +233,7 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
             if eager and (columns > 1 or self._past.is_recording):
                 self._past.note_columns(state_idx, columns, full)
         else:
-            self._count.give_up()
+            self._count.stop_counting()
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
@@ -256,7 +256,7 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
         else:
             check_recurrent(recurrent_states, held)
         # A model that writes the column of a single token by itself passes only the recurrent state.
-        alone = self._count.add_untold(state_idx)
+        alone = self._count.add_token_without_columns(state_idx)
         if held is None or recurrent_states.requires_grad or held.requires_grad:
             held = states.put_recurrent(state_idx, recurrent_states)
         else:

@@ -172,7 +172,7 @@ class LinearPast:
         elif removed or self._is_broken():
             checkpoint = self.history.latest(target, *self._states.filled())
             if checkpoint is None or checkpoint.length != target:
-                raise RollbackError(f"expected a checkpoint at {target} tokens, but there is none.")
+                raise RollbackError(f"expected a checkpoint at {target} tokens, but no checkpoint is there.")
             self._states.put(checkpoint)
             self._count.set(checkpoint.seen)
         self.history.drop_beyond(target)

@@ -40,7 +40,7 @@ class LinearStates:
         self.kernel[state_idx], self.has_conv[state_idx] = kernel, True
 
     def put_recurrent(self, state_idx: int, states: Tensor) -> Tensor:
-        """Hold a recurrent state, and return what is held."""
+        """Hold a recurrent state, and return the held tensor."""
         held = self.recurrent[state_idx] = written(self.recurrent[state_idx], states)
         self.has_recurrent[state_idx] = True
         return held

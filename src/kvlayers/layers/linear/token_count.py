@@ -24,7 +24,7 @@ class TokenCount:
         self._number_of_states = number_of_states
         self._seen: dict[int, int] = {}
         # Whether the columns of the forward pass under way were counted.
-        self._told = dict.fromkeys(range(number_of_states), False)
+        self._columns_were_counted = dict.fromkeys(range(number_of_states), False)
         self._is_known = True
         self._on_device: Tensor | None = None
         self._is_ahead_on_device = False
@@ -38,7 +38,7 @@ class TokenCount:
             columns: the columns of these tokens, on the device that compiled code counts on.
             eager: whether this is eager code.
         """
-        self._told[state_idx] = True
+        self._columns_were_counted[state_idx] = True
         if self._on_device is None:
             self._on_device = self._zeros(columns.device)
             if eager:
@@ -59,10 +59,10 @@ class TokenCount:
         """Bytes of the device's counts, once tokens have been counted."""
         return self._number_of_states * COUNT_DTYPE.itemsize
 
-    def add_untold(self, state_idx: int) -> bool:
+    def add_token_without_columns(self, state_idx: int) -> bool:
         """Count one token if a recurrent state came without columns. Returns whether it did."""
-        if self._told[state_idx]:
-            self._told[state_idx] = False
+        if self._columns_were_counted[state_idx]:
+            self._columns_were_counted[state_idx] = False
             return False
         if torch.compiler.is_compiling():
             if self._on_device is not None:
@@ -76,10 +76,10 @@ class TokenCount:
                 self._is_known = False
         return True
 
-    def give_up(self) -> None:
+    def stop_counting(self) -> None:
         """Stop counting: the columns that came need not be tokens."""
         self._is_known = False
-        self._told = dict.fromkeys(self._told, True)
+        self._columns_were_counted = dict.fromkeys(self._columns_were_counted, True)
 
     def seen(self) -> dict[int, int]:
         """The count of each convolution that was given columns."""
@@ -103,7 +103,7 @@ class TokenCount:
         """Go on from these counts."""
         self.seen()
         self._seen = dict(seen)
-        self._told = dict.fromkeys(self._told, False)
+        self._columns_were_counted = dict.fromkeys(self._columns_were_counted, False)
 
     def remove(self, tokens: int) -> None:
         """Take back the newest tokens."""
@@ -118,7 +118,7 @@ class TokenCount:
         """An independent count."""
         twin = type(self)(self._number_of_states)
         twin.set(self.seen())
-        twin._told, twin._is_known = dict(self._told), self._is_known
+        twin._columns_were_counted, twin._is_known = dict(self._columns_were_counted), self._is_known
         if self._on_device is not None:
             twin._on_device = self._zeros(self._on_device.device)
             torch._dynamo.mark_static_address(twin._on_device)

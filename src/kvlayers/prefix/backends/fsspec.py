@@ -90,10 +90,10 @@ class FsspecObjectStore:
         info = self._call(found)
         return None if info is None or info["type"] != "file" else _stored(info)
 
-    def ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
-        """As `ObjectStore.ranges`; concurrently, if the file system can do that."""
-        paths = [self._at(file.name) for file, _, _ in wanted]
-        starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+        """As `ObjectStore.read_ranges`; concurrently, if the file system can do that."""
+        paths = [self._at(file.name) for file, _, _ in ranges]
+        starts, ends = [start for _, start, _ in ranges], [end for _, _, end in ranges]
 
         def read() -> list[bytes | Exception]:
             found: list[bytes | Exception] = self._fs.cat_ranges(paths, starts, ends, on_error="return")

@@ -23,7 +23,7 @@ class ObjectStore(Protocol):
     def find(self, name: str) -> StoredFile | None:
         """One file as it is now, `None` if it does not exist."""
 
-    def ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
         """The bytes of each range, fewer if the file is shorter, or the error that reading them raised."""
 
     def upload(self, path: str, name: str) -> None:

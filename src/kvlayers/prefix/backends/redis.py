@@ -181,18 +181,18 @@ class RedisObjectStore:
         manifest = _Manifest.parse(self._call(lambda: self._client.get(self._key(name))))
         return None if manifest is None else manifest.stored(name)
 
-    def ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
-        """As `ObjectStore.ranges`. A missing part has no bytes."""
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+        """As `ObjectStore.read_ranges`. A missing part has no bytes."""
         commands: list[tuple[Any, ...]] = []
         owners: list[int] = []
-        for number, (file, start, end) in enumerate(wanted):
+        for number, (file, start, end) in enumerate(ranges):
             nonce, _, size = file.version.partition(" ")
             part_bytes = int(size)
             for part in range(start // part_bytes, -(-end // part_bytes)):
                 first, last = max(start - part * part_bytes, 0), min(end - part * part_bytes, part_bytes) - 1
                 commands.append(("GETRANGE", self._part(nonce, part), first, last))
                 owners.append(number)
-        pieces: list[list[bytes]] = [[] for _ in wanted]
+        pieces: list[list[bytes]] = [[] for _ in ranges]
         for owner, piece in zip(owners, self._call(lambda: self._many(commands)), strict=True):
             pieces[owner].append(piece)
         return [b"".join(each) for each in pieces]

@@ -68,7 +68,7 @@ class RemoteBackend:
         for start in range(0, len(files), FILES_PER_REQUEST):
             batch = files[start : start + FILES_PER_REQUEST]
             ends = [each for file in batch for each in _ends(file)]
-            found = dict(zip(ends, self._objects.ranges(ends), strict=True))
+            found = dict(zip(ends, self._objects.read_ranges(ends), strict=True))
             for file in batch:
                 try:
                     yield self._inspected(file, {each: found[each] for each in _ends(file)})
@@ -100,7 +100,7 @@ class RemoteBackend:
                 if isinstance(content, UnreachableError):
                     raise content
                 return content[start - each.start : end - each.start]
-        (content,) = self._objects.ranges([ByteRange(file, start, end)])
+        (content,) = self._objects.read_ranges([ByteRange(file, start, end)])
         if isinstance(content, UnreachableError):
             raise content
         return content
@@ -136,8 +136,8 @@ class RemoteBackend:
         chunks = [ByteRange(file, start, min(start + CHUNK_BYTES, file.nbytes)) for start in starts]
         with open(path, "wb") as copy:
             for number in range(0, len(chunks), CHUNKS_AT_ONCE):
-                wanted = chunks[number : number + CHUNKS_AT_ONCE]
-                for chunk, content in zip(wanted, self._objects.ranges(wanted), strict=True):
+                batch = chunks[number : number + CHUNKS_AT_ONCE]
+                for chunk, content in zip(batch, self._objects.read_ranges(batch), strict=True):
                     if isinstance(content, UnreachableError):
                         return content
                     if len(content) != chunk.end - chunk.start:

@@ -129,6 +129,6 @@ def part_costs(
 
 
 def _bytes_per_token(forms: tuple[StateForm, StateForm], side: Side, quantization: Quantization) -> Fraction:
-    quantizers = quantization.quantizers(forms[0][2], forms[1][2])
+    quantizers = quantization.quantizers(forms[0].head_dim, forms[1].head_dim)
     size, form = block_tokens(quantizers), forms[SIDES.index(side)]
-    return Fraction(block_nbytes(quantizers[side].format, side, (1, *form[1:]), size), size)
+    return Fraction(block_nbytes(quantizers[side].format, side, form.of_batch(1), size), size)

@@ -12,11 +12,11 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
-from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, compiled, is_compiled
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
-from peak import peak_bytes
-from timing import Disagreements, Tick, step
+from lib.compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
+from lib.contenders import KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, TRANSFORMERS_STATIC, compiled, is_compiled
+from lib.peak import peak_bytes
+from lib.timing import Disagreements, Tick, step
 
 
 @dataclass
@@ -59,11 +59,11 @@ Arguments = Callable[[Job], dict[str, Any]]
 """The arguments of `generate()`, besides the prompt and the number of new tokens."""
 
 
-def _static(job: Job) -> dict[str, Any]:
+def _kvlayers_static(job: Job) -> dict[str, Any]:
     return {"cache_implementation": "static", "cache_config": {"max_cache_len": job.reserve}}
 
 
-def _their_static(job: Job) -> dict[str, Any]:
+def _transformers_static(job: Job) -> dict[str, Any]:
     # A new cache for each call, as generate() makes it.
     return {"past_key_values": transformers.StaticCache(job.model.config, max_cache_len=job.reserve)}
 
@@ -77,15 +77,18 @@ def _everywhere(config: transformers.CompileConfig) -> transformers.CompileConfi
 GENERATORS: dict[str, Arguments] = {
     REFERENCE: lambda job: {"past_key_values": transformers.DynamicCache(config=job.model.config)},
     KVLAYERS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
-    compiled(KVLAYERS_STATIC): lambda job: {**_static(job), "compile_config": job.compile_config()},
-    compiled(EXACT): lambda job: {**_their_static(job), "compile_config": _everywhere(job.compile_config())},
-    KVLAYERS_STATIC: lambda job: {**_static(job), "disable_compile": True},
-    EXACT: lambda job: {**_their_static(job), "disable_compile": True},
+    compiled(KVLAYERS_STATIC): lambda job: {**_kvlayers_static(job), "compile_config": job.compile_config()},
+    compiled(TRANSFORMERS_STATIC): lambda job: {
+        **_transformers_static(job),
+        "compile_config": _everywhere(job.compile_config()),
+    },
+    KVLAYERS_STATIC: lambda job: {**_kvlayers_static(job), "disable_compile": True},
+    TRANSFORMERS_STATIC: lambda job: {**_transformers_static(job), "disable_compile": True},
     NO_CACHE: lambda job: {"use_cache": False},
 }
 """The reference comes first: tokens and ratios are compared with it."""
 
-SERVING = (REFERENCE, KVLAYERS, compiled(KVLAYERS_STATIC), compiled(EXACT))
+SERVING = (REFERENCE, KVLAYERS, compiled(KVLAYERS_STATIC), compiled(TRANSFORMERS_STATIC))
 """The contenders that one would decode with."""
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contenders import REFERENCE, Maker, fill, random_states, roundings
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.predictions import is_tie
-from workload import FILL_CHUNK, Shape, Workload
+from lib.contenders import REFERENCE, Maker, fill, random_states, roundings
+from lib.workload import FILL_CHUNK, Shape, Workload
 
 Trials = dict[str, list[list[float]]]
 """The seconds of each step, for each contender and trial."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import cache_utils
 
 import kvlayers
-from contenders import fill
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.scoring import CacheMaker
+from lib.contenders import fill
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
 AXES = {"quanto": 0, "hqq": 1}

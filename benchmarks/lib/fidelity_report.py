@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quantized import REFERENCE, Contender
+from lib.quantized import REFERENCE, Contender
 
-RIVALS = ("quanto", "hqq")
+BASELINES = ("quanto", "hqq")
 KVLAYERS = "native"
 
 
@@ -19,9 +19,9 @@ def entry_of(measured: dict[str, Any], kind: str, library: str, backend: str, bi
     return None if entry is None or "failure" in entry else entry
 
 
-def better_rival(measured: dict[str, Any], kind: str, bits: int) -> dict[str, Any] | None:
+def better_baseline(measured: dict[str, Any], kind: str, bits: int) -> dict[str, Any] | None:
     """The figures of transformers' quanto or hqq, whichever diverges less; `None` if neither ran."""
-    entries = [entry_of(measured, kind, "transformers", backend, bits) for backend in RIVALS]
+    entries = [entry_of(measured, kind, "transformers", backend, bits) for backend in BASELINES]
     # Comparisons with a divergence of nan are always false.
     finite = [entry for entry in entries if entry is not None and math.isfinite(entry["kl"])]
     return min(finite, key=lambda entry: entry["kl"], default=None)
@@ -37,29 +37,29 @@ def promises(measured: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"what": f"{measured['model']}, {what}", "asked": asked, "value": value, "met": met})
 
     for bits, at_most in ((4, 1 / 10), (2, 1 / 40)):
-        candidate, rival = (
+        candidate, baseline = (
             entry_of(measured, "plain", "kvlayers", KVLAYERS, bits),
-            better_rival(measured, "plain", bits),
+            better_baseline(measured, "plain", bits),
         )
-        if candidate is None or rival is None:
+        if candidate is None or baseline is None:
             continue
         promise(
             f"{bits} bits, divergence relative to the better of transformers'",
-            candidate["kl"] / rival["kl"],
+            candidate["kl"] / baseline["kl"],
             at_most=at_most,
         )
         held = [
             measured["bytes"][entry.name]["bytes"]
-            for entry in (Contender("transformers", backend, bits) for backend in RIVALS)
+            for entry in (Contender("transformers", backend, bits) for backend in BASELINES)
             if entry.name in measured["bytes"]
         ]
         candidate_bytes = measured["bytes"][Contender("kvlayers", KVLAYERS, bits).name]["bytes"]
         promise(f"{bits} bits, bytes relative to transformers' smallest", candidate_bytes / min(held), at_most=1)
-    candidate, rival = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_rival(measured, "plain", 4)
-    if candidate is not None and rival is not None:
+    candidate, baseline = entry_of(measured, "plain", "kvlayers", KVLAYERS, 2), better_baseline(measured, "plain", 4)
+    if candidate is not None and baseline is not None:
         promise(
             "2 bits, divergence relative to the better of transformers' at 4 bits",
-            candidate["kl"] / rival["kl"],
+            candidate["kl"] / baseline["kl"],
             at_most=1,
         )
     candidate, plain = (entry_of(measured, kind, "kvlayers", KVLAYERS, 4) for kind in ("outliers", "plain"))
@@ -103,13 +103,13 @@ def _table(measured: dict[str, Any], kind: str, title: str) -> Table:
             bits = entry["bits"]
         if "failure" in entry:
             continue
-        rival = None if bits is None else better_rival(measured, kind, bits)
+        baseline = None if bits is None else better_baseline(measured, kind, bits)
         held = measured["bytes"][name]["bytes"]
         table.add_row(
             name,
             f"{entry['kl']:.3g}",
             f"{entry['kl_99']:.3g}",
-            f"{entry['kl'] / rival['kl']:.4f}" if rival else "",
+            f"{entry['kl'] / baseline['kl']:.4f}" if baseline else "",
             f"{entry['perplexity']:.3f}",
             f"{entry['agreement']:.2%}",
             f"{held:,.0f}",

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
-from contenders import EXACT, KVLAYERS, KVLAYERS_STATIC, REFERENCE, Maker, compiled
-from generation import GENERATORS, SERVING, Job, measure_generate
 from kvlayers.tools.measuring.interleave import quiet_clock
-from timing import Disagreements, Ticking, greedy_reference, measure_decode
-from workload import Workload
+from lib.compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
+from lib.contenders import KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
+from lib.generation import GENERATORS, SERVING, Job, measure_generate
+from lib.timing import Disagreements, Ticking, greedy_reference, measure_decode
+from lib.workload import Workload
 
 SPARE = 64
 """Tokens that the smallest reservation has beyond those in the cache, unless more steps are timed."""
@@ -90,7 +90,7 @@ def measure_steps(
         The results for eager code and for compiled code, as `measure_decode` returns them.
     """
     sizes, static = {}, {}
-    for of in (KVLAYERS_STATIC, EXACT):
+    for of in (KVLAYERS_STATIC, TRANSFORMERS_STATIC):
         for times, tokens in plan.reservations(length).items():
             name = with_reservation(of, times)
             sizes[name], static[name] = tokens, reserving(makers[of], tokens)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contenders import FLOOR, REFERENCE, Maker, random_states
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
-from timing import Disagreements, Tick, Trials, greedy_reference, step
-from workload import RandomModel
+from lib.contenders import FLOOR, REFERENCE, Maker, random_states
+from lib.timing import Disagreements, Tick, Trials, greedy_reference, step
+from lib.workload import RandomModel
 
 
 def measure_sliding(

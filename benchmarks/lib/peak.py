@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from contenders import Maker
 from kvlayers.tools.measuring.nbytes import cache_nbytes
+from lib.contenders import Maker
 
 
 class LiveBytes(TorchDispatchMode):

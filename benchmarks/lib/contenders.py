@@ -18,7 +18,7 @@ REFERENCE = "transformers.DynamicCache"
 KVLAYERS = "kvlayers.DynamicCache"
 FLOOR = "preallocated to length"
 KVLAYERS_STATIC = "kvlayers.StaticCache"
-EXACT = "transformers.StaticCache"
+TRANSFORMERS_STATIC = "transformers.StaticCache"
 """transformers' preallocated cache. If no reservation is named, it reserves the exact final length."""
 
 NO_CACHE = "no cache"
@@ -101,7 +101,7 @@ CONTENDERS: dict[str, Maker] = {
     REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
     KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config),
     KVLAYERS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
-    EXACT: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
+    TRANSFORMERS_STATIC: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     FLOOR: preallocated,
 }
 """The reference comes first: tokens and ratios are compared with it."""

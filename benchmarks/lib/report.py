@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from contenders import EXACT, FLOOR, KVLAYERS, KVLAYERS_4_BITS, REFERENCE, TRANSFORMERS_4_BITS
 from kvlayers.tools.measuring.environment import environment as environment
-from timing import Disagreements, Tick, Ticking
+from lib.contenders import FLOOR, KVLAYERS, KVLAYERS_4_BITS, REFERENCE, TRANSFORMERS_4_BITS, TRANSFORMERS_STATIC
+from lib.timing import Disagreements, Tick, Ticking
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
 SHOWN = 40
 MILLI, MICRO = 1e3, 1e6
 
@@ -61,19 +61,19 @@ def summarise(measured: dict[str, Any]) -> None:
         entry["mean"] = statistics.median(statistics.fmean(trial) for trial in entry["seconds"])
         entry["slowest"] = max(max(trial) for trial in entry["seconds"])
     for entry in measured.values():
-        for key, other in (("speed", REFERENCE), ("speed_to_floor", FLOOR), ("speed_to_exact", EXACT)):
+        for key, other in (("speed", REFERENCE), ("speed_to_floor", FLOOR), ("speed_to_exact", TRANSFORMERS_STATIC)):
             if other not in measured:
                 continue
             pairs = zip(measured[other]["seconds"], entry["seconds"], strict=True)
-            ratios = [statistics.median(rival) / statistics.median(candidate) for rival, candidate in pairs]
+            ratios = [statistics.median(baseline) / statistics.median(candidate) for baseline, candidate in pairs]
             entry[key], entry[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
         pairs = zip(measured[REFERENCE]["seconds"], entry["seconds"], strict=True)
         entry["speed_of_means"] = statistics.median(statistics.fmean(t) / statistics.fmean(o) for t, o in pairs)
 
 
-def times_as_fast(measured: dict[str, Any], candidate: str, rival: str) -> float:
+def times_as_fast(measured: dict[str, Any], candidate: str, baseline: str) -> float:
     """How many times as fast one contender is as another: the median of the trials' ratios."""
-    pairs = zip(measured[rival]["seconds"], measured[candidate]["seconds"], strict=True)
+    pairs = zip(measured[baseline]["seconds"], measured[candidate]["seconds"], strict=True)
     return statistics.median(statistics.median(t) / statistics.median(o) for t, o in pairs)
 
 
@@ -145,9 +145,9 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         least = 4 if length == 4096 else 5
         candidate, where = measured[KVLAYERS_4_BITS], f"4-bit step at {length}"
-        for rival in TRANSFORMERS_4_BITS:
-            speed = times_as_fast(measured, KVLAYERS_4_BITS, rival)
-            promise(f"{where}, times as fast as {rival}", speed, at_least=least)
+        for baseline in TRANSFORMERS_4_BITS:
+            speed = times_as_fast(measured, KVLAYERS_4_BITS, baseline)
+            promise(f"{where}, times as fast as {baseline}", speed, at_least=least)
         if length == 16384:
             slower = times_as_fast(measured, KVLAYERS, KVLAYERS_4_BITS)
             promise(f"{where}, time relative to kvlayers' DynamicCache", slower, at_most=1.3)

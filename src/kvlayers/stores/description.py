@@ -86,16 +86,16 @@ class DescribedByArguments:
         taken = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
         shown = ", ".join(f"`{name}`" for name in taken) or "no argument"
         expected = [*cls.described, *cls.hints, *others]
-        for name in expected:
-            if name not in taken:
-                raise RegistryError(
-                    f"{cls.__qualname__}.__init__ must take the argument `{name}`, which `from_description` passes, "
-                    f"but it takes {shown}: add it, or define `describe` and `from_description`."
-                )
         for name in taken:
             if name not in expected:
                 raise RegistryError(
                     f"{cls.__qualname__}.described must name every argument of __init__ that a state depends on, but "
                     f"it does not name `{name}`: add it to `described`, or to `hints` if no state depends on it, or "
                     "define `describe` and `from_description`."
+                )
+        for name in expected:
+            if name not in taken:
+                raise RegistryError(
+                    f"{cls.__qualname__}.__init__ must take the argument `{name}`, which `from_description` passes, "
+                    f"but it takes {shown}: add it, or define `describe` and `from_description`."
                 )

@@ -48,7 +48,7 @@ def test_a_model_stands_for_its_config(mistral: Any, kind: str) -> None:
     make = TAKE_A_CONFIG[kind]
     assert what_it_is(make(mistral)) == what_it_is(make(mistral.config))
     for wrong in ("mistral", torch.nn.Linear(1, 1), 5):
-        with pytest.raises(kvlayers.ConfigError, match="expected a model, or a model config .*pass the model itself"):
+        with pytest.raises(kvlayers.ConfigError, match="expected a model or its config .*pass the model itself"):
             make(wrong)
 
 

@@ -586,7 +586,7 @@ def test_indices_out_of_range_are_named_errors() -> None:
     for act in (lambda: cache.get_conv_state(1), lambda: cache.update_recurrent_state(torch.zeros(1, 4), 1)):
         with pytest.raises(kvlayers.UnsupportedLayerError, match="another model"):
             act()
-    with pytest.raises(kvlayers.UnsupportedLayerError, match="saw none"):
+    with pytest.raises(kvlayers.UnsupportedLayerError, match="no layer has one"):
         kvlayers.DynamicCache(config=tiny_model("llama").config).has_previous_state()
 
 

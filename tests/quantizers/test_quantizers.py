@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fresh_process
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.layers import upstream_calls
+from kvlayers.layers.upstream_adapter import calls
 from kvlayers.quantizers import (
     Backend,
     CodeFormat,
@@ -317,7 +317,7 @@ def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Cal
     layer: Any = kind(nbits=nbits, axis_key=axis, axis_value=axis, q_group_size=group_size)
 
     def quantize(states: Tensor) -> Tensor:
-        upstream_calls.reserve(layer, states)
+        calls.reserve(layer, states)
         held: Tensor = layer._dequantize(layer._quantize(states.contiguous(), axis=axis))
         return held
 
@@ -331,8 +331,8 @@ def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Cal
 def test_quanto_gives_the_numbers_of_transformers(axis: int, nbits: int, group_size: int, dtype: torch.dtype) -> None:
     quantizer = made("quanto", nbits, axis=axis, group_size=group_size)
     states = torch.randn(2, 3, 128, 64).to(dtype)
-    upstream_calls = transformers_layer("quanto", nbits, axis, group_size)(states).float()
-    torch.testing.assert_close(returned(quantizer, states), upstream_calls, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    expected = transformers_layer("quanto", nbits, axis, group_size)(states).float()
+    torch.testing.assert_close(returned(quantizer, states), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -345,12 +345,12 @@ def test_hqq_gives_the_numbers_of_transformers(axis: int, nbits: int, dtype: tor
     if nbits == 3 and axis == 1:
         # HQQ reads the number of groups from the first two sizes of the states, as it would of a matrix.
         states = states.flatten(0, 2)
-    upstream_calls = transformers_layer("hqq", nbits, axis, 64)(states).float().view(1, -1, 64, 64)
+    expected = transformers_layer("hqq", nbits, axis, 64)(states).float().view(1, -1, 64, 64)
     states = states.view(1, -1, 64, 64)
     # Transformers rounds HQQ's own zero, which counts in steps.
     step = 8 / (2**nbits - 1)
     rounding = torch.finfo(dtype).eps * (8 + 2**nbits * step)
-    torch.testing.assert_close(returned(quantizer, states), upstream_calls, rtol=0, atol=rounding)
+    torch.testing.assert_close(returned(quantizer, states), expected, rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("axis", [0, -1])

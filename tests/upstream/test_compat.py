@@ -10,7 +10,7 @@ from transformers import cache_utils as upstream
 import fresh_process
 import kvlayers
 import versions
-from kvlayers.layers import upstream_calls
+from kvlayers.layers.upstream_adapter import calls
 from kvlayers.upstream import compat, model_layers
 from kvlayers.upstream.supported import check_supported
 from models import ATTENDING, CONFIGS, tiny_model
@@ -108,7 +108,7 @@ def test_a_layer_of_transformers_is_asked_in_its_own_words(kind: str) -> None:
         at = end - kv_offset
         assert torch.equal(keys[:, :, at - (end - begin) : at], new)
     assert cache.get_seq_length() == 9
-    assert cache.get_max_length(0) == upstream_calls.max_length(layer)
+    assert cache.get_max_length(0) == calls.max_length(layer)
 
 
 @pytest.mark.parametrize("make", [kvlayers.DynamicCache, lambda: kvlayers.StaticCache(CONFIGS["llama"](), 32)])

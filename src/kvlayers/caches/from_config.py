@@ -16,7 +16,7 @@ from kvlayers.layers.sliding import SlidingLayer, window_room
 from kvlayers.layers.static import StaticLayer
 from kvlayers.layers.static_sliding import StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.layers.upstream import adapted
+from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary

@@ -10,7 +10,7 @@ import torch
 from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.arguments import unbounded_as_minus_one
-from kvlayers.layers.upstream import adapted_anew
+from kvlayers.layers.upstream_adapter.adapter import adapted_anew
 from kvlayers.stores.buffer import StateForm
 
 

@@ -21,7 +21,7 @@ from kvlayers.layers.arguments import (
     repeated_rows,
     whole_number,
 )
-from kvlayers.layers.upstream import adapted
+from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.tensor_memory import Storages, storages_of
 

@@ -102,7 +102,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         QuantizedCache(2 x QuantizedLayer of 2 bits, 0 tokens, 0 B)
         >>> kvlayers.QuantizedCache(config=config, nbits=5)
         Traceback (most recent call last):
-        kvlayers.errors.OptionError: expected nbits of the native backend to be one of 2, 3, 4, 8, but saw 5 for keys.
+        kvlayers.errors.OptionError: `nbits` of the native backend must be one of 2, 3, 4, 8, got 5 for keys.
 
     Args:
         backend: name of the quantizer. `"native"` needs no other package; `"quanto"` and `"hqq"` are transformers'

@@ -15,8 +15,8 @@ from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.layers import LayerOperations, SinkLayer
 from kvlayers.layers.sink import SinkConfig
-from kvlayers.layers.sinks import check_sinks, padding_of
-from kvlayers.layers.upstream import adapted
+from kvlayers.layers.sink_tokens import check_sinks, padding_of
+from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization

@@ -40,7 +40,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         (3, 4)
         >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        kvlayers.errors.CapacityError: expected at most 4 tokens, ... but saw 3 held and 2 new: reserve 5 or more ...
+        kvlayers.errors.CapacityError: The reservation ... 4 tokens, ... 3 held and 2 new: reserve 5 or more ...
 
     Args:
         config: config of the model, or the model.

@@ -14,7 +14,7 @@ from kvlayers.layers.sliding import SlidingLayer
 from kvlayers.layers.static import StaticLayer
 from kvlayers.layers.static_sliding import StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.layers.upstream import TransformersLayer
+from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
 
 __all__ = [
     "CacheLayer",

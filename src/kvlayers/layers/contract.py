@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.upstream_names import TransformersNames
+from kvlayers.layers.transformers_names import TransformersNames
 from kvlayers.stores.buffer import StateForm, form_of
 
 

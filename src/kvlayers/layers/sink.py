@@ -14,7 +14,7 @@ from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.sinks import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
+from kvlayers.layers.sink_tokens import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
 from kvlayers.layers.sliding import take_back, window_room
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.quantizers.contract import Side

@@ -11,7 +11,7 @@ from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.registry import description_context
-from kvlayers.layers.upstream import adapted
+from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (

@@ -8,7 +8,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.upstream import adapted
+from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.stores.contract import Fidelity, least_faithful
 
 SAMPLE_HINT = 1

@@ -1,7 +1,7 @@
 """Prefixes of prompts, computed once: lookup by tokens, eviction, files."""
 
 from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.lookup import Hit
 from kvlayers.prefix.statistics import PrefixStatistics
 from kvlayers.prefix.store import PrefixStore

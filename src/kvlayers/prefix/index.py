@@ -7,7 +7,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, KVLayersError
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.eviction import EvictionPolicy
+from kvlayers.prefix.entry_eviction import EvictionPolicy
 from kvlayers.prefix.memory_account import MemoryAccount
 from kvlayers.prefix.radix_tree import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages

@@ -13,7 +13,7 @@ from kvlayers.errors import OptionError, PrefixError
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import fork_at
-from kvlayers.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import Hit, Search

@@ -13,7 +13,7 @@ from kvlayers.upstream.deprecation import warn_the_caller
 Side = Literal["keys", "values"]
 
 WIDTHS = (1, 2, 3, 4, 8)
-"""Numbers of bits that a code may have."""
+"""Numbers of bits that a code may have. A new width needs a layout in `packing`, and a loop in each kernel."""
 
 
 @dataclass(frozen=True, slots=True)

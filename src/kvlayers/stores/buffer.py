@@ -1,13 +1,22 @@
 """A tensor with room for tokens: the memory of keys, or of values."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 
-class StateForm(NamedTuple):
+class _FormFields(NamedTuple):
+    batch_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StateForm(_FormFields):
     """The form of states. States in one buffer have the same form.
 
     Attributes:
@@ -18,15 +27,15 @@ class StateForm(NamedTuple):
         device: device that they are computed on.
     """
 
-    batch_size: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
+    __slots__ = ()
+
+    def __new__(cls, *fields: Any) -> Self:  # noqa: D102
+        # transformers' exporters rebuild each tuple that they meet from one iterable, as a plain tuple can be.
+        return super().__new__(cls, *(fields if len(fields) > 1 else fields[0]))
 
     def of_batch(self, batch_size: int) -> "StateForm":
         """The same form for another batch size."""
-        return StateForm(batch_size, self.kv_heads, self.head_dim, self.dtype, self.device)
+        return self._replace(batch_size=batch_size)
 
 
 COUNT_DTYPE = torch.int64
@@ -36,7 +45,8 @@ COUNT_DTYPE = torch.int64
 def form_of(states: Tensor) -> StateForm:
     """Form of `states`, `[batch, kv_heads, tokens, head_dim]`."""
     batch, kv_heads, _, head_dim = states.shape
-    return StateForm(batch, kv_heads, head_dim, states.dtype, states.device)
+    # Half the time of the initialiser: a form is made for each layer and token.
+    return tuple.__new__(StateForm, (batch, kv_heads, head_dim, states.dtype, states.device))
 
 
 def nbytes_of(form: StateForm, tokens: int) -> int:

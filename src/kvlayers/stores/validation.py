@@ -63,8 +63,8 @@ def no_room_for_tokens(limit: int, held: int, tokens: int) -> CapacityError:
     # If compiled code treats a number as a symbol, `index` makes it an int, so that the message can show it.
     limit, held, tokens = index(limit), index(held), index(tokens)
     return CapacityError(
-        f"The reservation holds at most {limit} tokens, got {held} held and {tokens} new: reserve {held + tokens} or "
-        "more (max_cache_len), or crop the cache first."
+        f"The reservation has room for at most {limit} tokens, got {held} held and {tokens} new: reserve "
+        f"{held + tokens} or more (max_cache_len), or crop the cache first."
     )
 
 

@@ -25,7 +25,7 @@ from kvlayers.layers.linear.token_count import TokenCount
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.upstream_names import TransformersNames
+from kvlayers.layers.transformers_names import TransformersNames
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import RollbackError
-from kvlayers.layers import upstream_calls, upstream_states
+from kvlayers.layers.upstream_adapter import calls, saved_states
 from kvlayers.upstream import compat
 
 
@@ -27,7 +27,7 @@ def records_past(layer: Any) -> bool:
 
 def check_removal(layer: Any, tokens: int) -> None:
     """Raise `RollbackError` if the newest `tokens` tokens cannot be removed from a layer exactly."""
-    if upstream_states.is_empty(layer) or tokens == 0:
+    if saved_states.is_empty(layer) or tokens == 0:
         return
     name = type(layer).__name__
     length = int(layer.get_seq_length()) if isinstance(layer, compat.ATTENTION_LAYER) else None
@@ -49,7 +49,7 @@ def check_removal(layer: Any, tokens: int) -> None:
 
 def _check_recurrent_removal(layer: Any, tokens: int) -> None:
     name = type(layer).__name__
-    if not upstream_calls.is_croppable(layer):
+    if not calls.is_croppable(layer):
         raise RollbackError(
             f"expected layers that can be rolled back by {tokens} tokens, but the recurrent state of {name} has no "
             "past to go back to: fork() the cache before the tokens that may be taken back."
@@ -69,7 +69,7 @@ def _check_recurrent_removal(layer: Any, tokens: int) -> None:
 
 def remove_newest(layer: Any, tokens: int) -> None:
     """Remove the newest `tokens` tokens, which the caller has checked, and forget a past that was recorded for that."""
-    if upstream_states.is_empty(layer) or not isinstance(layer, _Croppable):
+    if saved_states.is_empty(layer) or not isinstance(layer, _Croppable):
         return
     if tokens or (isinstance(layer, compat.LINEAR_LAYER) and records_past(layer)):
         layer.crop(-tokens)
@@ -87,7 +87,7 @@ def stop_recording(layer: Any) -> None:
         return
     layer.record_past = False
     is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
-    for index, states in upstream_calls.by_index(layer.conv_states).items() if is_recurrent else ():
+    for index, states in calls.by_index(layer.conv_states).items() if is_recurrent else ():
         if states is not None:
             # A layer that does not record writes its convolutions in place, and so needs them of their own size.
             layer.conv_states[index] = _newest_columns(states, layer.conv_kernel_size[index])

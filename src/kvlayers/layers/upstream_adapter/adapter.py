@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import OptionError, UnsupportedLayerError
-from kvlayers.layers import upstream_calls, upstream_rollback, upstream_states
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.upstream_adapter import calls, rollback, saved_states
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -115,30 +115,30 @@ class TransformersLayer(LayerOperations):
     ) -> tuple[Tensor, Tensor]:
         if not self.attends:
             raise self._does_not_attend()
-        return upstream_calls.update(self.layer, key_states, value_states, cache_kwargs)
+        return calls.update(self.layer, key_states, value_states, cache_kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, and return those of all tokens."""
-        return upstream_calls.update_indexer(self.layer, indexer_key_states)
+        return calls.update_indexer(self.layer, indexer_key_states)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return upstream_calls.mask_sizes(self.layer, query_length)
+        return calls.mask_sizes(self.layer, query_length)
 
     @override
     def make_room(self, tokens: int) -> None:
-        if upstream_calls.is_reserved(self.layer) and not torch.compiler.is_compiling():
-            (upstream_calls.grow if self.grows else upstream_calls.check_room)(self.layer, tokens)
+        if calls.is_reserved(self.layer) and not torch.compiler.is_compiling():
+            (calls.grow if self.grows else calls.check_room)(self.layer, tokens)
 
     @property
     def supports_early_init(self) -> bool:  # type: ignore[override]
         """Whether memory can be reserved before the first states."""
-        return upstream_calls.reserves(self.layer)
+        return calls.reserves(self.layer)
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         batch, kv_heads, head_dim, dtype, device = key_form
-        upstream_calls.reserve(self.layer, torch.empty((batch, kv_heads, 0, head_dim), dtype=dtype, device=device))
+        calls.reserve(self.layer, torch.empty((batch, kv_heads, 0, head_dim), dtype=dtype, device=device))
 
     @property
     @override
@@ -164,7 +164,7 @@ class TransformersLayer(LayerOperations):
     @property
     @override
     def capacity(self) -> int | None:
-        most = upstream_calls.max_length(self.layer)
+        most = calls.max_length(self.layer)
         return None if most < 0 else most
 
     @property
@@ -218,24 +218,24 @@ class TransformersLayer(LayerOperations):
     @property
     def has_previous_state(self) -> dict[int, bool]:
         """By state index, whether tokens have been seen."""
-        return upstream_calls.by_index(self.layer.has_previous_state)
+        return calls.by_index(self.layer.has_previous_state)
 
     def conv_state(self, state_idx: int) -> Tensor | None:
         """The convolution state, `None` before the first tokens."""
-        return upstream_calls.by_index(self.layer.conv_states)[state_idx]  # type: ignore[no-any-return]
+        return calls.by_index(self.layer.conv_states)[state_idx]  # type: ignore[no-any-return]
 
     def recurrent_state(self, state_idx: int) -> Tensor | None:
         """The recurrent state, `None` before the first tokens."""
-        return upstream_calls.by_index(self.layer.recurrent_states)[state_idx]  # type: ignore[no-any-return]
+        return calls.by_index(self.layer.recurrent_states)[state_idx]  # type: ignore[no-any-return]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **layer_options: Any) -> Tensor:
         """Take in the inputs of a convolution, as the layer does, which checks `layer_options` itself."""
-        which = upstream_calls.which_state(state_idx)
+        which = calls.which_state(state_idx)
         return self.layer.update_conv_state(conv_states, *which, **layer_options)  # type: ignore[no-any-return]
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **layer_options: Any) -> Tensor:
         """Replace a recurrent state, as the layer does, which checks `layer_options` itself."""
-        which = upstream_calls.which_state(state_idx)
+        which = calls.which_state(state_idx)
         return self.layer.update_recurrent_state(recurrent_states, *which, **layer_options)  # type: ignore[no-any-return]
 
     # Planning
@@ -278,7 +278,7 @@ class TransformersLayer(LayerOperations):
         if self.keys is not None and self.keys.dim() == 4:
             return int(self.keys.shape[0])
         if self.is_recurrent:
-            return next((int(states.shape[0]) for states in upstream_calls.recurrent_states(self.layer)), None)
+            return next((int(states.shape[0]) for states in calls.recurrent_states(self.layer)), None)
         return None
 
     @property
@@ -295,14 +295,14 @@ class TransformersLayer(LayerOperations):
     @property
     def record_past(self) -> bool:  # type: ignore[override]
         """Whether more is held than is needed, for a later crop. Not every class of transformers says so."""
-        return upstream_rollback.records_past(self.layer)
+        return rollback.records_past(self.layer)
 
     # Rolling back
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
-        return upstream_calls.is_croppable(self.layer)
+        return calls.is_croppable(self.layer)
 
     @override
     def nearest_restorable(self, length: int) -> int:
@@ -320,16 +320,16 @@ class TransformersLayer(LayerOperations):
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
-        return upstream_states.is_empty(self.layer)
+        return saved_states.is_empty(self.layer)
 
     @override
     def check_removal(self, tokens: int) -> None:
-        upstream_rollback.check_removal(self.layer, tokens)
+        rollback.check_removal(self.layer, tokens)
 
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        upstream_rollback.remove_newest(self.layer, tokens)
+        rollback.remove_newest(self.layer, tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -350,11 +350,11 @@ class TransformersLayer(LayerOperations):
 
     @override
     def activate_past_recording(self) -> None:
-        upstream_rollback.start_recording(self.layer)
+        rollback.start_recording(self.layer)
 
     @override
     def deactivate_past_recording(self) -> None:
-        upstream_rollback.stop_recording(self.layer)
+        rollback.stop_recording(self.layer)
 
     @override
     def reset(self) -> None:
@@ -369,22 +369,22 @@ class TransformersLayer(LayerOperations):
 
     @override
     def fork(self) -> Self:
-        return type(self)(upstream_states.copy_of(self.layer), self.grows)
+        return type(self)(saved_states.copy_of(self.layer), self.grows)
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from upstream_states.held_tensors(self.layer)
+        yield from saved_states.held_tensors(self.layer)
 
     @override
     def state(self) -> LayerState:
-        return upstream_states.state_of(self.layer, self.kind)
+        return saved_states.state_of(self.layer, self.kind)
 
     @override
     def check_state(self, state: LayerState) -> None:
         # Files of the first version have the name of the class alone.
-        upstream_states.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
+        saved_states.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        upstream_states.load_state(self.layer, state)
+        saved_states.load_state(self.layer, state)

@@ -190,3 +190,10 @@ def test_errors_say_bytes_as_people_read_them() -> None:
 
 def test_a_factory_is_given_the_config_of_a_model(mistral: Any) -> None:
     assert planner.plan(mistral, 8, names=["dynamic"]).recommended.name == "dynamic"
+
+
+def test_a_layer_that_was_appended_by_hand_is_found_from_the_end() -> None:
+    cache = kvlayers.DynamicCache()
+    cache.layers.append(kvlayers.DynamicLayer())
+    assert cache.get_seq_length(-1) == 0
+    assert cache.get_mask_sizes(1, -1) == (1, 0)

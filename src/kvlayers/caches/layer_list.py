@@ -41,7 +41,7 @@ class LayerList(ABC):
     def adapted_layer(self, layer_idx: int) -> LayerOperations:
         """As `adapted_layers()[layer_idx]`, without a look at the other layers."""
         layer = self.layers[layer_idx]
-        if layer_idx < len(self._adapted):
+        if -len(self._adapted) <= layer_idx < len(self._adapted):
             known = self._adapted[layer_idx]
             if known is layer or known.original is layer:
                 return known

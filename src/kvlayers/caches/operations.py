@@ -67,11 +67,6 @@ class LayerwiseOperations(DescribesItself, LayerList):
     def forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, since all layers have changed."""
 
-    @property
-    def keeps_every_token(self) -> bool:
-        """Whether it can be put back to any number of tokens, whatever it has seen since."""
-        return all(layer.keeps_every_token for layer in self.adapted_layers())
-
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly.
 

@@ -131,7 +131,7 @@ def test_generate_takes_a_group_size_that_does_not_divide_head_dim_as_transforme
 
     generated(asked)
     with kvlayers.installed():
-        with pytest.warns(UserWarning, match=f"but saw {asked}: groups of {used}") as seen:
+        with pytest.warns(UserWarning, match=f"got {asked}: groups of {used}") as seen:
             output = generated(asked)
         # Not the line of transformers that passes the states.
         assert {warning.filename for warning in seen} == {__file__}

@@ -1,7 +1,7 @@
 """Makes the layers of a cache from a model's config. This is the one place where the kinds of layers are chosen."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from kvlayers.errors import ConfigError, UnsupportedLayerError
@@ -182,8 +182,15 @@ def share_mask_extents(layers: Iterable[Any]) -> None:
 
 def fixed_layers(layers: Iterable[Any]) -> list[Any]:
     """The layers that attend over a reservation on the device that computes, also within a hybrid layer."""
-    parts = [adapted(layer).parts[0] for layer in layers]
-    return [part for part in parts if part.reserved is not None]
+    return list(iter_fixed_layers(layers))
+
+
+def iter_fixed_layers(layers: Iterable[Any]) -> Iterator[Any]:
+    """As `fixed_layers`, one at a time."""
+    for layer in layers:
+        part = adapted(layer).parts[0]
+        if part.reserved is not None:
+            yield part
 
 
 def quantized_layers(

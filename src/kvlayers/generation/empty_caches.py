@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 from transformers import cache_utils as upstream
 
-from kvlayers.caches.from_config import fixed_layers, share_mask_extents
+from kvlayers.caches.from_config import fixed_layers, iter_fixed_layers, share_mask_extents
 from kvlayers.generation.scoped_value import ScopedValue
 from kvlayers.layers import (
     DynamicLayer,
@@ -125,5 +125,6 @@ def _link(layers: list[Any]) -> None:
 
 def _is_linked(layers: list[Any]) -> bool:
     """Whether static layers know one another. In a copy of the cache, which transformers makes, they do not."""
-    modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(fixed_layers(layers), 2)]
+    # At each forward pass, so only as many layers are looked at as tell.
+    modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(iter_fixed_layers(layers), 2)]
     return all(mode is modes[0] for mode in modes)

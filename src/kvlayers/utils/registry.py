@@ -27,7 +27,7 @@ class Registry(Generic[Entry]):
         self.group = group
         self._unregister = unregister
         self._entries: dict[str, Entry] = {}
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
 
     def add(self, name: str, entry: Entry) -> None:
         """Add an entry.
@@ -71,8 +71,9 @@ class Registry(Generic[Entry]):
         """
         if not isinstance(name, str):
             return None
-        if name in self._entries:
-            return self._entries[name]
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry
         for point in self._entry_points:
             if point.name == name:
                 loaded: Entry = point.load()
@@ -122,17 +123,20 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         """
         self.check(cls)
         name = cls.__name__ if name is None else name
-        self.add(name, cls)
-        self._names[cls] = name
+        with self._changing:
+            self.add(name, cls)
+            self._names[cls] = name
 
     def register_twin(self, cls: type, name: str) -> None:
         """Save states of `cls` under `name`, the name of a class that also makes such layers."""
-        self._names[cls] = name
+        with self._changing:
+            self._names[cls] = name
 
     @override
     def remove(self, name: str) -> bool:
-        removed = super().remove(name)
-        self._names = {cls: own for cls, own in self._names.items() if own != name}
+        with self._changing:
+            removed = super().remove(name)
+            self._names = {cls: own for cls, own in self._names.items() if own != name}
         return removed
 
     @override

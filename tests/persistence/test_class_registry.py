@@ -1,12 +1,19 @@
 """The registries of classes: names in files, threads, entry points of other packages."""
 
+import importlib.metadata
+import pathlib
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import kvlayers
+from kvlayers import CacheFileError, RegistryError, inspect_cache, load_cache, save_cache
+from kvlayers.caches.base import CACHE_CLASSES
+from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
 
 
@@ -49,3 +56,72 @@ def test_threads_that_register_and_unregister_lose_no_name(frequent_switches: No
         thread.join()
     assert not errors
     assert all(things.name_of(things.get(name)) == name for name in things.names())
+
+
+def test_a_class_goes_by_its_other_name_when_one_is_removed() -> None:
+    things = _things()
+    things.register(Thing, "first")
+    things.register(Thing, "second")
+    assert things.name_of(Thing) == "second"
+    things.remove("second")
+    assert things.name_of(Thing) == "first"
+    things.remove("first")
+    assert things.name_of(Thing) == f"{__name__}.Thing"
+
+
+# Entry points of other packages
+
+
+class Mine(kvlayers.DynamicLayer):
+    """Defined in `the_package.implementation`, which `the_package` imports it from."""
+
+
+Mine.__module__ = "the_package.implementation"
+
+
+class Chat(kvlayers.Cache):
+    pass
+
+
+Chat.__module__ = "the_package.implementation"
+
+
+@pytest.fixture
+def the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = types.ModuleType("the_package")
+    package.Mine, package.Chat = Mine, Chat
+    monkeypatch.setitem(sys.modules, "the_package", package)
+    for classes, group, value in ((LAYER_CLASSES, "layers", "Mine"), (CACHE_CLASSES, "caches", "Chat")):
+        values = {f"{value}-broken": "the_package.missing:It", value: f"the_package:{value}"}
+        points = [importlib.metadata.EntryPoint(name, value, f"kvlayers.{group}") for name, value in values.items()]
+        monkeypatch.setitem(vars(classes), "_entry_points", importlib.metadata.EntryPoints(points))
+        monkeypatch.setattr(classes, "_names", dict(classes._names))
+
+
+def test_an_entry_point_of_a_class_from_another_module_names_it_in_files(
+    the_package: None, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "chat.safetensors"
+    save_cache(Chat(layers=[Mine()]), path)
+    loaded = load_cache(path)
+    assert (type(loaded), type(loaded.layers[0])) == (Chat, Mine)
+
+
+def test_a_loaded_entry_point_names_its_class_whatever_its_package(the_package: None) -> None:
+    elsewhere = type("Elsewhere", (kvlayers.DynamicLayer,), {"__module__": "another_package"})
+    vars(sys.modules["the_package"])["Mine"] = elsewhere
+    assert LAYER_CLASSES.get("Mine") is elsewhere
+    assert LAYER_CLASSES.name_of(elsewhere) == "Mine"
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RegistryError, match=r"'Mine-broken'.*the_package\.missing:It.*ModuleNotFoundError"):
+        LAYER_CLASSES.get("Mine-broken")
+    path = tmp_path / "chat.safetensors"
+    save_cache(Chat(layers=[Mine()]), path)
+    for kind in ("Mine", "Chat"):
+        delattr(sys.modules["the_package"], kind)
+        with pytest.raises(CacheFileError, match=rf"chat\.safetensors.*'{kind}'.*the_package:{kind}"):
+            load_cache(path)
+    assert not inspect_cache(path).has_prefixes
+    assert type(load_cache(path, into=Chat(layers=[Mine()])).layers[0]) is Mine

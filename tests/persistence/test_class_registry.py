@@ -1,6 +1,7 @@
 """The registries of classes: names in files, threads, entry points of other packages."""
 
 import importlib.metadata
+import inspect
 import pathlib
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import kvlayers
 from kvlayers import CacheFileError, RegistryError, inspect_cache, load_cache, save_cache
@@ -125,3 +127,68 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, tmp_pa
             load_cache(path)
     assert not inspect_cache(path).has_prefixes
     assert type(load_cache(path, into=Chat(layers=[Mine()])).layers[0]) is Mine
+
+
+# Classes with arguments of their own
+
+
+def _with_an_argument(base: Any, **members: Any) -> Any:
+    """A subclass of `base` that takes a further argument, `title`."""
+
+    def initialise(self: Any, *given: Any, title: str = "untitled", **options: Any) -> None:
+        base.__init__(self, *given, **options)
+        self.title = title
+
+    parameters = inspect.signature(base.__init__).parameters
+    title = inspect.signature(initialise).parameters["title"]
+    initialise.__signature__ = inspect.Signature([*parameters.values(), title])  # type: ignore[attr-defined]
+    return type(f"Titled{base.__name__}", (base,), {"__init__": initialise, **members})
+
+
+LAYERS: dict[Any, dict[str, Any]] = {
+    kvlayers.StaticLayer: {"max_cache_len": 40},
+    kvlayers.StaticSlidingLayer: {"max_cache_len": 40, "sliding_window": 8},
+    kvlayers.SlidingLayer: {"sliding_window": 8},
+    kvlayers.SinkLayer: {"window_length": 8, "num_sink_tokens": 2, "rotary": None},
+    kvlayers.QuantizedLayer: {},
+    kvlayers.DynamicLayer: {},
+}
+STORES: dict[Any, dict[str, Any]] = {
+    kvlayers.DenseStore: {},
+    kvlayers.StaticStore: {"capacity": 40},
+    kvlayers.QuantizedStore: {"quantization": kvlayers.Quantization()},
+}
+
+
+@pytest.mark.parametrize("base", [*LAYERS, *STORES])
+def test_an_argument_that_files_would_lose_is_refused(base: Any) -> None:
+    register = kvlayers.register_layer if base in LAYERS else kvlayers.register_store
+    with pytest.raises(RegistryError, match=r"`title`.*`describe` and `from_description`"):
+        register(_with_an_argument(base))
+
+
+@pytest.mark.parametrize("base", [*LAYERS, *STORES])
+def test_a_described_argument_is_in_files(base: Any, tmp_path: pathlib.Path) -> None:
+    path, titled = tmp_path / "chat.safetensors", _with_an_argument(base, described=(*base.described, "title"))
+    if base in LAYERS:
+        kvlayers.register_layer(titled)
+        layer = titled(**LAYERS[base], title="a chat")
+    else:
+        kvlayers.register_store(titled)
+        layer = kvlayers.DynamicLayer(store=titled(**STORES[base], title="a chat"))
+    try:
+        cache = kvlayers.Cache(layers=[layer])
+        states = torch.randn(1, 2, 20, 32)
+        cache.update(states, states, 0)
+        save_cache(cache, path)
+        loaded = load_cache(path)
+    finally:
+        (kvlayers.unregister_layer if base in LAYERS else kvlayers.unregister_store)(titled.__name__)
+    found = loaded.layers[0] if base in LAYERS else loaded.layers[0].store
+    assert (type(found), found.title) == (titled, "a chat")
+    for one, other in zip(
+        loaded.update(states[:, :, :1], states[:, :, :1], 0),
+        cache.update(states[:, :, :1], states[:, :, :1], 0),
+        strict=True,
+    ):
+        assert torch.equal(torch.Tensor(one), torch.Tensor(other))

@@ -55,7 +55,7 @@ class QuantizedLayer(DynamicLayer):
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         quantization = Quantization.from_facts(facts)
         layer_class = _BY_BACKEND.get(quantization.backend, cls) if cls is QuantizedLayer else cls
-        return cast("Self", layer_class(quantization))
+        return cast("Self", layer_class(quantization=quantization, **cls.arguments_from(facts)))
 
     # By the names of transformers' layers
 

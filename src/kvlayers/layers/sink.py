@@ -63,6 +63,7 @@ class SinkLayer(TokenLayer):
     """
 
     described = ("window_length", "num_sink_tokens")
+    hints = ("left_padding",)
 
     @checks_options
     def __init__(

@@ -166,12 +166,16 @@ class StaticLayer(DynamicLayer):
 
     @override
     def describe(self) -> dict[str, Fact]:
-        return {"max_cache_len": self._store.initial_capacity, **self._store.describe_reservation()}
+        return {
+            "max_cache_len": self._store.initial_capacity,
+            **self._store.describe_reservation(),
+            **self.described_arguments(),
+        }
 
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(**reservation_from(facts))
+        return cls(**reservation_from(facts), **cls.arguments_from(facts))
 
     @classmethod
     @override

@@ -226,15 +226,15 @@ class StaticSlidingLayer(SlidingLayer):
         return {
             "max_cache_len": self._expected,
             **self._store.describe_reservation(),
-            "sliding_window": self.sliding_window,
             "token_limit": self.token_limit,
+            **self.described_arguments(),
         }
 
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         given: Any = facts
-        return cls(sliding_window=given["sliding_window"], token_limit=given["token_limit"], **reservation_from(facts))
+        return cls(token_limit=given["token_limit"], **reservation_from(facts), **cls.arguments_from(facts))
 
     @classmethod
     @override

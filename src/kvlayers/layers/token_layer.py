@@ -273,8 +273,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @classmethod
     @override
     def check_description(cls) -> None:
-        if cls.from_description.__func__ is TokenLayer.from_description.__func__:  # type: ignore[attr-defined]
-            cls.check_arguments("store")
+        cls.check_initialiser()
 
     @override
     def state(self) -> LayerState:

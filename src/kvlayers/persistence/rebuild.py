@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlayers.caches import aliases, quantized, sink, static  # noqa: F401 - they register their caches
 from kvlayers.caches.base import CACHE_CLASSES, Cache
-from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError
+from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
 from kvlayers.layers import layer_names
 from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
@@ -89,7 +89,8 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
 
 def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
     """The class that a file names for its cache."""
-    cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
+    with file_at_fault(path):
+        cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
     if cache_class is None:
         refuse(
             path,
@@ -132,10 +133,12 @@ def check_remakeable(cache: Cache) -> None:
 
 def loads_prefixes(record: LayerRecord) -> bool:
     """Whether the first tokens of a layer can be read from a file without the others."""
-    layer_class, store_class = (
-        LAYER_CLASSES.get(record.kind),
-        STORE_CLASSES.get(record.facts.get("store", "DenseStore")),
-    )
+    try:
+        layer_class = LAYER_CLASSES.get(record.kind)
+        store_class = STORE_CLASSES.get(record.facts.get("store", "DenseStore"))
+    except RegistryError:
+        # The package of one of them is broken. The whole layer can be read into a layer of the caller's.
+        return False
     if layer_class is None or store_class is None:
         return False
     return layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True

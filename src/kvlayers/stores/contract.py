@@ -257,8 +257,7 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     @classmethod
     def check_description(cls) -> None:
         """Raise `RegistryError` if the arguments of the initialiser are not the described ones."""
-        if cls.from_description.__func__ is TokenStore.from_description.__func__:  # type: ignore[attr-defined]
-            cls.check_arguments()
+        cls.check_initialiser()
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

@@ -62,6 +62,9 @@ class DescribedByArguments:
     Attributes:
         described: names of arguments that are plain facts, each kept in an attribute of the same name.
         hints: names of arguments that are not described, because no state depends on them.
+
+    A class that defines `describe` and `from_description` includes `described_arguments` and `arguments_from` in them,
+    so that subclasses can add arguments.
     """
 
     described: ClassVar[tuple[str, ...]] = ()
@@ -77,25 +80,35 @@ class DescribedByArguments:
         return {name: facts[name] for name in cls.described}
 
     @classmethod
-    def check_arguments(cls, *others: str) -> None:
-        """Raise `RegistryError` if the initialiser takes other arguments than the described ones.
+    def check_initialiser(cls) -> None:
+        """Raise `RegistryError` if an inherited `from_description` would lose, or not find, an argument of `__init__`.
 
-        Args:
-            others: further arguments that it must take.
+        The class that defines `from_description` knows the arguments of its own initialiser. Its subclasses add theirs
+        to `described`, or to `hints`, or define `describe` and `from_description`.
         """
-        taken = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        maker = next(base for base in cls.__mro__ if "from_description" in vars(base))
+        if maker is cls:
+            return
+        known = {*getattr(maker, "described", ()), *getattr(maker, "hints", ())}
+        passed = [*cls.described, *(name for name in _arguments_of(maker) if name not in known)]
+        taken = _arguments_of(cls)
         shown = ", ".join(f"`{name}`" for name in taken) or "no argument"
-        expected = [*cls.described, *cls.hints, *others]
         for name in taken:
-            if name not in expected:
+            if name not in passed and name not in cls.hints:
                 raise RegistryError(
                     f"{cls.__qualname__}.described must name every argument of __init__ that a state depends on, but "
                     f"it does not name `{name}`: add it to `described`, or to `hints` if no state depends on it, or "
                     "define `describe` and `from_description`."
                 )
-        for name in expected:
+        for name in passed:
             if name not in taken:
                 raise RegistryError(
                     f"{cls.__qualname__}.__init__ must take the argument `{name}`, which `from_description` passes, "
                     f"but it takes {shown}: add it, or define `describe` and `from_description`."
                 )
+
+
+def _arguments_of(cls: type) -> list[str]:
+    if cls.__init__ is object.__init__:  # type: ignore[misc]
+        return []
+    return list(inspect.signature(cls.__init__).parameters)[1:]  # type: ignore[misc]

@@ -47,6 +47,8 @@ class QuantizedStore(TokenStore):
 
     is_opaque = True
 
+    hints = ("length_hint",)
+
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
         self.length_hint = length_hint
@@ -393,12 +395,13 @@ class QuantizedStore(TokenStore):
 
     @override
     def describe(self) -> dict[str, Fact]:
-        return {"store": self.kind, **self.quantization.facts()}
+        return {"store": self.kind, **self.quantization.facts(), **self.described_arguments()}
 
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(Quantization.from_facts(facts), context.length_hint)
+        hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
+        return cls(quantization=Quantization.from_facts(facts), **hints, **cls.arguments_from(facts))
 
     @override
     def state(self) -> dict[str, Tensor]:

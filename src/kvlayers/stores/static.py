@@ -30,6 +30,7 @@ class StaticStore(ReservedStore):
             "capacity": self.initial_capacity,
             "whole_from": self.whole_from,
             **self.describe_reservation(),
+            **self.described_arguments(),
         }
 
     def describe_reservation(self) -> dict[str, Fact]:
@@ -41,7 +42,12 @@ class StaticStore(ReservedStore):
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         given: Any = facts
         return cls(
-            given["capacity"], given["max_batch_size"], Buckets.from_facts(facts), given["whole_from"], given["grow"]
+            capacity=given["capacity"],
+            max_batch_size=given["max_batch_size"],
+            buckets=Buckets.from_facts(facts),
+            whole_from=given["whole_from"],
+            grow=given["grow"],
+            **cls.arguments_from(facts),
         )
 
     @classmethod

@@ -1,5 +1,6 @@
 """Registries of named factories and classes, added by a call or by another package's entry points."""
 
+import contextlib
 import functools
 import importlib.metadata
 import threading
@@ -27,7 +28,7 @@ class Registry(Generic[Entry]):
         self.group = group
         self._unregister = unregister
         self._entries: dict[str, Entry] = {}
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
 
     def add(self, name: str, entry: Entry) -> None:
         """Add an entry.
@@ -67,18 +68,29 @@ class Registry(Generic[Entry]):
         """The entry with this name, `None` if there is none. Entry points are loaded when they are first needed.
 
         Raises:
-            RegistryError: an entry point has an object that cannot be registered here.
+            RegistryError: an entry point cannot be loaded, or has an object that cannot be registered here.
         """
         if not isinstance(name, str):
             return None
-        if name in self._entries:
-            return self._entries[name]
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry
         for point in self._entry_points:
             if point.name == name:
-                loaded: Entry = point.load()
-                self.check(loaded)
-                return loaded
+                return self._loaded(point)
         return None
+
+    def _loaded(self, point: importlib.metadata.EntryPoint) -> Entry:
+        try:
+            loaded: Entry = point.load()
+        except Exception as error:
+            # A module of another package can raise anything.
+            raise RegistryError(
+                f"The {self.what} '{point.name}' is the entry point {point.value}, which cannot be loaded: {error!r}. "
+                "Mend or remove the package that has it."
+            ) from error
+        self.check(loaded)
+        return loaded
 
     def check(self, entry: object) -> None:
         """Raise `RegistryError` if `entry` cannot be registered here."""
@@ -122,18 +134,31 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         """
         self.check(cls)
         name = cls.__name__ if name is None else name
-        self.add(name, cls)
-        self._names[cls] = name
+        with self._changing:
+            self.add(name, cls)
+            self._names[cls] = name
 
     def register_twin(self, cls: type, name: str) -> None:
         """Save states of `cls` under `name`, the name of a class that also makes such layers."""
-        self._names[cls] = name
+        with self._changing:
+            self._names[cls] = name
 
     @override
     def remove(self, name: str) -> bool:
-        removed = super().remove(name)
-        self._names = {cls: own for cls, own in self._names.items() if own != name}
+        with self._changing:
+            removed = super().remove(name)
+            self._names = {cls: own for cls, own in self._names.items() if own != name}
+            for other, cls in self._entries.items():
+                # The class may be registered by another name too.
+                self._names.setdefault(cls, other)
         return removed
+
+    @override
+    def _loaded(self, point: importlib.metadata.EntryPoint) -> type[Kind]:
+        cls = super()._loaded(point)
+        with self._changing:
+            self._names.setdefault(cls, point.name)
+        return cls
 
     @override
     def check(self, entry: object) -> None:
@@ -155,6 +180,14 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         name = self._names.get(cls)
         if name is not None:
             return name
-        whole = f"{cls.__module__}.{cls.__qualname__}"
-        value = f"{cls.__module__}:{cls.__qualname__}"
-        return next((point.name for point in self._entry_points if point.value == value), whole)
+        for point in self._entry_points:
+            # The module of an entry point may import the class from elsewhere in its package.
+            if _package(point.module) == _package(cls.__module__):
+                with contextlib.suppress(RegistryError):
+                    if self.get(point.name) is cls:
+                        return point.name
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

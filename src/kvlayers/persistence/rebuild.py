@@ -128,10 +128,14 @@ def check_remakeable(cache: Cache) -> None:
             f"A {type(cache).__name__} cannot be made from a file, only {', '.join(CACHE_CLASSES.names())}: register "
             "it with register_cache_class(), or save it yourself, and load it with into=."
         )
-    for state in (layer.kind for layer in cache.adapted_layers() if not layer.is_upstream):
-        if state not in LAYER_CLASSES:
+    layers = [layer for layer in cache.adapted_layers() if not layer.is_upstream]
+    kinds = [part.unwrapped.kind for layer in layers for part in layer.parts]
+    # A file names a hybrid layer as well as its parts, and an offloaded layer by what it wraps alone.
+    kinds += [layer.kind for layer in layers if len(layer.parts) > 1]
+    for kind in kinds:
+        if kind not in LAYER_CLASSES:
             raise CacheFileError(
-                f"A {state} cannot be made from a file, only {', '.join(layer_names())}: register it with "
+                f"A {kind} cannot be made from a file, only {', '.join(layer_names())}: register it with "
                 "register_layer(), or save the cache yourself, and load it with into=."
             )
 

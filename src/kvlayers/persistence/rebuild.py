@@ -148,7 +148,9 @@ def loads_prefixes(record: LayerRecord) -> bool:
     )
     if layer_class is None or store_class is None:
         return False
-    return layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
+    # Other tensors need not have one row for each token.
+    has_states_alone = set(record.tensors) == {"keys", "values"}
+    return has_states_alone and layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
 def _check_settings(path: str, record: CacheRecord) -> None:

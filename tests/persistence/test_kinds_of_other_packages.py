@@ -13,6 +13,8 @@ from torch import Tensor
 import kvlayers
 from kvlayers import CacheFileError, RegistryError, StateMismatchError, inspect_cache, load_cache, save_cache
 from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.persistence.format import CacheRecord, Description, LayerRecord, ModelRecord, read_description
+from kvlayers.persistence.rebuild import check_remakeable
 from models import CONFIGS, prompt, tiny_model
 from other_package import HalvesBackend, RecentLayer, SteppedStore
 
@@ -364,6 +366,67 @@ def test_files_of_the_first_version_are_read(name: str) -> None:
     for _ in range(3):
         for part in [loaded.self_attention_cache] if name == "pair" else [loaded]:
             part.update(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), 1)
+
+
+def _read(version: str, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a layer, as they are read from a file of a version."""
+    options = {"max_cache_len": 64, "buckets": None, "grow": False, "max_batch_size": None}
+    record = CacheRecord("StaticCache", 0, 1, options, (LayerRecord(kind, facts),))
+    text = Description({}, record, ModelRecord(), {}, ()).to_json()
+    return dict(read_description("it", text, version).cache.layers[0].facts)
+
+
+@pytest.mark.parametrize("kind", ["StaticIndexedLayer", "transformers.cache_utils.StaticIndexedLayer", "pkg.Mine"])
+@pytest.mark.parametrize("facts", [{"max_cache_len": 64, "is_initialized": True}, {"backend": "mine"}])
+def test_only_facts_of_kvlayers_change_with_the_version(kind: str, facts: dict[str, Any]) -> None:
+    assert _read("1", kind, facts) == facts
+    assert _read("1", "StaticLayer", {"max_cache_len": None})["max_cache_len"] == 64
+    assert _read("1", "HybridLayer", {"attention": "StaticLayer", "max_cache_len": 40})["grow"] is False
+    assert _read("1", "SlidingLayer", {"backend": "native"})["store"] == "QuantizedStore"
+
+
+@pytest.mark.parametrize("within", ["hybrid", "offloaded"])
+def test_a_prefix_is_not_written_if_a_layer_within_another_one_is_not_registered(
+    within: str, tmp_path: pathlib.Path
+) -> None:
+    hybrid = kvlayers.HybridLayer(RecentLayer(12), kvlayers.LinearAttentionLayer())
+    layer = hybrid if within == "hybrid" else RecentLayer(12)
+    cache = kvlayers.Cache(layers=[layer], offloading=within == "offloaded")
+    with pytest.raises(CacheFileError, match="RecentLayer cannot be made from a file"):
+        check_remakeable(cache)
+    kvlayers.register_layer(RecentLayer)
+    try:
+        check_remakeable(cache)
+    finally:
+        kvlayers.unregister_layer("RecentLayer")
+
+
+def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
+    @kvlayers.register_layer
+    class Scaled(kvlayers.DynamicLayer):
+        """A layer with a tensor that has no row for each token."""
+
+        scale = torch.ones(1, 1, 9, 1)
+
+        def state(self) -> Any:
+            state = super().state()
+            return type(state)(state.kind, {**state.tensors, "scale": self.scale}, state.facts)
+
+        def load_state(self, state: Any) -> None:
+            tensors = dict(state.tensors)
+            self.scale = tensors.pop("scale")
+            super().load_state(type(state)(state.kind, tensors, state.facts))
+
+    try:
+        cache = kvlayers.Cache(layers=[Scaled()])
+        states = torch.randn(1, 2, 6, 8)
+        cache.update(states, states, 0)
+        save_cache(cache, path)
+        loaded = load_cache(path, length=3)
+    finally:
+        kvlayers.unregister_layer("Scaled")
+    assert loaded.layers[0].scale.shape == (1, 1, 9, 1)
+    assert torch.equal(loaded.layers[0].keys, states[:, :, :3])
 
 
 # Plans

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import kvlayers
 import versions
 from kvlayers import CacheFileError, KVLayersError, inspect_cache, load_cache, save_cache
+from kvlayers.persistence import rebuild
 from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.format import canonical, read_description
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
@@ -397,6 +398,53 @@ def test_a_forged_file_is_refused(name: str, path: pathlib.Path) -> None:
     change(forged)
     path.write_bytes(forged.content())
     assert _outcome(path) == ("" if name in HARMLESS else "CacheFileError")
+
+
+@pytest.mark.parametrize("tokens", [20_000, 20_000_000, -20_000, "300" * 2**18])
+def test_a_reservation_of_layers_that_are_made_from_a_config_is_limited(
+    tokens: Any, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebuild, "FREE_RESERVATION", 2**20)
+    forged = Forged.of("static")
+    for layer in forged.cache["layers"]:
+        del layer["facts"]["grow"]
+    path.write_bytes(forged.content())
+    assert _outcome(path, CONFIGS["llama"]()) == ""
+    forged.cache["options"]["max_cache_len"] = tokens
+    path.write_bytes(forged.content())
+    assert _outcome(path, CONFIGS["llama"]()) == "CacheFileError"
+
+
+@pytest.mark.parametrize("tokens", [20_000_000, -20_000_000, "300" * 2**18])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_reservation_is_a_number_of_tokens(wrapped: bool, tokens: Any, path: pathlib.Path) -> None:
+    forged = Forged.of("static")
+    for layer in forged.cache["layers"]:
+        layer["facts"]["max_cache_len"] = tokens
+        if wrapped:
+            layer["facts"]["offloaded"] = layer["kind"]
+            layer["kind"] = "OffloadedLayer"
+    path.write_bytes(forged.content())
+    with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
+        load_cache(path)
+
+
+def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) -> None:
+    class Owing(kvlayers.DynamicLayer):
+        @classmethod
+        def reserved_by(cls, facts: Any) -> tuple[int, int]:
+            return -(2**21), 0
+
+    forged = Forged.of("static")
+    forged.facts["max_cache_len"] = 2**21
+    forged.cache["layers"][1]["kind"] = "Owing"
+    path.write_bytes(forged.content())
+    kvlayers.register_layer(Owing)
+    try:
+        with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
+            load_cache(path)
+    finally:
+        kvlayers.unregister_layer("Owing")
 
 
 def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
 from kvlayers.layers.operations import LayerState
-from kvlayers.layers.registry import register_layer
+from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.wrapper import WrapperLayer
@@ -244,8 +244,12 @@ class OffloadedLayer(WrapperLayer):
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        within = {name: fact for name, fact in facts.items() if name != "offloaded"}
-        return cls(context.layer(facts["offloaded"], within))
+        return cls(context.layer(facts["offloaded"], _of_wrapped(facts)))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        return layer_class(facts["offloaded"]).reserved_by(_of_wrapped(facts))
 
     @override
     def state(self) -> LayerState:
@@ -367,3 +371,8 @@ class OffloadedLayer(WrapperLayer):
 
     def __repr__(self) -> str:
         return f"OffloadedLayer({self.wrapped!r})"
+
+
+def _of_wrapped(facts: Facts) -> dict[str, Fact]:
+    """The facts of the wrapped layer, without that which says of what kind it is."""
+    return {name: fact for name, fact in facts.items() if name != "offloaded"}

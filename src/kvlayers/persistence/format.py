@@ -22,6 +22,10 @@ READ_VERSIONS = ("1", "2")
 MAX_TOKENS = 2**40
 """Far more than anybody will ever decode. A count of tokens beyond this is refused."""
 
+_STORED_IN_VERSION_1 = ("DynamicLayer", "QuantizedLayer", "SinkLayer", "SlidingLayer")
+_RESERVED_IN_VERSION_1 = ("StaticLayer", "StaticSlidingLayer")
+"""The kinds of layers whose facts were others in version 1: with quantized states, and with a reservation."""
+
 TOKEN_IDS = "token_ids"
 DIGESTS = "digests"
 
@@ -153,15 +157,18 @@ def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -
     return description
 
 
-def _as_described(facts: dict[str, Fact], options: Options) -> dict[str, Fact]:
+def _as_described(layer: LayerRecord, options: Options) -> dict[str, Fact]:
     """The facts of a layer in a file of version 1, as the layer would describe itself.
 
     In that version a layer did not name its store, and what all layers of a static cache reserve stood once, in the
-    options of the cache. Recurrent layers said too little: they can only be made from the config of the model.
+    options of the cache. Recurrent layers said too little: they can only be made from the config of the model. Layers
+    of transformers and of other packages are not changed.
     """
-    if "backend" in facts:
+    facts = layer.facts
+    kind = facts.get("attention") if layer.kind == "HybridLayer" else layer.kind
+    if kind in _STORED_IN_VERSION_1 and "backend" in facts:
         return {**facts, "store": "QuantizedStore"}
-    if "max_cache_len" not in facts:
+    if kind not in _RESERVED_IN_VERSION_1 or "max_cache_len" not in facts:
         return facts
     buckets = options.get("buckets")
     sizes = buckets if isinstance(buckets, dict) else Buckets().facts()
@@ -265,7 +272,7 @@ class _RecordReader:
             refuse(self.path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
         layers = tuple(self.layer(layer) for layer in found["layers"])
         if self.version == "1":
-            layers = tuple(replace(layer, facts=_as_described(layer.facts, found["options"])) for layer in layers)
+            layers = tuple(replace(layer, facts=_as_described(layer, found["options"])) for layer in layers)
         return CacheRecord(**{**found, "layers": layers, "parts": parts})
 
     def layer(self, content: object) -> LayerRecord:

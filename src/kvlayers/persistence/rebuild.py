@@ -8,7 +8,7 @@ from kvlayers.caches import aliases, quantized, sink, static  # noqa: F401 - the
 from kvlayers.caches.base import CACHE_CLASSES, Cache
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
 from kvlayers.layers import layer_names
-from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.layers.operations import LAYER_CLASSES, LayerOperations
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
 from kvlayers.persistence.safetensors_header import refuse, shown
 from kvlayers.persistence.saved_file import SavedFile
@@ -19,6 +19,9 @@ from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31
 """The largest number that a layer is made with. No window, reservation or group is larger."""
+
+MAX_RESERVED_TOKENS = 2**22
+"""The most tokens that a layer may reserve. On the host, each slot costs some hundred bytes before any state."""
 
 FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
@@ -84,7 +87,10 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
         if missing:
             of_model = cache_class.layers_from_config(record.options, config, context)
             layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
-        return cache_class.from_description(record.options, layers, context)
+        cache = cache_class.from_description(record.options, layers, context)
+        # Again for the layers that were made, as facts in the file may not be those that they were made from.
+        _check_reservation(saved, record, part, [_reserved_by_layer(layer) for layer in cache.adapted_layers()])
+    return cache
 
 
 def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
@@ -105,8 +111,8 @@ def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: De
     """The layers of a file; `None` for a layer whose kind is not registered, or whose facts are incomplete."""
     layers: list[Any] = []
     with file_at_fault(saved.path):
-        reserved = [_reserved_bytes(saved, record, layer_prefix(part, i), own) for i, own in enumerate(record.layers)]
-        _check_reservation(saved, sum(reserved))
+        # Before any layer is made: a static layer makes something for each slot that it may reserve.
+        _check_reservation(saved, record, part, [_reserved_by_facts(layer) for layer in record.layers])
         for layer in record.layers:
             try:
                 known = layer.kind in LAYER_CLASSES
@@ -123,10 +129,14 @@ def check_remakeable(cache: Cache) -> None:
             f"A {type(cache).__name__} cannot be made from a file, only {', '.join(CACHE_CLASSES.names())}: register "
             "it with register_cache_class(), or save it yourself, and load it with into=."
         )
-    for state in (layer.kind for layer in cache.adapted_layers() if not layer.is_upstream):
-        if state not in LAYER_CLASSES:
+    layers = [layer for layer in cache.adapted_layers() if not layer.is_upstream]
+    kinds = [part.unwrapped.kind for layer in layers for part in layer.parts]
+    # A file names a hybrid layer as well as its parts, and an offloaded layer by what it wraps alone.
+    kinds += [layer.kind for layer in layers if len(layer.parts) > 1]
+    for kind in kinds:
+        if kind not in LAYER_CLASSES:
             raise CacheFileError(
-                f"A {state} cannot be made from a file, only {', '.join(layer_names())}: register it with "
+                f"A {kind} cannot be made from a file, only {', '.join(layer_names())}: register it with "
                 "register_layer(), or save the cache yourself, and load it with into=."
             )
 
@@ -141,7 +151,9 @@ def loads_prefixes(record: LayerRecord) -> bool:
         return False
     if layer_class is None or store_class is None:
         return False
-    return layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
+    # Other tensors need not have one row for each token.
+    has_states_alone = set(record.tensors) == {"keys", "values"}
+    return has_states_alone and layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
 def _check_settings(path: str, record: CacheRecord) -> None:
@@ -153,36 +165,68 @@ def _check_settings(path: str, record: CacheRecord) -> None:
         for name, value in names.items():
             if type(value) is int and name != "length" and "tokens." not in name and abs(value) > MAX_SETTING:
                 refuse(path, f"{shown(name)} of at most {MAX_SETTING}", shown(value))
+    # Layers that are made from a config reserve what the options say.
+    if record.options.get("max_cache_len") is not None:
+        _check_amount(path, "reserved tokens", record.options["max_cache_len"], MAX_RESERVED_TOKENS)
 
 
-def _reserved_bytes(saved: SavedFile, record: CacheRecord, prefix: str, layer: LayerRecord) -> int:
-    """Bytes that a layer would reserve for states like those in the file."""
+_Reservation = tuple[int, int]
+"""Tokens, and sequences, as `LayerOperations.reserved_by` returns them."""
+
+
+def _reserved_by_facts(layer: LayerRecord) -> list[_Reservation]:
     layer_class = LAYER_CLASSES.get(layer.kind)
-    if layer_class is None:
-        return 0
     try:
-        tokens, sequences = layer_class.reserved_by(layer.facts)
+        return [] if layer_class is None else [layer_class.reserved_by(layer.facts)]
     except KeyError:
         # The facts are incomplete, so no layer is made from them.
-        return 0
+        return []
+
+
+def _reserved_by_layer(layer: LayerOperations) -> list[_Reservation]:
+    parts = [part.unwrapped for part in layer.parts]
+    return [type(part).reserved_by(part.describe()) for part in parts]
+
+
+def _check_reservation(
+    saved: SavedFile, record: CacheRecord, part: int | None, layers: list[list[_Reservation]]
+) -> None:
+    """Raise `CacheFileError` if far more memory would be reserved than the file has states for.
+
+    Args:
+        saved: the file.
+        record: the cache in it.
+        part: its number in a pair.
+        layers: the reservations of each layer.
+    """
     total = 0
-    for name in ("keys", "values"):
-        entry = saved.header.tensors.get(prefix + name)
-        if entry is not None and len(entry.shape) == 4:
-            batch, kv_heads, _, head_dim = entry.shape
-            rows = max(batch, sequences, record.options.get("max_batch_size") or 0)
-            total += rows * kv_heads * head_dim * entry.dtype.itemsize * tokens
-    return total
-
-
-def _check_reservation(saved: SavedFile, total: int) -> None:
-    """Raise `CacheFileError` if far more memory would be reserved than the file has states for."""
+    for index, reservations in enumerate(layers):
+        for tokens, sequences in reservations:
+            _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)
+            _check_amount(saved.path, "reserved sequences", sequences, MAX_SETTING)
+            for name in ("keys", "values"):
+                entry = saved.header.tensors.get(layer_prefix(part, index) + name)
+                if entry is not None and len(entry.shape) == 4:
+                    batch, kv_heads, _, head_dim = entry.shape
+                    rows = max(batch, sequences, record.options.get("max_batch_size") or 0)
+                    total += rows * kv_heads * head_dim * entry.dtype.itemsize * tokens
     most = max(FREE_RESERVATION, RESERVATION_FACTOR * saved.header.file_bytes)
     if total > most:
         refuse(
             saved.path,
             f"a reservation of at most {most} bytes for its states",
             f"one of {total}",
+            "if it is meant, make the cache yourself, and pass it as into=",
+        )
+
+
+def _check_amount(path: str, what: str, amount: object, most: int) -> None:
+    """Raise `CacheFileError` unless `amount` is a whole number from 0 to `most`."""
+    if type(amount) is not int or not 0 <= amount <= most:
+        refuse(
+            path,
+            f"{what} from 0 to {most}",
+            shown(amount),
             "if it is meant, make the cache yourself, and pass it as into=",
         )
 

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name == "kvlayers.caches.aliases.MambaCache":
             # A doctest, which has no place for a condition of its own.
-            item.add_marker(versions.recurrent_layers_of_ours)
+            item.add_marker(versions.kvlayers_recurrent_layers)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 

@@ -55,7 +55,7 @@ def test_a_model_stands_for_its_config(mistral: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ARE_OF_OTHER_MODELS)
 def test_a_model_stands_for_its_config_where_it_is_of_one_kind(kind: str) -> None:
     family, make = ARE_OF_OTHER_MODELS[kind]
-    if family != "llama" and versions.recurrent_layers_of_ours.args[0]:
+    if family != "llama" and versions.kvlayers_recurrent_layers.args[0]:
         pytest.skip("models of this transformers make a cache of their own for recurrent states")
     model = tiny_model(family)
     assert what_it_is(make(model)) == what_it_is(make(model.config))

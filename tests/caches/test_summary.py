@@ -62,7 +62,7 @@ def test_states_are_counted_where_they_are_at_home(tmp_path: Path) -> None:
     assert filled(kvlayers.OffloadedCache(config=LLAMA)).summary().bytes["host"] == 0
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 def test_recurrent_layers_and_hybrid_ones_have_a_kind() -> None:
     model = tiny_model("jamba")
     cache = kvlayers.DynamicCache(config=model.config)

@@ -110,7 +110,7 @@ def test_compiled_generate_decodes_in_one_graph(family: str) -> None:
     torch._dynamo.reset()
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 @pytest.mark.parametrize("family", ["mamba2", "jamba"])
 def test_recurrent_layers_are_replaced_where_they_take_a_chat(family: str) -> None:
     model = tiny_model(family) if family == "jamba" else model_and_inputs(family)[0]

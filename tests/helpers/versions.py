@@ -26,7 +26,7 @@ def _since(version: str, what: str) -> pytest.MarkDecorator:
     )
 
 
-recurrent_layers_of_ours = pytest.mark.skipif(
+kvlayers_recurrent_layers = pytest.mark.skipif(
     not compat.MODELS_PASS_COLUMNS,
     reason=f"models of transformers {TRANSFORMERS} do not say what their convolutions keep, as kvlayers' layers need, "
     "which came with 5.15",
@@ -99,7 +99,7 @@ def need_model_class(class_name: str) -> None:
 def need_recurrent_layers(family: str) -> None:
     """Skip a test of a family whose recurrent states kvlayers does not hold on the installed transformers."""
     if family in RECURRENT_TYPES and not compat.MODELS_PASS_COLUMNS:
-        pytest.skip(recurrent_layers_of_ours.kwargs["reason"])
+        pytest.skip(kvlayers_recurrent_layers.kwargs["reason"])
 
 
 def recording() -> AbstractContextManager[None]:

@@ -326,7 +326,7 @@ def test_parts_of_an_encoder_decoder_cache_are_the_callers() -> None:
     assert all(map(torch.equal, saved, expected))
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 def test_recurrent_states_are_live_and_a_twin_has_its_own() -> None:
     """Models write to them in place, as in transformers, so they cannot be anything else."""
     layer = kvlayers.LinearAttentionLayer()

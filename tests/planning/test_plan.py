@@ -325,7 +325,7 @@ def test_bad_input_is_refused(config: Any, options: dict[str, Any], error: type[
         kvlayers.plan(config, **{"context_length": 100, **options})
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 def test_states_of_an_unknown_form_are_refused() -> None:
     class_name, options = families.FAMILIES["minimax"]
     with pytest.raises(kvlayers.ConfigError, match="minimax"):

@@ -129,7 +129,7 @@ def test_a_saved_cache_goes_on_with_the_bits_of_its_layers(
     assert loaded.quantization.facts() == cache.quantization.facts()
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 def test_a_saved_cache_with_recurrent_layers_has_the_bits_of_the_others(tmp_path: Path) -> None:
     model = tiny_model("jamba")
     count = model.config.num_hidden_layers
@@ -445,7 +445,7 @@ def test_a_budget_that_the_most_bits_keep_is_kept_where_noise_promises_more_of_f
         calibrated(model, ids, kvlayers.DivergenceBudget(eight / 2), sensitivities=noise)
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 def test_models_that_take_tokens_one_by_one_are_read_one_by_one() -> None:
     model = tiny_model("jamba").eval()
     ids = torch.randint(0, model.config.vocab_size, (136,), generator=torch.manual_seed(1))

@@ -230,7 +230,7 @@ def take_in(cache: Any, kind: str, tokens: int) -> None:
 def need(kind: str) -> None:
     layer_type = RECURRENT.get(kind.removeprefix("static "))
     if layer_type is not None and not compat.MODELS_PASS_COLUMNS:
-        pytest.skip(versions.recurrent_layers_of_ours.kwargs["reason"])
+        pytest.skip(versions.kvlayers_recurrent_layers.kwargs["reason"])
     known = "STATIC_LAYER_TYPE_MAPPING" if kind.startswith("static ") else "DYNAMIC_LAYER_TYPE_MAPPING"
     if layer_type is not None and layer_type not in getattr(upstream, known):
         pytest.skip(f"transformers {transformers.__version__} has no layers of the kind '{kind}'")
@@ -463,7 +463,7 @@ def test_a_layer_that_is_said_not_to_be_initialized_is_reset() -> None:
         both_go_on(layer, make())
 
 
-@versions.recurrent_layers_of_ours
+@versions.kvlayers_recurrent_layers
 @pytest.mark.parametrize("at_once", [False, True], ids=["by index", "at once"])
 def test_states_that_are_assigned_to_a_recurrent_layer_are_gone_on_from(at_once: bool) -> None:
     """As libraries do that keep the states of a prompt, and put them into the layer of the next cache."""

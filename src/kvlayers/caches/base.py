@@ -107,8 +107,6 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # A shallow copy follows passes of its own.
-        self._pass = self._pass.copy()
         self._handle = GraphHandle(self)
 
     @property

@@ -83,8 +83,8 @@ class DescribedByArguments:
     def check_initialiser(cls) -> None:
         """Raise `RegistryError` if an inherited `from_description` would lose, or not find, an argument of `__init__`.
 
-        The class that defines `from_description` knows the arguments of its own initialiser. Its subclasses add theirs
-        to `described`, or to `hints`, or define `describe` and `from_description`.
+        The class that defines `from_description` knows the arguments of its own initialiser. A subclass names its
+        further arguments in `described` or in `hints`, or defines `describe` and `from_description`.
         """
         maker = next(base for base in cls.__mro__ if "from_description" in vars(base))
         if maker is cls:

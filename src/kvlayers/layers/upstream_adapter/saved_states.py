@@ -22,8 +22,10 @@ def entries(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def held_tensors(layer: Any) -> Iterator[Tensor]:
-    """The tensors that hold states. Scalar tensors count tokens, and exist before the first token."""
-    yield from (value for _, value in entries(layer) if isinstance(value, Tensor) and value.dim())
+    """The tensors that hold states. Counts of tokens exist before the first token: scalars, or of one element."""
+    for name, value in entries(layer):
+        if isinstance(value, Tensor) and value.dim() and name != "cumulative_length":
+            yield value
 
 
 def is_empty(layer: Any) -> bool:

@@ -11,7 +11,7 @@ class KVLayersError(Exception):
 
 
 class StateMismatchError(KVLayersError, ValueError):
-    """States do not match those that the cache holds in batch size, kv_heads, head_dim, dtype, device or rank."""
+    """States differ from the held states in batch size, kv_heads, head_dim, dtype, device or rank."""
 
 
 class PromptMismatchError(StateMismatchError):

@@ -14,7 +14,7 @@ PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_t
 
 
 def pass_limit(cache: Any) -> int | None:
-    """The most tokens that a model can take in one pass behind those that a cache has seen; `None` for no limit."""
+    """The most new tokens that a model can take in one pass after a filled cache; `None` for no limit."""
     parts = cache.recurrent_parts() if isinstance(cache, Cache) else []
     limits = [part.tokens_at_once for part in parts if part.tokens_at_once is not None]
     return min(limits, default=None)
@@ -67,7 +67,7 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
 
     Args:
         mask: `[batch, tokens]`, 0 for padding, if there is any.
-        tokens: number of tokens behind those that the cache has seen.
+        tokens: number of new tokens, which the cache has not seen.
     """
     if mask is not None and tokens > 0 and bool((mask[:, -tokens:] == 0).any()):
         raise StateMismatchError(
@@ -80,7 +80,7 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
 def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """The prefill of prompts that the single forward pass of transformers would get wrong; `None` for other prompts.
 
-    There are two such cases: tokens behind those that the cache has seen, if the model's scan over several tokens
+    There are two such cases: new tokens after a filled cache, if the model's scan over several tokens
     starts from zero; and a whole sequence, if the model does not call its cache `past_key_values`, since transformers
     does not ask such a cache how many tokens it has seen.
     """

@@ -372,7 +372,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
 
 def _of_attention(facts: Facts) -> dict[str, Fact]:
-    """The facts of the attention layer, without those that say of what kind it is."""
+    """The facts of the attention layer, without its kind."""
     return {name: fact for name, fact in facts.items() if name != "attention" and not name.startswith(LINEAR)}
 
 

@@ -136,7 +136,7 @@ class Prefetcher:
         return Staged(layer.version, buffers, ready, Traffic(to_device=sum(rows.nbytes for _, rows in on_host)))
 
     def write_back(self, layer: OffloadTarget) -> None:
-        """Hold the states of a layer in offloaded memory again: copy those that are new.
+        """Hold the states of a layer in offloaded memory again: copy the new ones.
 
         Raises:
             CapacityError: there is no memory for them. They stay on the device.

@@ -88,7 +88,7 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
             of_model = cache_class.layers_from_config(record.options, config, context)
             layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
         cache = cache_class.from_description(record.options, layers, context)
-        # Again for the layers that were made, as facts in the file may not be those that they were made from.
+        # Again for the finished layers: they may have been made from the config, not from the facts in the file.
         _check_reservation(saved, record, part, [_reserved_by_layer(layer) for layer in cache.adapted_layers()])
     return cache
 

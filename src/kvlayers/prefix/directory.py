@@ -56,7 +56,7 @@ class Directory:
         self._reported: dict[str, StoredFile | None] = {}
 
     def changes(self, known: Collection[str]) -> DirectoryChanges:
-        """Compare the files with those that are known. Damaged files are reported and left alone.
+        """Compare the files with the known entries. Damaged files are reported and left alone.
 
         Args:
             known: paths of known files.

@@ -28,7 +28,7 @@ def is_prefill_of_generate(code: CodeType) -> bool:
 
 
 def sequence_length(generation_config: Any, attention_mask: torch.Tensor | None) -> int | None:
-    """Tokens of the whole sequence that `generate()` was given, including those that a cache has seen, if known.
+    """Tokens of the whole sequence that `generate()` was given, including tokens that a cache has seen, if known.
 
     Some versions (5.23 and a few before) drop a mask without padding, and store its length in the config.
     """

@@ -14,9 +14,9 @@ from packaging.version import Version
 from torch import Tensor
 
 import fresh_process
-from kvlayers.attention.cuda.support import MINIMUM_VERSION, triton_version
 from kvlayers.attention.cuda.unpacking import unpacking_instructions
 from kvlayers.attention.reference import merge
+from kvlayers.utils.triton_support import MINIMUM_VERSION, triton_version
 from triton_decode_cases import CASES
 
 # Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.

@@ -7,7 +7,6 @@ before anything imports triton: not in the process of other tests.
 import json
 import sys
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +20,7 @@ from kvlayers.attention.reference import merge
 from kvlayers.errors import KVLayersError
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
+from kvlayers.utils import triton_support
 
 
 @dataclass
@@ -298,14 +298,14 @@ def check_device() -> dict[str, Any]:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: launched.append([*current])
 
-    kernels = SimpleNamespace(attend_split=Kernel(), merge_splits=Kernel(), DTYPES={torch.float32: None})
     with (
-        mock.patch.object(launch, "_kernels", return_value=kernels),
-        mock.patch.object(launch, "_launching_on", Current),
+        mock.patch.object(launch.ATTEND_SPLIT, "function", Kernel()),
+        mock.patch.object(launch.MERGE_SPLITS, "function", Kernel()),
+        mock.patch.object(triton_support, "launching_on", Current),
     ):
         attend_packed(torch.randn(1, 4, 1, 128), keys, values)
     with mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"):
-        contexts = [str(launch._launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
+        contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
     return {"launched": launched, "contexts": contexts}
 
 

@@ -11,6 +11,7 @@ from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.utils.autocast import without_autocast
+from kvlayers.utils.triton_support import runs_triton
 
 AnySegments = KVSegments | SharedPrefixSegments
 
@@ -61,7 +62,7 @@ def attend(
         if isinstance(segments, SharedPrefixSegments):
             paths.record(SHARED)
             return segments.attend(query, mask, scale)
-        if query.device.type == "cuda":
+        if query.device.type == "cuda" or runs_triton(query.device):
             obstacle = cuda_kernel.obstacle(query, segments)
             paths.record(CUDA if obstacle is None else f"{BLOCKS}, as {obstacle}")
             return (reference.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)

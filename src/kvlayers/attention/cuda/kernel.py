@@ -7,6 +7,7 @@ from kvlayers.attention.cuda import launch, support
 from kvlayers.attention.reference import merge
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.hadamard import rotate
+from kvlayers.utils.triton_support import device_obstacle
 
 MAXIMUM_ROWS = 4 * launch.MAXIMUM_ROWS
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
@@ -15,8 +16,8 @@ MAXIMUM_ROWS = 4 * launch.MAXIMUM_ROWS
 def obstacle(query: Tensor, segments: KVSegments) -> str | None:
     """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can."""
     packed = segments.packed
-    if query.device.type != "cuda":
-        return f"there is no kernel for {query.device.type}"
+    if (reason := device_obstacle(query.device)) is not None:
+        return reason
     if packed is None:
         return "no token is packed yet"
     if query.shape[1] // segments.kv_heads * query.shape[2] > MAXIMUM_ROWS:
@@ -32,7 +33,7 @@ def obstacle(query: Tensor, segments: KVSegments) -> str | None:
         dtype=query.dtype,
         device=query.device,
     )
-    return None if supported else "Triton, or the kernel, does not support such codes on this device"
+    return None if supported else "the kernel does not support such codes"
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:

@@ -8,9 +8,6 @@ into the queries, and one that a whole row of values shares into the weights: ea
 The first call imports triton; `import kvlayers` never does.
 """
 
-import contextlib
-import functools
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.support import is_interpreted, supports
+from kvlayers.attention.cuda.support import supports
 from kvlayers.attention.cuda.unpacking import unpacking_instructions
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.quantizers.packed_side import PackedSide
+from kvlayers.utils.triton_support import TritonKernel, is_interpreted, multiprocessors
 
 MAXIMUM_ROWS = 64
 """Query heads of a group times query tokens that one program takes; more rows are divided among programs."""
@@ -61,20 +59,8 @@ class Launch:
 DEFAULT_LAUNCH = Launch()
 
 
-@functools.cache
-def _kernels() -> Any:
-    """The module of the kernels: importing it imports triton."""
-    return importlib.import_module(".triton_kernels", __package__)
-
-
-@functools.lru_cache(maxsize=32)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a device the current one: triton launches there, whichever device its pointers belong to."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+ATTEND_SPLIT = TritonKernel("kvlayers.attention.cuda.triton_kernels", "attend_split")
+MERGE_SPLITS = TritonKernel("kvlayers.attention.cuda.triton_kernels", "merge_splits")
 
 
 def attend_packed(
@@ -153,9 +139,10 @@ def attend_packed(
     partial_lses = torch.empty((batch, heads, q_tokens, splits), **options)
     outs = torch.empty((batch, heads, q_tokens, value_dim), **options)
     lses = torch.empty((batch, heads, q_tokens), **options)
-    kernels = _kernels()
-    with _launching_on(query.device):
-        kernels.attend_split[(splits, batch * kv_heads, row_tiles)](
+    ATTEND_SPLIT.launch(
+        query.device,
+        (splits, batch * kv_heads, row_tiles),
+        (
             query,
             key_codes,
             keys.parameters,
@@ -177,52 +164,54 @@ def attend_packed(
             splits,
             first,
             _kernel_scale(scale, keys),
-            KV_HEADS=kv_heads,
-            GROUPS=groups,
-            Q_TOKENS=q_tokens,
-            BLOCK_TOKENS=block_tokens,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            KEY_BITS=keys.format.bits,
-            VALUE_BITS=values.format.bits,
-            KEY_FLOATING=keys.format.floating,
-            VALUE_FLOATING=values.format.floating,
-            KEY_ROW_GROUP=keys.row_group,
-            KEY_COLUMN_GROUP=keys.column_group,
-            VALUE_ROW_GROUP=values.row_group,
-            VALUE_COLUMN_GROUP=values.column_group,
-            KEY_FOLD=keys.column_group == block_tokens,
-            VALUE_FOLD=value_fold,
-            VALUE_CHUNKS=chunks,
-            VALUE_WORDS=words,
-            CHANNELS=max(16, _power_of_two(key_dim)),
-            ROWS=rows,
-            COLUMNS=max(8, _power_of_two(words)),
-            MASK=mask_kind,
-            FIRST=first > 0,
-            ENDS=ends is not None,
-            DTYPE=kernels.DTYPES[query.dtype],
-            BOOST=_FLOAT16_BOOSTS[values.format.bits] if query.dtype == torch.float16 else 1.0,
-            KEY_ASSEMBLY=_assembly(keys, launch),
-            VALUE_ASSEMBLY=_assembly(values, launch),
-            EMULATED=is_interpreted(),
-            num_warps=warps,
-            num_stages=launch.stages,
+        ),
+        {
+            "KV_HEADS": kv_heads,
+            "GROUPS": groups,
+            "Q_TOKENS": q_tokens,
+            "BLOCK_TOKENS": block_tokens,
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "KEY_BITS": keys.format.bits,
+            "VALUE_BITS": values.format.bits,
+            "KEY_FLOATING": keys.format.floating,
+            "VALUE_FLOATING": values.format.floating,
+            "KEY_ROW_GROUP": keys.row_group,
+            "KEY_COLUMN_GROUP": keys.column_group,
+            "VALUE_ROW_GROUP": values.row_group,
+            "VALUE_COLUMN_GROUP": values.column_group,
+            "KEY_FOLD": keys.column_group == block_tokens,
+            "VALUE_FOLD": value_fold,
+            "VALUE_CHUNKS": chunks,
+            "VALUE_WORDS": words,
+            "CHANNELS": max(16, _power_of_two(key_dim)),
+            "ROWS": rows,
+            "COLUMNS": max(8, _power_of_two(words)),
+            "MASK": mask_kind,
+            "FIRST": first > 0,
+            "ENDS": ends is not None,
+            "BOOST": _FLOAT16_BOOSTS[values.format.bits] if query.dtype == torch.float16 else 1.0,
+            "KEY_ASSEMBLY": _assembly(keys, launch),
+            "VALUE_ASSEMBLY": _assembly(values, launch),
+            "EMULATED": is_interpreted(),
+            "num_warps": warps,
+            "num_stages": launch.stages,
             # Not the default of every version of triton.
-            enable_fp_fusion=True,
-        )
-        kernels.merge_splits[(batch * heads * q_tokens,)](
-            partial_outs,
-            partial_lses,
-            outs,
-            lses,
-            splits,
-            VALUE_DIM=value_dim,
-            CHANNELS=_power_of_two(value_dim),
-            ALL_SPLITS=_power_of_two(splits),
-            SOME_SPLITS=min(_SPLITS_MERGED_AT_ONCE, _power_of_two(splits)),
-            num_warps=4,
-        )
+            "enable_fp_fusion": True,
+        },
+    )
+    MERGE_SPLITS.launch(
+        query.device,
+        (batch * heads * q_tokens,),
+        (partial_outs, partial_lses, outs, lses, splits),
+        {
+            "VALUE_DIM": value_dim,
+            "CHANNELS": _power_of_two(value_dim),
+            "ALL_SPLITS": _power_of_two(splits),
+            "SOME_SPLITS": min(_SPLITS_MERGED_AT_ONCE, _power_of_two(splits)),
+            "num_warps": 4,
+        },
+    )
     return outs, lses
 
 
@@ -283,7 +272,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _blocks_per_split(blocks: int, programs_of_a_split: int, device: torch.device, launch: Launch) -> int:
-    wanted = -(-_multiprocessors(device) * launch.programs // programs_of_a_split)
+    wanted = -(-multiprocessors(device) * launch.programs // programs_of_a_split)
     splits = min(wanted, -(-blocks // launch.minimum_blocks))
     return -(-blocks // max(1, splits))
 

@@ -108,7 +108,6 @@ def attend_split(
     MASK: tl.constexpr,
     FIRST: tl.constexpr,
     ENDS: tl.constexpr,
-    DTYPE: tl.constexpr,
     BOOST: tl.constexpr,
     KEY_ASSEMBLY: tl.constexpr,
     VALUE_ASSEMBLY: tl.constexpr,
@@ -138,6 +137,7 @@ def attend_split(
         other=0.0,
     )
 
+    DTYPE: tl.constexpr = query_pointer.dtype.element_ty
     KEY_WORDS: tl.constexpr = BLOCK_TOKENS * KEY_BITS // 16
     KEY_TILES: tl.constexpr = 16 // KEY_BITS
     VALUE_TILES: tl.constexpr = 16 // VALUE_BITS
@@ -361,13 +361,3 @@ def merge_splits(
     # Back from units of log2(e).
     lse = tl.where(total > 0, (base + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     tl.store(lses + row, lse)
-
-
-def _dtypes():
-    import torch
-
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-DTYPES = _dtypes() if triton is not None else {}
-"""Triton's names of the dtypes of states."""

@@ -1,0 +1,121 @@
+"""Whether Triton's kernels run on a device, and how they are launched there. This module does not import triton."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+MINIMUM_VERSION = "3.5"
+"""Earliest version of triton that has all language features that the kernels use."""
+
+MINIMUM_CAPABILITY = 8
+"""Products of bfloat16 came with compute capability 8."""
+
+
+def triton_version() -> Version:
+    """Version of triton, found without importing it. Nightly builds have a package name of their own."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Version(importlib.metadata.version(name))
+    return Version("0")
+
+
+def is_interpreted() -> bool:
+    """Whether triton interprets kernels instead of compiling them (`TRITON_INTERPRET=1`)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.lru_cache(maxsize=32)
+def device_obstacle(device: torch.device) -> str | None:
+    """Why Triton kernels do not run on a device, `None` if they do."""
+    if device.type != "cuda" and not is_interpreted():
+        return f"there are no Triton kernels for {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if triton_version() < Version(MINIMUM_VERSION):
+        return f"triton is {triton_version()}, older than {MINIMUM_VERSION}"
+    if is_interpreted():
+        return None
+    if torch.version.cuda is None:
+        return "this build of torch is for another kind of GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] < MINIMUM_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, lower than {MINIMUM_CAPABILITY}.0"
+    return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device."""
+    return device_obstacle(device) is None
+
+
+@functools.lru_cache(maxsize=32)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.lru_cache(maxsize=32)
+def shared_memory_limit(device: torch.device) -> int | None:
+    """Bytes of shared memory that one program can have on a device, `None` if there is no limit."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a device the current one: triton launches there, whichever device its pointers belong to."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class TritonKernel:
+    """A kernel by the name of its function. Its module, which imports triton, is imported at the first use.
+
+    Every launch of the package goes through `launch`, so that launches can be counted.
+
+    Args:
+        module: dotted name of the module.
+        name: name of the function.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"TritonKernel({self.module}.{self.name})"
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The function that triton has decorated."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def launch(
+        self, device: torch.device, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
+    ) -> None:
+        """Queue the kernel on the current stream of a device.
+
+        Args:
+            device: device of the tensors.
+            grid: programs in each dimension.
+            arguments: tensors and numbers, in the order of the kernel's parameters.
+            constants: compile-time constants, `num_warps` and `num_stages`.
+        """
+        with launching_on(device):
+            self.function[grid](*arguments, **constants)
+
+    def shared_memory(
+        self, device: torch.device, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
+    ) -> int:
+        """Bytes of shared memory of one program. The kernel is compiled if it has not been, and not launched."""
+        if is_interpreted():
+            return 0
+        with launching_on(device):
+            return int(self.function.warmup(*arguments, grid=grid, **constants).metadata.shared)

@@ -67,7 +67,8 @@ def shared_memory_limit(device: torch.device) -> int | None:
     """Bytes of shared memory that one program can have on a device, `None` if there is no limit."""
     if device.type != "cuda":
         return None
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers.contract import Side
-from kvlayers.quantizers.hadamard import rotate
 from kvlayers.quantizers.packed_side import PackedSide
 
 
@@ -79,11 +78,17 @@ class PackedSegment:
 
     def dequantized(self, side: Side) -> Tensor:
         """States of one side, float32 `[batch, kv_heads, tokens, head_dim]`, still rotated if they were packed so."""
-        packed = self.side(side)
-        states = packed.dequantized()
+        return self._held(self.side(side).dequantized())
+
+    def states(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """States of one side, `[batch, kv_heads, tokens, head_dim]` of a dtype, rotated back."""
+        return self._held(self.side(side).states(dtype))
+
+    def _held(self, states: Tensor) -> Tensor:
+        """The states of held tokens, among those of whole blocks."""
         if self.ends is None:
             return states[:, :, self.first :]
-        size = packed.block_tokens
+        size = self.keys.block_tokens
         starts = (self.first, *([0] * (self.blocks - 1)))
         spans = zip(range(self.blocks), starts, self.ends, strict=True)
         return torch.cat([states[:, :, block * size + start : block * size + end] for block, start, end in spans], 2)
@@ -163,6 +168,5 @@ class KVSegments:
             if isinstance(segment, DenseSegment):
                 parts.append(segment.side(side))
             else:
-                states = segment.dequantized(side)
-                parts.append((rotate(states) if segment.side(side).format.rotated else states).to(dtype))
+                parts.append(segment.states(side, dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

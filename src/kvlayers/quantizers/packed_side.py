@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.hadamard import rotate
 from kvlayers.quantizers.packing import pack, row_bytes, unpack
 
 
@@ -86,6 +87,11 @@ class PackedSide:
             states = states + parameters[:, :, :, 1, :, None, :, None]
         states = states.flatten(-2).flatten(-3, -2)
         return (states.transpose(-1, -2) if self.side == "keys" else states).flatten(2, 3)
+
+    def states(self, dtype: torch.dtype) -> Tensor:
+        """The states, `[batch, kv_heads, blocks * block_tokens, head_dim]` of a dtype, rotated back."""
+        states = self.dequantized()
+        return (rotate(states) if self.format.rotated else states).to(dtype)
 
 
 def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, block_tokens: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ which accepts every launch and computes nothing. Tensors are on the CPU. The sha
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,6 +19,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvlayers.attention import dispatch
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from lib.offline_gpu import OfflineDriver, as_gpu
 
 STUB = Path(__file__).parent / "lib" / "stub_cuda.c"
 KV_HEADS, HEADS, HEAD_DIM, PROMPT = 8, 32, 128, 8192
@@ -32,61 +42,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def stub_driver(directory: Path) -> ctypes.CDLL:
-    """The stub in place of the driver that triton loads. It must come before triton is imported."""
-    import importlib.util
-
+    """The stub in place of the driver that triton loads."""
     found = importlib.util.find_spec("triton")
     if found is None or found.origin is None:
         sys.exit("host_time.py needs triton: pip install triton")
     headers = Path(found.origin).parent / "backends" / "nvidia" / "include"
     library = directory / "libcuda.so.1"
-    command = ["cc", "-shared", "-fPIC", "-O2", "-w", "-Wl,-soname,libcuda.so.1", f"-I{headers}", str(STUB), "-o", str(library)]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-w",
+        "-Wl,-soname,libcuda.so.1",
+        f"-I{headers}",
+        str(STUB),
+        "-o",
+        str(library),
+    ]
     subprocess.run(command, check=True)
     os.environ["TRITON_LIBCUDA_PATH"] = str(directory)
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def pretend_device() -> None:
-    """Let triton launch on the stub, and kvlayers take tensors of the CPU for tensors of a GPU."""
-    import torch
-    from triton.backends.compiler import GPUTarget
+def use_stub() -> None:
+    """Let triton launch by the stub."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from kvlayers.utils import triton_support
-
-    class StubDriver:
-        """What triton asks of a driver."""
-
-        def __init__(self) -> None:
-            self.utils = nvidia.CudaUtils()
-            self.launcher_cls = nvidia.CudaLauncher
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int | None = None) -> int:
-            return 0
-
-        def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-            return 9, 0
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cpu")
-
-        def allocate_default_profile_scratch(self, *arguments: Any) -> None:
-            return None
-
-    driver.set_active(StubDriver())
-    triton_support.device_obstacle = lambda device: None  # type: ignore[assignment]
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kvlayers."):
-            for function, answer in (("device_obstacle", None), ("runs_triton", True), ("multiprocessors", 132)):
-                if function in vars(module):
-                    setattr(module, function, lambda device, answer=answer: answer)
+    stub: Any = OfflineDriver(90)
+    stub.utils, stub.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+    driver.set_active(stub)
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -103,13 +89,6 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 def measure(nbits: int, launches: ctypes.c_long) -> dict[str, Any]:
     """Microseconds of the host a call, and the launches of one."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from kvlayers.attention import dispatch
-    from kvlayers.attention.packed_tensor import PackedStates
-    from kvlayers.stores.quantization import Quantization
-    from kvlayers.stores.quantized import QuantizedStore
 
     def states(tokens: int) -> list[torch.Tensor]:
         return [torch.randn(1, KV_HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
@@ -122,31 +101,31 @@ def measure(nbits: int, launches: ctypes.c_long) -> dict[str, Any]:
         keys, values = store.extend(*new)
     if not isinstance(keys, PackedStates):
         sys.exit("host_time.py needs a prompt that is longer than the residual")
-    pretend_device()
+    use_stub()
     query = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
     snapshot = keys.snapshot
 
     def attention() -> torch.Tensor:
         return dispatch.attend(query, snapshot.segments, None, None, snapshot.paths)
 
-    attention()
-    before = launches.value
-    attention()
-    return {
-        "launches": launches.value - before,
-        "path": list(snapshot.paths.counts)[-1],
-        "attention": microseconds(attention),
-        "scaled_dot_product_attention": microseconds(
-            lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-        ),
-    }
+    with as_gpu():
+        attention()
+        before = launches.value
+        attention()
+        return {
+            "launches": launches.value - before,
+            "path": list(snapshot.paths.counts)[-1],
+            "attention": microseconds(attention),
+            "scaled_dot_product_attention": microseconds(
+                lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+            ),
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     with tempfile.TemporaryDirectory() as directory:
         stub = stub_driver(Path(directory))
-        import torch
         import triton
 
         torch.set_num_threads(1)

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from unittest import mock
 import torch
 
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import TritonKernel
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 
 META = torch.device("meta")
 
@@ -24,20 +23,16 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 
 @contextlib.contextmanager
 def as_gpu(capability: int = 90, multiprocessors: int = 132) -> Iterator[None]:
-    """Let kvlayers take meta tensors for tensors of a GPU that runs Triton kernels."""
-    answers: dict[str, Any] = {
-        "device_obstacle": None,
-        "runs_triton": True,
-        "multiprocessors": multiprocessors,
-        "shared_memory_limit": SHARED_MEMORY[capability],
-    }
-    with contextlib.ExitStack() as stack:
-        # Modules import the functions by name.
-        for module in [module for name, module in sys.modules.items() if name.startswith("kvlayers.")]:
-            for name, answer in answers.items():
-                if getattr(module, name, None) is not None:
-                    stack.enter_context(mock.patch.object(module, name, lambda device, answer=answer: answer))
-        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled))
+    """Let kvlayers take tensors of any device for tensors of a GPU that runs Triton kernels."""
+    facts = DeviceFacts(None, multiprocessors, SHARED_MEMORY[capability])
+
+    def device_facts(device: torch.device) -> DeviceFacts:
+        return facts
+
+    with (
+        mock.patch.object(triton_support, "device_facts", device_facts),
+        mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
+    ):
         yield
 
 
@@ -105,22 +100,33 @@ class OfflineDriver:
         self.capability = capability
 
     def get_current_target(self) -> Any:
+        """The GPU to compile for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        # triton keeps compiled kernels by device.
+        """A number of the device: triton keeps compiled kernels by it."""
         return self.capability
 
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        """Compute capability in two numbers."""
+        return divmod(self.capability, 10)
+
     def get_current_stream(self, device: int | None = None) -> int:
+        """The default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
+        """Where triton would make tensors."""
         return torch.device("cpu")
+
+    def allocate_default_profile_scratch(self, *arguments: Any) -> None:
+        """No memory for a profiler."""
 
     @staticmethod
     def is_active() -> bool:
+        """Whether triton may use the driver."""
         return True
 
 
@@ -157,7 +163,9 @@ def compiled(launch: Launch, capability: int) -> Compiled:
     driver.set_active(OfflineDriver(capability))
     kernel = launch.kernel.function.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
     report = _assembled(kernel.asm["ptx"], capability)
-    registers, spilled = (re.search(pattern, report) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    registers, spilled = (
+        re.search(pattern, report) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
     if registers is None or spilled is None:
         raise RuntimeError(f"ptxas did not report what {launch.kernel.name} needs: {report}")
     metadata = kernel.metadata

@@ -67,35 +67,63 @@ class PackedBlocks:
         """Tokens held."""
         return self._tokens
 
-    def reserve(self, blocks: int) -> None:
+    def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
         for store in self._packed.values():
-            store.reserve(len(self._ends) + blocks)
+            store.prepare_slots(blocks)
 
     @torch.no_grad()
-    def quantized(self, keys: Tensor, values: Tensor) -> dict[Side, KVPair]:
-        """Codes and parameters of states `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks."""
-        finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
-        packed: dict[Side, KVPair] = {}
-        for side, states in zip(SIDES, (keys, values), strict=True):
-            quantizer = self._quantizers[side]
-            with without_autocast(states.device):
-                groups = quantizer.quantize(torch.where(finite, states, 0))
-            check_groups(groups, quantizer.format, states)
-            codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
-            if side == "values":
-                parameters = self._marked(parameters, finite)
-            packed[side] = codes, parameters
-        return packed
+    def write(self, skipped: int, keys: Tensor, values: Tensor) -> None:
+        """Quantize states into the room that was made, after `skipped` blocks of it. Nobody reads them until `hold`.
 
-    def append(self, packed: dict[Side, KVPair]) -> None:
-        """Append what `quantized` returned. There must be room for it."""
-        for side, (codes, parameters) in packed.items():
-            self._packed[side].validate(codes, parameters)
-            self._packed[side].append(codes, parameters)
-        new = packed["keys"][0].shape[2]
-        self._ends += [self.block_tokens] * new
-        self._tokens += self.block_tokens * new
+        Args:
+            skipped: blocks that were written already.
+            keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
+            values: likewise, of the same tokens.
+        """
+        pair = {"keys": (keys, values), "values": (values, keys)}
+        finite: Tensor | None = None
+        for side in SIDES:
+            states, partner = pair[side]
+            search = self._quantizers[side].kernel_search
+            if search is not None and self._obstacle(side, states.dtype, states.device) is None:
+                slots = self._packed[side].slots_ahead(skipped, states.shape[2] // self.block_tokens)
+                pack_blocks(states, partner, *slots, self._layouts[side], search)
+            else:
+                if finite is None:
+                    finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
+                self._packed[side].write_ahead(skipped, *self._quantized(side, states, finite))
+
+    def hold(self, blocks: int) -> None:
+        """Hold blocks that were written."""
+        for store in self._packed.values():
+            store.hold(blocks)
+        self._ends += [self.block_tokens] * blocks
+        self._tokens += self.block_tokens * blocks
+
+    @property
+    def kernel_obstacle(self) -> str | None:
+        """Why a side is not packed by a kernel on the device of the states, `None` if both are."""
+        found = {side: self._obstacle(side, *self._kind) for side in SIDES}
+        return next((f"{side}: {reason}" for side, reason in found.items() if reason is not None), None)
+
+    def _obstacle(self, side: Side, dtype: torch.dtype, device: torch.device) -> str | None:
+        search = self._quantizers[side].kernel_search
+        if search is None:
+            return "there is no kernel for this backend"
+        if device != self._packed[side].held_device:
+            return "the blocks are on another device than the states"
+        partner = self._layouts["values" if side == "keys" else "keys"]
+        return pack_obstacle(self._layouts[side], partner.head_dim, dtype, device, search)
+
+    def _quantized(self, side: Side, states: Tensor, finite: Tensor) -> KVPair:
+        """Codes and parameters of states of whole blocks, and of which tokens are finite `[..., tokens, 1]`."""
+        quantizer = self._quantizers[side]
+        with without_autocast(states.device):
+            groups = quantizer.quantize(torch.where(finite, states, 0))
+        check_groups(groups, quantizer.format, states)
+        codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
+        return codes, self._marked(parameters, finite) if side == "values" else parameters
 
     def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
         """Parameters of values, set to NaN for tokens that are not finite."""

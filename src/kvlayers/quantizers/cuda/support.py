@@ -33,6 +33,9 @@ SMALLEST_SIDE = 16
 TILE = 4096
 """States that one program quantizes, 32 in each thread of four warps: with more, registers spill."""
 
+CHUNK = 32
+"""Channels that are multiplied at once: operands of more, in three parts each for float32, spill as well."""
+
 WARPS = 4
 
 PACK = TritonKernel("kvlayers.quantizers.cuda.triton_blocks", "pack_block")
@@ -116,7 +119,7 @@ def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
         "GROUP": layout.column_group,
         "ROTATION": rotation,
         "NORM": 1 / math.sqrt(rotation),
-        "CHUNK": min(64, max(SMALLEST_SIDE, _power_of_two(layout.head_dim))),
+        "CHUNK": min(CHUNK, max(SMALLEST_SIDE, _power_of_two(layout.head_dim))),
         "PIECES": pieces,
         "EMULATED": is_interpreted(),
     }

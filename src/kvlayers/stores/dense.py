@@ -145,12 +145,6 @@ class DenseStore(ContiguousStore):
         start = self._end + skipped
         return keys.slots(start, tokens), values.slots(start, tokens)
 
-    def write_ahead(self, skipped: int, keys: Tensor, values: Tensor) -> None:
-        """Write states to prepared slots, after the first `skipped`."""
-        start = self._end + skipped
-        for buffer, states in zip(self._buffers(), (keys, values), strict=True):
-            buffer.write(start, states)
-
     def hold(self, tokens: int) -> None:
         """Hold the tokens that were written to prepared slots."""
         self._advance(tokens)

@@ -197,25 +197,20 @@ def _rounded_down(number: float, dtype: torch.dtype) -> float:
     return float(found) if float(found) <= number else float((found.view(bits) - 1).view(dtype))
 
 
-@functools.lru_cache(maxsize=64)
 def read_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel reads blocks of a layout on a device, `None` if one does.
 
     Args:
         layout: layout of the blocks.
-        dtype: dtype of the parameters.
+        dtype: dtype of the states that are written.
         device: device of the blocks.
     """
-    if (found := device_obstacle(device)) is not None:
+    if (found := device_obstacle(device) or _form_obstacle(layout, dtype)) is not None:
         return found
-    if layout.format.bits not in WIDTHS:
-        return f"no kernel reads codes of {layout.format.bits} bits"
-    if (found := _form_obstacle(layout, dtype)) is not None:
-        return found
-    return _memory_obstacle(READ, 7, (torch.uint8, dtype, dtype), read_constants(layout), device)
+    limit = shared_memory_limit(device)
+    return None if limit is None else _read_memory_obstacle(layout, dtype, device, limit)
 
 
-@functools.lru_cache(maxsize=64)
 def pack_obstacle(
     layout: BlockLayout, partner_dim: int, dtype: torch.dtype, device: torch.device, search: KernelSearch
 ) -> str | None:
@@ -228,10 +223,25 @@ def pack_obstacle(
         device: device of the states.
         search: how codes are searched for.
     """
-    if (found := device_obstacle(device)) is not None:
+    if (found := device_obstacle(device) or _pack_obstacle(layout, partner_dim, dtype)) is not None:
         return found
+    limit = shared_memory_limit(device)
+    return None if limit is None else _pack_memory_obstacle(layout, partner_dim, dtype, device, search, limit)
+
+
+@functools.lru_cache(maxsize=64)
+def _form_obstacle(layout: BlockLayout, dtype: torch.dtype) -> str | None:
+    if dtype not in DTYPES:
+        return f"states are of {dtype}"
     if layout.format.bits not in WIDTHS:
-        return f"no kernel packs codes of {layout.format.bits} bits"
+        return f"there is no kernel for codes of {layout.format.bits} bit"
+    if layout.head_dim > LARGEST_HEAD_DIM:
+        return f"the head_dim is {layout.head_dim}, above {LARGEST_HEAD_DIM}"
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _pack_obstacle(layout: BlockLayout, partner_dim: int, dtype: torch.dtype) -> str | None:
     if (found := _form_obstacle(layout, dtype)) is not None:
         return found
     if partner_dim > LARGEST_HEAD_DIM:
@@ -243,29 +253,24 @@ def pack_obstacle(
         return f"a block has {tokens} tokens, not a power of two from {SMALLEST_SIDE} on"
     if (columns := _tile(layout)[1]) > LARGEST_COLUMNS:
         return f"a row of a block takes {columns} columns, above {LARGEST_COLUMNS}"
-    constants = pack_constants(layout, partner_dim, dtype, search)
-    return _memory_obstacle(PACK, 14, (dtype, dtype, torch.uint8, dtype), constants, device)
-
-
-def _form_obstacle(layout: BlockLayout, dtype: torch.dtype) -> str | None:
-    if dtype not in DTYPES:
-        return f"states are of {dtype}"
-    if layout.head_dim > LARGEST_HEAD_DIM:
-        return f"the head_dim is {layout.head_dim}, above {LARGEST_HEAD_DIM}"
     return None
 
 
-def _memory_obstacle(
-    kernel: TritonKernel,
-    numbers: int,
-    dtypes: tuple[torch.dtype, ...],
-    constants: Mapping[str, Any],
-    device: torch.device,
+@functools.lru_cache(maxsize=64)
+def _read_memory_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device, limit: int) -> str | None:
+    # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
+    arguments = (torch.uint8, dtype, dtype, *[16] * 7)
+    return _memory_obstacle(READ.shared_memory(device, (1,), arguments, read_constants(layout)), limit)
+
+
+@functools.lru_cache(maxsize=64)
+def _pack_memory_obstacle(
+    layout: BlockLayout, partner_dim: int, dtype: torch.dtype, device: torch.device, search: KernelSearch, limit: int
 ) -> str | None:
-    limit = shared_memory_limit(device)
-    if limit is None:
-        return None
-    # Dtypes stand for tensors: nothing is launched.
-    arguments = (*dtypes, *([16] * numbers))
-    needed = kernel.shared_memory(device, (1, 1, 1), arguments, constants)
-    return None if needed <= limit else f"the kernel needs {needed} bytes of shared memory, and {device} has {limit}"
+    arguments = (dtype, dtype, torch.uint8, dtype, *([16, 16, 16, 1] * 2), *[16] * 6)
+    constants = pack_constants(layout, partner_dim, dtype, search)
+    return _memory_obstacle(PACK.shared_memory(device, (1,), arguments, constants), limit)
+
+
+def _memory_obstacle(needed: int, limit: int) -> str | None:
+    return None if needed <= limit else f"the kernel needs {needed} bytes of shared memory, and the device has {limit}"

@@ -12,10 +12,11 @@ It exits with 1 if an operation asks for more than it may.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ from lib.counting import DEVICE, Counts, Transfers, counted, gpu
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 WINDOW = 4096
+CHANNELS = 8192
+"""Channels of a convolution of the recurrent layer."""
+MOST = 40960
+"""Tokens that static caches reserve."""
 
 Measure = Callable[[], Counts]
 
@@ -126,18 +131,20 @@ def held(cache: Any, *updates: int, batch: int = 1) -> Any:
     return cache
 
 
-def usual(measure: Measure, steps: int) -> Counts:
-    """The counts of the usual step among many."""
-    found = [measure() for _ in range(steps)]
+def usual(found: Sequence[Counts]) -> Counts:
+    """The counts of the usual step among several."""
     middle = statistics.median_low(counts.launches for counts in found)
     return next(counts for counts in found if counts.launches == middle)
 
 
-def largest(measure: Measure, steps: int) -> Counts:
-    """The counts of the step among many that takes the most launches, with everything that the host waited for."""
-    found = [measure() for _ in range(steps)]
-    worst = max(found, key=lambda counts: counts.launches)
-    return next((counts for counts in found if counts.stalls), worst)
+def largest(found: Sequence[Counts]) -> Counts:
+    """The counts of the step with the most launches, or of one for which the host waited."""
+    return max(found, key=lambda counts: (bool(counts.stalls), counts.launches))
+
+
+def updates(cache: Any, number: int) -> list[Counts]:
+    """Counts of so many updates by one token."""
+    return [update(cache) for _ in range(number)]
 
 
 # Packed caches
@@ -157,7 +164,8 @@ def quantized(name: str) -> kvlayers.QuantizedCache:
 
 
 def decoding(name: str, masked: bool = False) -> Counts:
-    return usual(lambda cache=held(quantized(name), 8192): step(cache, masked=masked), 3)
+    cache = held(quantized(name), 8192)
+    return usual([step(cache, masked=masked) for _ in range(3)])
 
 
 def after_crop(name: str) -> Counts:
@@ -169,8 +177,7 @@ def after_crop(name: str) -> Counts:
 
 def packing(name: str) -> Counts:
     """The update that packs a block."""
-    cache = held(quantized(name), 2048)
-    return largest(lambda: update(cache), 80)
+    return largest(updates(held(quantized(name), 2048), 80))
 
 
 def second_turn(name: str) -> Counts:
@@ -185,14 +192,13 @@ def packed_operations() -> Iterator[Operation]:
             lambda name=name: _without_attention(step(quantized(name), 8192)),
             prefill,
             40,
+            may_wait=True,
         )
         yield Operation(f"{name}: update that packs a block", lambda name=name: packing(name), block, 8)
         yield Operation(f"{name}: decode step", lambda name=name: decoding(name), decode, 6)
         yield Operation(f"{name}: decode step with a mask", lambda name=name: decoding(name, masked=True), None, 6)
         yield Operation(f"{name}: decode step behind a crop into a block", lambda name=name: after_crop(name), None, 6)
-    yield Operation(
-        "int4: second turn of 512 tokens behind 32k", lambda: second_turn("int4"), 22150, 60
-    )
+    yield Operation("int4: second turn of 512 tokens behind 32k", lambda: second_turn("int4"), 22150, 60)
 
 
 def _without_attention(counts: Counts) -> Counts:
@@ -233,11 +239,167 @@ def shared_operations() -> Iterator[Operation]:
 # Caches in full precision
 
 
-def dense_operations() -> Iterator[Operation]:
-    ours, theirs = kvlayers, transformers
-    caches: list[tuple[str, Callable[[], Any], int | None]] = [
-        ("transformers' DynamicCache", lambda: transformers.DynamicCache(config=config()), None),
-        ("DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 2),
+def upstream_and_own() -> Iterator[tuple[str, Callable[[], Any], int | None]]:
+    """Names of caches, what makes them, and the most launches of an update."""
+    yield "transformers' DynamicCache", lambda: transformers.DynamicCache(config=config()), None
+    yield "DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 2
+    yield "transformers' StaticCache", lambda: transformers.StaticCache(config=config(), max_cache_len=MOST), None
+    yield "StaticCache", lambda: kvlayers.StaticCache(config(), max_cache_len=MOST), 3
+    windowed = windowed_config()
+    yield "transformers' DynamicCache, a window", lambda: transformers.DynamicCache(config=windowed), None
+    yield "DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed), 2
+    yield (
+        "transformers' StaticCache, a window",
+        lambda: transformers.StaticCache(config=windowed, max_cache_len=MOST),
+        None,
+    )
+    yield "StaticCache, a window", lambda: kvlayers.StaticCache(windowed, max_cache_len=MOST), 3
+    yield "SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=1024), 12
+    yield (
+        "SinkCache, padded",
+        lambda: kvlayers.SinkCache(config=config(), window_length=1024, left_padding=[7]),
+        15,
+    )
+    for name, layer in (("DynamicLayer", kvlayers.DynamicLayer), ("StaticLayer", lambda: kvlayers.StaticLayer(MOST))):
+        yield f"{name}, offloaded", lambda layer=layer: offloaded(layer()), 4
+
+
+def offloaded(layer: Any) -> kvlayers.Cache:
+    return kvlayers.Cache(layers=[kvlayers.OffloadedLayer(layer, kvlayers.Prefetcher(transfers=Transfers))])
+
+
+def full_precision_operations() -> Iterator[Operation]:
+    for name, make, at_most in upstream_and_own():
+        own = not name.startswith("transformers")
+        yield Operation(
+            f"{name}: update",
+            lambda make=make: usual(updates(held(make(), 8192), 9)),
+            None,
+            at_most,
+            may_wait=not own,
+        )
+    for name, make, most in (
+        ("DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 4),
+        ("DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed_config()), 18),
+        ("StaticCache, a window", lambda: kvlayers.StaticCache(windowed_config(), max_cache_len=MOST), 16),
+        ("SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=1024), 28),
+    ):
+        yield Operation(
+            f"{name}: the largest of 1,100 updates, which moves tokens",
+            lambda make=make: largest(updates(held(make(), 8192), 1100)),
+            None,
+            most,
+        )
+
+
+# A layer with a recurrent state
+
+
+def recurrent_step(make: Callable[[], Any]) -> Counts:
+    layer = make()
+    columns = torch.empty((1, CHANNELS, 1024), dtype=DTYPE, device=DEVICE)
+    column = columns[:, :, :1]
+    state = torch.empty((1, HEADS, HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=DEVICE)
+    for new in (columns, column):
+        layer.update_conv_state(new, conv_kernel_size=4)
+        layer.update_recurrent_state(state)
+    with counted() as counts:
+        layer.update_conv_state(column, conv_kernel_size=4)
+        layer.update_recurrent_state(state)
+    return counts
+
+
+def recurrent_operations() -> Iterator[Operation]:
+    yield Operation("LinearAttentionLayer: decode step", lambda: recurrent_step(kvlayers.LinearAttentionLayer), None, 4)
+
+
+# Quantizers of other packages
+
+
+def of_package(backend: str) -> kvlayers.QuantizedCache:
+    # Within `counted`, since the package reads numbers of the device, for which only a counter has an answer.
+    with counted():
+        return held(kvlayers.QuantizedCache(config=config(), backend=backend, nbits=4), 2048)
+
+
+def step_of_package(backend: str) -> Counts:
+    cache = of_package(backend)
+    return usual([step(cache) for _ in range(3)])
+
+
+def packages_operations() -> Iterator[Operation]:
+    for backend in filter(installed, ("hqq", "quanto")):
+        yield Operation(
+            f"{backend}: update that packs a block",
+            lambda backend=backend: largest(updates(of_package(backend), 80)),
+            may_wait=True,
+        )
+        yield Operation(f"{backend}: decode step", lambda backend=backend: step_of_package(backend), may_wait=True)
+
+
+def installed(backend: str) -> bool:
+    return importlib.util.find_spec({"hqq": "hqq", "quanto": "optimum.quanto"}[backend]) is not None
+
+
+def operations() -> list[Operation]:
+    """Every operation, in the order of the table."""
+    return [
+        *packed_operations(),
+        *shared_operations(),
+        *full_precision_operations(),
+        *recurrent_operations(),
+        *packages_operations(),
     ]
-    for name, make, at_most in caches:
-        yield Operation(f"{name}: update", lambda make=make: usual(lambda cache=held(make(), 8192): update(cache), 3), None, at_most)
+
+
+def row(operation: Operation, counts: Counts) -> dict[str, Any]:
+    """What was counted, as JSON has it."""
+    return {
+        "operation": operation.name,
+        "before": operation.before,
+        "at_most": operation.at_most,
+        "launches": counts.launches,
+        "synchronisations": sum(counts.synchronisations.values()),
+        "copies": sum(counts.copies.values()),
+        "transfers": sum(counts.transfers.values()),
+        "by_operator": {kind: dict(found) for kind, found in vars(counts).items() if found},
+        "complaints": operation.complaints(counts),
+    }
+
+
+def show(found: dict[str, Any], operators: bool) -> None:
+    before, at_most = ("" if found[name] is None else f"{found[name]:,}" for name in ("before", "at_most"))
+    print(
+        f"{found['operation']:66} {before:>8} {at_most:>8} {found['launches']:>8,} {found['synchronisations']:>6} "
+        f"{found['copies']:>6}  {'' if not found['complaints'] else 'TOO MUCH'}",
+        flush=True,
+    )
+    if operators:
+        for kind, counted_by_name in found["by_operator"].items():
+            print(f"    {kind}: {', '.join(f'{name} {count}' for name, count in counted_by_name.items())}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only operations whose name has this text")
+    parser.add_argument("--operators", action="store_true", help="also show the counts of each operator and kernel")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    chosen = [operation for operation in operations() if arguments.only in operation.name]
+    if not chosen:
+        parser.error(f"no operation has {arguments.only!r} in its name")
+    rows = []
+    if not arguments.json:
+        print(f"{'operation, one layer':66} {'before':>8} {'at most':>8} {'launches':>8} {'syncs':>6} {'copies':>6}")
+    with torch.no_grad(), gpu():
+        for operation in chosen:
+            rows.append(row(operation, operation.measure()))
+            if not arguments.json:
+                show(rows[-1], arguments.operators)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    return int(any(found["complaints"] for found in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -87,7 +87,7 @@ def gpu() -> Iterator[None]:
     try:
         with (
             mock.patch.object(TritonKernel, "launch", _count_launch),
-            mock.patch.object(TritonKernel, "shared_memory", lambda *arguments: 0),
+            mock.patch.object(TritonKernel, "shared_memory", return_value=0),
         ):
             yield
     finally:

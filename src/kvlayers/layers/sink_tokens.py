@@ -79,7 +79,11 @@ class Sinks:
         place = place.expand(keys.shape[0], -1) if padding is None else place + padding[:, None]
         taken_keys = _taken(keys, place, None if seen == 0 else self.keys)
         taken_values = _taken(values, place, None if seen == 0 else self.values)
-        partner = None if self.rotary is None else self.rotary.partner(taken_keys)
+        partner = None
+        if self.rotary is not None:
+            partner = self.rotary.partner(taken_keys)
+            # So that the frequencies are on the device before the first step that evicts a token.
+            self.rotary.turn(0, keys.shape[-1], partner.dtype, keys.device)
         return replace(self, padding=padding, keys=taken_keys, values=taken_values, partner=partner)
 
     def rotated_before(self, position: int) -> KVPair:

@@ -122,6 +122,12 @@ class Quantizer(ABC):
     def __init__(self, code_format: CodeFormat) -> None:
         self.format = code_format
 
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        # Another `quantize` finds other codes: the kernels of its parent class must not take its place.
+        if "quantize" in cls.__dict__ and "kernel_search" not in cls.__dict__:
+            cls.kernel_search = Quantizer.kernel_search  # type: ignore[method-assign]
+
     @property
     def kernel_search(self) -> KernelSearch | None:
         """How kernels find the same codes as `quantize`; `None` if only `quantize` can find them."""

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,10 @@ class _SharedConstants:
     """States that share a scale, neighbouring columns."""
     ROTATION: int
     """Channels that are mixed with each other, 1 if none are."""
+    ENTRY: float
+    """Size of the entries of the matrix that rotates, a power of two: products are exact, and sums do not overflow."""
     NORM: float
+    """What products with that matrix are multiplied by."""
     CHUNK: int
     """Channels that are multiplied at once."""
     PIECES: int
@@ -106,6 +109,7 @@ def _power_of_two(number: int) -> int:
 
 def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
     rotation = rotation_size(layout.head_dim) if layout.format.rotated else 1
+    entry = 2.0 ** -(rotation.bit_length() // 2)
     return {
         "KEYS": layout.side == "keys",
         "BITS": layout.format.bits,
@@ -118,7 +122,8 @@ def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
         "ROW_BYTES": layout.row_bytes,
         "GROUP": layout.column_group,
         "ROTATION": rotation,
-        "NORM": 1 / math.sqrt(rotation),
+        "ENTRY": entry,
+        "NORM": 1 / math.sqrt(rotation) / entry,
         "CHUNK": min(CHUNK, max(SMALLEST_SIDE, _power_of_two(layout.head_dim))),
         "PIECES": pieces,
         "EMULATED": is_interpreted(),
@@ -158,7 +163,7 @@ def pack_constants(
         ROW_GROUPS=layout.columns // layout.column_group,
         PADDED=group != layout.column_group,
         NATURAL=group == layout.column_group and columns == shared["PADDED_COLUMNS"],
-        LIMIT=_rounded_down(min(numbers.max, search.largest_state) * shared["NORM"], dtype),
+        LIMIT=_in_dtype(min(numbers.max, search.largest_state) / math.sqrt(shared["ROTATION"]), dtype, math.floor),
         TOP=float(2**layout.format.bits - 1),
         CLIPS=search.clips,
         REFITS=search.refits,
@@ -185,16 +190,11 @@ def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
     return {"C": constants, "num_warps": WARPS, "num_stages": 1}
 
 
-def _in_dtype(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype, device="cpu"))
-
-
-def _rounded_down(number: float, dtype: torch.dtype) -> float:
-    """The largest number of a dtype up to a positive one."""
-    found = torch.tensor(number, dtype=dtype, device="cpu")
-    # The neighbour of a positive floating number has the neighbouring bits.
-    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    return float(found) if float(found) <= number else float((found.view(bits) - 1).view(dtype))
+def _in_dtype(number: float, dtype: torch.dtype, rounded: Callable[[float], int] = round) -> float:
+    """A positive normal number in the precision of a dtype, to nearest even, or rounded by another function."""
+    mantissa, exponent = math.frexp(number)
+    steps = 2 / torch.finfo(dtype).eps
+    return math.ldexp(rounded(mantissa * steps) / steps, exponent)
 
 
 def read_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> str | None:

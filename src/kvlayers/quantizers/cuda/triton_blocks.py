@@ -23,14 +23,14 @@ jit = triton.jit if triton is not None else lambda function: function
 
 
 @jit
-def hadamard(one, other, ROTATION: tl.constexpr):
-    """Entries of the Hadamard matrix of size `ROTATION`, repeated along the diagonal: 1, -1, and 0 outside of it."""
-    common = (one & other) & (ROTATION - 1)
+def hadamard(one, other, C: tl.constexpr):
+    """Entries of a Hadamard matrix, repeated along the diagonal: `ENTRY`, its negative, and 0 outside of it."""
+    common = (one & other) & (C.ROTATION - 1)
     common ^= common >> 4
     common ^= common >> 2
     common ^= common >> 1
-    signs = 1.0 - 2.0 * (common & 1).to(tl.float32)
-    return tl.where(one // ROTATION == other // ROTATION, signs, 0.0)
+    entries = tl.where((common & 1) == 0, C.ENTRY, -C.ENTRY)
+    return tl.where(one // C.ROTATION == other // C.ROTATION, entries, 0.0)
 
 
 @jit
@@ -134,7 +134,7 @@ def pack_block(
                     other=0.0,
                 )
                 part = clamped(part, (finite > 0)[None, :], C.LIMIT)
-                tile = product(hadamard(channels[:, None], inner[None, :], C.ROTATION), part, tile, DTYPE, C.EMULATED)
+                tile = product(hadamard(channels[:, None], inner[None, :], C), part, tile, DTYPE, C.EMULATED)
             else:
                 part = tl.load(
                     states + (tokens * states_token)[:, None] + (inner * states_channel)[None, :],
@@ -142,7 +142,7 @@ def pack_block(
                     other=0.0,
                 )
                 part = clamped(part, (finite > 0)[:, None], C.LIMIT)
-                tile = product(part, hadamard(inner[:, None], channels[None, :], C.ROTATION), tile, DTYPE, C.EMULATED)
+                tile = product(part, hadamard(inner[:, None], channels[None, :], C), tile, DTYPE, C.EMULATED)
         tile *= C.NORM
     elif C.KEYS:
         tile = tl.load(
@@ -302,7 +302,7 @@ def read_block(
             inner = start + tl.arange(0, C.CHUNK)
             is_real = token_is_real & (inner < C.HEAD_DIM)[None, :]
             part = load_states(codes, parameters, tokens[:, None], inner[None, :], is_real, C)
-            sums = product(part, hadamard(inner[:, None], channels, C.ROTATION), sums, tl.float32, C.EMULATED)
+            sums = product(part, hadamard(inner[:, None], channels, C), sums, tl.float32, C.EMULATED)
         store_states(states, channels, sums * C.NORM, token_is_real, DTYPE, C)
     else:
         for start in range(0, C.HEAD_DIM, C.CHUNK):

@@ -92,12 +92,10 @@ class StagedBuffer(TokenBuffer):
         first: slot of the host buffer that the first copied token was in.
         free: slots before that token.
         kept: number of tokens that were copied from the host and are still here.
-        is_original: whether this is the memory that the states were copied to, rather than memory that they were moved
-            to since.
         written: ranges of slots, start and end, in which the host buffer lacks these tokens or has others.
     """
 
-    __slots__ = ("first", "free", "host", "is_original", "kept", "rows", "written")
+    __slots__ = ("first", "free", "host", "kept", "rows", "written")
 
     def __init__(
         self,
@@ -113,7 +111,6 @@ class StagedBuffer(TokenBuffer):
         self.host = host
         self.first = first
         self.free = free
-        self.is_original = kept is None
         self.kept = self.capacity if kept is None else kept
         self.written = list(written)
 

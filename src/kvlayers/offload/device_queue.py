@@ -54,6 +54,7 @@ class DeviceQueue:
     Attributes:
         transfers: copies states to the device and back.
         staged: layers whose states are on the device or on their way there.
+        brought: an event after everything that was copied to the device, `None` at first.
         written_back: an event after everything that was written back, `None` at first.
         writing_back: copies to the host that the current stream has not waited for, and what they read.
         last: the layer that was fetched last.
@@ -62,6 +63,7 @@ class DeviceQueue:
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
         self.staged: weakref.WeakKeyDictionary[Any, Staged] = weakref.WeakKeyDictionary()
+        self.brought: Event = None
         self.written_back: Event = None
         self.writing_back: list[PendingCopy] = []
         self.last: weakref.ref[Any] | None = None
@@ -75,6 +77,12 @@ class DeviceQueue:
         self.last = weakref.ref(layer)
         follower = self._followers.get(layer)
         return None if follower is None else follower()
+
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+        """Copy rows to the same rows of new tensors on the device."""
+        copy = self.transfers.copy_to_device(sources)
+        self.brought = copy.event
+        return copy
 
     def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> None:
         """Copy rows on the device (the second of each pair) to rows on the host, and hold them until then."""

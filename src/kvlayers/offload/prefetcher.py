@@ -33,7 +33,8 @@ class Prefetcher:
     * Tensors that are written back are released at the next update, when the current stream has waited for the copy.
       `StreamTransfers` says why memory is then reused in order, whoever has the same streams.
     * All other operations (crop, reorder, fork, state, ...) are done by the host, in offloaded memory, when everything
-      that was written back of the layer has arrived. Copies that were prefetched before are then not used.
+      that was written back of the layer has arrived. An operation that changes states begins when all copies to the
+      device have finished, and copies that were prefetched before are then not used.
 
     All layers of a cache must be updated from one thread at a time. The current stream may change between updates only
     as for any other tensor: if the new one waits for the old one.
@@ -127,7 +128,7 @@ class Prefetcher:
         layer.swap_buffers(collect)
         if not on_host:
             return Staged(layer.version, {}, None, Traffic())
-        copy = queue.transfers.copy_to_device([rows for _, rows in on_host])
+        copy = queue.copy_to_device([rows for _, rows in on_host])
         # A tensor that is made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             buffers = {
@@ -172,7 +173,12 @@ class Prefetcher:
             queue.finish_writing_back()
 
     def discard(self, layer: OffloadTarget) -> None:
-        """Discard the copies that were prefetched for a layer, because its offloaded states are about to change."""
+        """Discard the copies that were prefetched for a layer, because the host is about to change its states.
+
+        Blocks until earlier copies to the device have finished: copies of this layer may be in use (`layer.keys`).
+        """
         queue = self.queue(layer.device)
         if queue is not None:
+            if queue.brought is not None:
+                queue.transfers.wait(queue.brought)
             self._drop(queue, layer)

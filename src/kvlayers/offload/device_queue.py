@@ -137,9 +137,13 @@ class WriteBack:
         return self._host_buffers.get(id(buffer), buffer)
 
     def _host_buffer_of_staged(self, buffer: StagedBuffer) -> HostBuffer:
-        """The buffer that it was copied from, or a new one if the tokens have moved or the capacity has changed."""
+        """The buffer that it was copied from, or another if the tokens have moved or the capacity has changed."""
         if buffer.is_aligned:
             return buffer.host
+        has_moved = buffer.first != buffer.free
+        extended = None if has_moved else buffer.host.extended(buffer.capacity)
+        if extended is not None:
+            return extended
         self._wait()
         with torch.inference_mode(False):
             return buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity, buffer.free)

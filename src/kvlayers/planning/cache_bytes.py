@@ -22,7 +22,7 @@ class CacheBytes:
 
     Attributes:
         resident: bytes that are always on the device.
-        host: bytes that are kept on the host.
+        host: bytes that are kept on the host, with what the allocator of pinned memory rounds up to.
         staged: the most of the host's bytes that are on the device at once: those of the layer that is attended to, and
             of the next one.
     """
@@ -159,4 +159,5 @@ def _summed(layers: Sequence[PlannedBytes]) -> CacheBytes:
     # The first layer follows the last one, at the next token.
     following = [*travelling[1:], *travelling[:1]] if len(travelling) > 1 else [0] * len(travelling)
     staged = max((one + other for one, other in zip(travelling, following, strict=True)), default=0)
-    return CacheBytes(sum(layer.device for layer in layers), sum(travelling), staged)
+    host = sum(layer.host + layer.spare for layer in layers)
+    return CacheBytes(sum(layer.device for layer in layers), host, staged)

@@ -49,6 +49,15 @@ def packed_sinks(model: Any) -> Any:
     return kvlayers.SinkCache(config=model.config, **options)
 
 
+def shared_prefix(model: Any) -> Any:
+    """Three sequences go on from one prompt."""
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1, 70, seed=1), past_key_values=cache)
+    cache.expand(3)
+    return cache
+
+
 def packed_away(model: Any) -> Any:
     return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, **AWAY)
 

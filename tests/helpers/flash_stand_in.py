@@ -5,7 +5,6 @@ different lengths. A causal mask, and a window, are aligned to the last token.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +12,14 @@ import torch
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash
 
-from kvlayers.upstream import compat
-
 CALLS: list[type] = []
 """The types of the keys that the functions were given."""
+
+
+def note(keys: Tensor) -> None:
+    """Remember what kind of keys a function was given."""
+    if not torch.compiler.is_compiling():
+        CALLS.append(type(keys))
 
 
 def flash_attn_func(
@@ -33,7 +36,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """Attention of sequences of one length."""
-    CALLS.append(type(k))
+    note(k)
     return torch.stack(
         [attended(*states, softmax_scale, causal, window_size, softcap) for states in zip(q, k, v, strict=True)]
     )
@@ -58,7 +61,7 @@ def flash_attn_varlen_func(
     block_table: None = None,
 ) -> Tensor:
     """Attention of sequences of different lengths, one after the other."""
-    CALLS.append(type(k))
+    note(k)
     pieces = []
     for index in range(len(cu_seqlens_q) - 1):
         queries = slice(int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]))
@@ -89,18 +92,17 @@ def attended(
 
 
 @pytest.fixture
-def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers finds the functions here, as if the package were installed."""
     CALLS.clear()
     of_package = (flash_attn_func, flash_attn_varlen_func)
     of_transformers = (flash._pad_input, flash._unpad_input)
     # Newer versions also look for a function that has a paged cache.
-    paged: tuple[Any, ...] = (flash_attn_func,) if compat.FLASH_HAS_PAGES else ()
+    paged: tuple[Any, ...] = (None,) if "_flash_with_kvcache_fn" in vars(flash) else ()
     monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (*of_package, *paged, *of_transformers))
     names = [name for name in vars(flash) if name.endswith("_fn") or name == "_loaded_implementation"]
     for name in names:
         monkeypatch.setattr(flash, name, None)
-    yield
 
 
 def use(model: Any, name: str = "flash_attention_2") -> None:

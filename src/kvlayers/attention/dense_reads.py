@@ -24,9 +24,9 @@ def note_dense_read(paths: PathCounter, path: str) -> None:
         if name is not None and name not in (*READ_AS_HELD, *_warned):
             _warned.add(name)
             warn_the_caller(
-                f"The attention {name!r} reads states in full precision only, so at every step each layer of this cache "
-                "makes a full-precision copy of all of its states: that takes more time than a DynamicCache, and the "
-                "memory of one layer's copy. Use model.set_attn_implementation('kvlayers') after kvlayers.install(), "
-                "or 'sdpa': both read the states as the cache holds them."
+                f"The attention {name!r} reads states in full precision only. So at every step each layer of this "
+                "cache copies all of its states to full precision, which is slower than a DynamicCache and takes the "
+                "memory of one layer's copy. Use model.set_attn_implementation('sdpa'), or 'kvlayers' after "
+                "kvlayers.install(): both read the states as the cache holds them."
             )
     paths.record(path)

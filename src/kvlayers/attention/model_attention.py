@@ -1,7 +1,7 @@
 """The attention function of models whose `attn_implementation` is "kvlayers".
 
-It takes the arguments of transformers' `AttentionInterface`. States of any cache are read as the cache holds them: codes
-as codes, and a prefix that sequences share once for all of them. `install()` registers it.
+It takes the arguments of transformers' `AttentionInterface`, and reads the states as the cache holds them: codes as
+codes, and a prefix that sequences share once for all of them. `install()` registers it.
 """
 
 from typing import Any

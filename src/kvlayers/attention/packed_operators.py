@@ -102,7 +102,7 @@ GIVEN_TO_COMPILED_CODE = "compiled code in full precision, as it calls another f
 def full_precision(
     number: Tensor, is_values: bool, copies: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A full-precision copy of the newest keys, or values, of a store: `[batch, kv_heads * copies, tokens, head_dim]`."""
+    """The newest keys, or values, of a store in full precision: `[batch, kv_heads * copies, tokens, head_dim]`."""
     with torch.no_grad():
         snapshot = _newest(number, shape[2])
         note_dense_read(snapshot.paths, GIVEN_TO_COMPILED_CODE)

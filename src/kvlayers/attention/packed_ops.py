@@ -48,12 +48,13 @@ def _attention(
 ) -> Tensor | str:
     if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
         return obstacle
-    segments = key.snapshot.read()
+    snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
+    segments = snapshot.read()
     if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
         return NEEDS_GRADIENTS
     if is_causal:
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    return dispatch.attend(query, segments, attn_mask, scale, key.snapshot.paths)
+    return dispatch.attend(query, segments, attn_mask, scale, snapshot.paths)
 
 
 def _obstacle(
@@ -93,13 +94,14 @@ def _attention_in_graph(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    obstacle = _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if obstacle is not None or key.snapshot.follows_gradients or _needs_gradients(query):
+    if _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
         return None
-    if attn_mask is not None and _needs_gradients(attn_mask):
+    snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
+    if snapshot.follows_gradients or _needs_gradients(query, *(() if attn_mask is None else (attn_mask,))):
         return None
-    number = key.snapshot.version.handle.number
-    return attend_packed(number, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
+    number = snapshot.version.handle.number
+    attended: Tensor = attend_packed(number, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
+    return attended
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__)

@@ -196,8 +196,8 @@ class PackedStates(Tensor):
             if func in METADATA_FUNCTIONS:
                 return func(*args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
-                computed = _in_graphs[func](*args, **kwargs) if func in _in_graphs else None
-                return _call_in_graph(func, args, kwargs) if computed is None else computed
+                traced = _in_graphs[func](*args, **kwargs) if func in _in_graphs else None
+                return _call_in_graph(func, args, kwargs) if traced is None else traced
             computed = _implementations[func](*args, **kwargs) if func in _implementations else NOT_IMPLEMENTED
             return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
 
@@ -235,8 +235,8 @@ class PackedStates(Tensor):
 
 def _has_no_address() -> UnsupportedLayerError:
     return UnsupportedLayerError(
-        "The states of a quantized cache, or of a prefix that sequences share, have no address: pass clone() of them to "
-        "a kernel that reads memory."
+        "The states of a quantized cache, or of a prefix that sequences share, have no address: pass a clone() of them "
+        "to a kernel that reads memory."
     )
 
 

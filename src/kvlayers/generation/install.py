@@ -55,8 +55,9 @@ def install(
 ) -> None:
     """Make every call of `generate()` use kvlayers' caches, until `uninstall()`.
 
-    Models may also be given `attn_implementation="kvlayers"`, an attention that reads the states of any cache as they are
-    held. Calling it again changes the options that are given and keeps the others.
+    Models may also have `attn_implementation="kvlayers"`, an attention that reads states as the cache holds them.
+
+    Calling it again changes the options that are given and keeps the others.
 
     Args:
         prefix_store: a store that every call uses if it can: states of a prompt that are in the store are not computed

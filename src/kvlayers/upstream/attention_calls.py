@@ -1,6 +1,7 @@
 """Which attention implementation of transformers is running."""
 
 import sys
+from types import FrameType
 
 from torch import nn
 
@@ -13,7 +14,7 @@ def running_attention_implementation() -> str | None:
 
     It reads the frames of the calls that are running, so it is for rare events.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -21,5 +22,5 @@ def running_attention_implementation() -> str | None:
             if isinstance(config, PretrainedConfig):
                 name: str | None = config._attn_implementation
                 return name
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -6,7 +6,8 @@ Traced, it would be compiled anew whenever a block is packed, or break the graph
 its last, and attention reads the codes as they are held. Of a layer, TorchDynamo sees only the count of tokens.
 
 Every operator is given the handle of a cache. `take_in` and `attend` declare that they write to it, so they stay in the
-order in which the model calls them.
+order in which the model calls them. They run on the host, so they are never captured in a CUDA graph: a replay would
+not take in anything.
 """
 
 import itertools
@@ -92,7 +93,7 @@ def _gone() -> StaleStatesError:
     )
 
 
-@torch.library.custom_op("kvlayers::take_in", mutates_args=("number",))
+@torch.library.custom_op("kvlayers::take_in", mutates_args=("number",), **compat.NEVER_CAPTURED)
 def take_in(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Update a layer of a cache with states `[batch, kv_heads, new, head_dim]`."""
     with torch.no_grad():
@@ -104,7 +105,7 @@ def _(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("kvlayers::attend", mutates_args=("number",))
+@torch.library.custom_op("kvlayers::attend", mutates_args=("number",), **compat.NEVER_CAPTURED)
 def attend(
     number: Tensor,
     layer_idx: int,
@@ -141,7 +142,7 @@ def _(
     return query.new_empty((*query.shape[:3], value_head_dim))
 
 
-@torch.library.custom_op("kvlayers::read", mutates_args=("number",))
+@torch.library.custom_op("kvlayers::read", mutates_args=("number",), **compat.NEVER_CAPTURED)
 def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Keys, or values, that the last update of a layer returned, in full precision: a copy, of the dtype of `like`."""
     with torch.no_grad():

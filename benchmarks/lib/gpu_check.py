@@ -158,7 +158,7 @@ def codes(setup: Setup) -> Findings:
             # Both are dequantized on the CPU, so that only the codes and scales differ.
             pairs = zip(dense_states(on_cpu(on_device)), dense_states(reference), states, strict=True)
             errors = [
-                (relative_error(device, exact.cpu()), relative_error(cpu, exact.cpu())) for device, cpu, exact in pairs
+                tuple(relative_error(states, exact.cpu()) for states in (device, cpu)) for device, cpu, exact in pairs
             ]
             found.add(f"equal codes, {name}", 100 * same, "%")
             for side, (device_error, cpu_error) in zip(("keys", "values"), errors, strict=True):

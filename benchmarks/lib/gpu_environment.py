@@ -76,7 +76,6 @@ def ceilings(setup: Setup) -> Findings:
     for what, into, out_of in (("to the device", part, host), ("to the host", host, part)):
         seconds = seconds_of(setup, lambda into=into, out_of=out_of: into.copy_(out_of, non_blocking=True))
         found.add(f"pinned memory {what}", len(host) / seconds / 1e9, "GB/s")
-    del source, target, host, part
     left, right = (torch.randn(side, side, device=setup.device, dtype=torch.bfloat16) for _ in range(2))
     seconds = seconds_of(setup, lambda: left @ right)
     found.add("product of bfloat16 matrices", 2 * side**3 / seconds / 1e12, "TFLOP/s", PREDICTED["matmul"])

@@ -52,8 +52,8 @@ TRANSFORMERS_QUANTIZED: dict[str, Maker] = {
 """Two of them need other packages, and the third a newer transformers."""
 
 LOGITS_ERROR = {INT4: 0.3, INT8: 0.1, FP8: 0.15}
-"""How far the logits of caches that round may be from the reference's, relative to their norm. The states are random, so
-that these are only limits beyond which something is broken: fidelity is measured with real models."""
+"""How far the logits of caches that round may be from the reference's, relative to their norm. States are random here,
+so these are only limits beyond which something is broken: fidelity is measured with real models."""
 
 EXACT_ERROR = 0.05
 """The same for caches in full precision, of which each token must be the reference's, too: kernels add in other orders,

@@ -56,7 +56,6 @@ def offloading(setup: Setup) -> Findings:
             fill_with_random(setup, model.config, cache, tokens)
     ids = token_ids(setup, model.config, 1, (trials + 1) * block)
     times: dict[str, list[float]] = {name: [] for name in names}
-    others = dict.fromkeys(names, 0)
 
     def decode(name: str, start: int, into: list[Any]) -> None:
         for step in range(start, start + block):
@@ -70,12 +69,8 @@ def offloading(setup: Setup) -> Findings:
             took = milliseconds(setup, run) / block
             times[name] += [took] if trial else []
             decode(f"{name}, False", trial * block, logits[False])
-            pairs = zip(logits[True], logits[False], strict=True)
-            others[name] += sum(not torch.equal(one, other) for one, other in pairs)
+            compare_logits(found, f"{name}, trial {trial}", logits[False], logits[True])
     for name in names:
-        found.expect(
-            not others[name], f"{name}: the logits of {others[name]} steps differ from those without offloading"
-        )
         found.add(f"{name}: a step", median(times[name]), "ms")
     for name in (OFFLOADED, OFFLOADED_INT4):
         moved = caches[f"{name}, True"].traffic.of_step().to_device
@@ -140,7 +135,7 @@ def compiled_loops(setup: Setup) -> Findings:
     """Decode loops with compiled static caches of 32,768 reserved tokens, 1,024 of them held."""
     found, disagreements = Findings(), Disagreements()
     job = _job(setup, setup.choose(128, 8))
-    with nothing_in_memory(job.backend):
+    with nothing_in_memory(job.backend, setup.device):
         loops = {name: Loop(name, job) for name in SERVING}
         measured = measure_calls(job, loops, setup.choose(3, 1), disagreements, _ticks())
     rates = {name: (job.new - 1) / median([took for (took,) in entry["seconds"]]) for name, entry in measured.items()}
@@ -163,7 +158,7 @@ def compiled_generate(setup: Setup) -> Findings:
     job = _job(setup, setup.choose(128, 8))
     contenders = {name: GENERATORS[name] for name in SERVING}
     trials = setup.choose(3, 1)
-    with nothing_in_memory(job.backend):
+    with nothing_in_memory(job.backend, setup.device):
         prefills = measure_generate(dataclasses.replace(job, new=1), contenders, trials, disagreements, _ticks())
         calls = measure_generate(job, contenders, trials, disagreements, _ticks())
     for name in SERVING:
@@ -187,7 +182,7 @@ def windows(setup: Setup) -> Findings:
     backend = INDUCTOR if setup.on_cuda else "eager"
     ids = token_ids(setup, model.config, 1, prompt + new)
     logits: dict[str, list[Any]] = {}
-    with nothing_in_memory(backend), counted_captures() as captures:
+    with nothing_in_memory(backend, setup.device), counted_captures() as captures:
         forward = Compiled(model, options_of(backend, "reduce-overhead"))
         makers = {
             "eager": (kvlayers.DynamicCache(config=model.config), model),
@@ -206,7 +201,7 @@ def windows(setup: Setup) -> Findings:
         where = {"model": "windows", "cache": compiled(KVLAYERS_STATIC), "tokens": prompt + step, "trial": 0}
         disagreements.compare_step(where, expected, seen)
     found.add(f"compiled graphs in {new} steps", forward.graphs, "graphs", "1 or 2")
-    found.add(f"CUDA graphs in {new} steps", recorded, "graphs", "33 before the offset came from the device")
+    found.add(f"CUDA graphs in {new} steps", recorded, "graphs", "33 where the offset is a number of Python")
     found.expect(recorded <= 8, f"{recorded} CUDA graphs were recorded")
     _add_disagreements(found, disagreements)
     return found
@@ -234,11 +229,11 @@ def out_of_memory(setup: Setup) -> Findings:
     found = Findings()
     model = one_billion(setup)
     config = model.config
-    tokens, chunk, new = setup.choose((98304, 2048, 16), (256, 64, 4))
+    tokens, chunk, new = setup.choose((131072, 1024, 16), (256, 64, 4))
     prompt = token_ids(setup, config, 1, tokens)
     dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * (tokens + new)
-    # Beside the cache of 4 bits there is room for the activations of a chunk.
-    room = int(0.6 * dense) + (256 << 20)
+    # Beside the cache of 4 bits there is room for the activations and the mask of a chunk.
+    room = int(0.55 * dense) + (1200 << 20)
     arguments = {"max_new_tokens": new, "do_sample": False, "prefill_chunk_size": chunk}
     with warnings.catch_warnings(record=True) as seen, memory_limit(setup, room):
         warnings.simplefilter("always")

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,7 @@ class Findings:
 
     def merge(self, name: str, other: "Findings") -> None:
         """Add what a part of the step found."""
-        self.figures += [
-            Figure(f"{name}: {each.what}", each.value, each.unit, each.predicted) for each in other.figures
-        ]
+        self.figures += [replace(each, what=f"{name}: {each.what}") for each in other.figures]
         self.wrong += [f"{name}: {line}" for line in other.wrong]
         self.details[name] = other.details
 
@@ -218,7 +216,7 @@ class Stage:
         alone = (step.isolated and self.setup.on_cuda) or self._device_is_lost
         parts = step.parts or ("",)
         if not alone:
-            return merged(parts, map(lambda part: run_part(step, self.setup, part), parts))
+            return merged(parts, (run_part(step, self.setup, part) for part in parts))
         with ThreadPoolExecutor(PROCESSES) as threads:
             return merged(parts, threads.map(lambda part: self._in_own_process(step, part), parts))
 

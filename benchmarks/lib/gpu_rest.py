@@ -18,7 +18,7 @@ from lib.compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
 from lib.contenders import COMPILED, CONTENDERS, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC, compiled, is_compiled
 from lib.generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
 from lib.gpu_environment import seconds_of
-from lib.gpu_model import ONE_BILLION, fill_with_random, llama, token_ids
+from lib.gpu_model import ONE_BILLION, compare_logits, fill_with_random, llama, token_ids
 from lib.gpu_stage import Findings, Setup, Step
 from lib.gpu_timing import counted_captures, median, milliseconds
 from lib.timing import Disagreements, Forward

@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 GROUPED: dict[str, dict[str, Any]] = {
     "a scale for each token": {"backend": grouped_backend.NAME, "nbits": 4},
-    "8 bits, groups of 256 tokens": {"backend": grouped_backend.NAME, "nbits": 8, "axis_key": 0, "q_group_size": 256},
+    "8 bits, groups of 256 tokens": {"backend": grouped_backend.NAME, "nbits": 8, "axis_key": 0, "key_group_size": 256},
 }
 
 
@@ -86,7 +86,7 @@ def test_attention_of_every_dtype(dtype: torch.dtype, head_dim: int) -> None:
 @pytest.mark.parametrize("name", GROUPED)
 def test_what_needs_much_shared_memory_is_right_on_some_path(name: str, dtype: torch.dtype) -> None:
     """A scale for each token needs up to 184 KB in float32, groups of 256 tokens 136 KB: more than some GPUs have."""
-    size = GROUPED[name].get("q_group_size", 64)
+    size = GROUPED[name].get("key_group_size", 64)
     error, store = error_of_attention(GROUPED[name], dtype, 128, size=size)
     assert error < 4 * ROUNDINGS[dtype]
     assert store.paths.counts

@@ -47,7 +47,7 @@ def test_updates_and_attention_wait_for_nothing(name: str) -> None:
                 step(1)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "windows and full attention", "static", "int4", "offloaded", "recurrent"])
+@pytest.mark.parametrize("name", ["dynamic", "windows and full attention", "static", "int4", "offloaded"])
 def test_steps_of_a_model_wait_for_nothing(name: str) -> None:
     kind = KINDS[name]
     model = on_device(kind.model(), DEVICE)

@@ -24,12 +24,14 @@ class Kind:
         make: makes an empty cache for a config.
         tolerance: how far its logits may be from the CPU's, relative to their norm.
         changes: fields of the model's config.
+        one_by_one: whether the model takes tokens one by one after the first ones.
     """
 
     family: str
     make: Callable[[Any], kvlayers.Cache]
     tolerance: float = EXACT
     changes: dict[str, Any] = field(default_factory=dict)
+    one_by_one: bool = False
 
     def model(self) -> Any:
         """A random model, on the CPU in float32."""
@@ -63,8 +65,8 @@ KINDS: dict[str, Kind] = {
     "offloaded windows": Kind("gemma3", lambda config: kvlayers.DynamicCache(config=config, offloading=True)),
     "offloaded static": Kind("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=200, offloading=True)),
     "offloaded int4": _quantized(nbits=4, offloading=True),
-    "recurrent": Kind("mamba", lambda config: kvlayers.DynamicCache(config=config)),
-    "recurrent and attention": Kind("jamba", lambda config: kvlayers.DynamicCache(config=config)),
+    "recurrent": Kind("mamba", lambda config: kvlayers.DynamicCache(config=config), one_by_one=True),
+    "recurrent and attention": Kind("jamba", lambda config: kvlayers.DynamicCache(config=config), one_by_one=True),
 }
 
 

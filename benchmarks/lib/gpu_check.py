@@ -1,10 +1,13 @@
 """Steps that check kvlayers on a device: kernels against float64, codes against the CPU's, and the tests for CUDA."""
 
+import functools
 import itertools
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from kvlayers import Quantization, QuantizedStore
 from kvlayers.attention.dispatch import CUDA
 from kvlayers.utils.triton_support import runs_triton
 from lib.gpu_environment import ceilings
-from lib.gpu_stage import Findings, Setup, Step
+from lib.gpu_stage import PROCESSES, Findings, Setup, Step
 from packed_reference import (
     attention,
     counted_launches,
@@ -176,39 +179,44 @@ def codes(setup: Setup) -> Findings:
 
 
 def tests(setup: Setup) -> Findings:
-    """The tests with the marker `cuda`."""
-    command = [sys.executable, "-m", "pytest", "tests/cuda", "-m", "cuda", "-q", "-rfE", "--durations=8", "--tb=short"]
+    """The tests with the marker `cuda`, a process for each file, as compiling takes most of their time."""
+    found = Findings()
+    files = sorted((REPOSITORY / "tests" / "cuda").glob("test_*.py"))
+    with ThreadPoolExecutor(PROCESSES if setup.on_cuda else 1) as threads:
+        outcomes = list(threads.map(functools.partial(_run_tests, setup), files[: setup.choose(None, 1)]))
+    totals = Counter[str]()
+    for file, (code, output) in zip(files, outcomes, strict=False):
+        found.details[file.name] = {"exit code": code, "output": output[-8000:]}
+        for count, name in re.findall(r"(\d+) (passed|failed|skipped|error|tests? collected)", output):
+            totals[name] += int(count)
+        failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
+        found.wrong += failed
+        found.expect(code == 0 or bool(failed), f"{file.name}: pytest ended with {code}: {output[-1000:]}")
+    for name, count in totals.items():
+        found.add(name, count, "tests")
+    return found
+
+
+def _run_tests(setup: Setup, file: Path) -> tuple[int, str]:
+    """Exit code and output of pytest for a file. Where shapes are tiny, tests are only collected."""
+    command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", "-q", "-rfE", "--durations=8", "--tb=short"]
     # The options in pyproject.toml need plugins that may not be there.
-    command += ["-o", "addopts=", "-p", "no:cacheprovider"]
-    if setup.quick:
-        command.append("--collect-only")
-    source = str(REPOSITORY / "src")
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    seconds = max(setup.seconds_left, 30)
+    command += ["-o", "addopts=", "-p", "no:cacheprovider", *(["--collect-only"] if setup.quick else [])]
+    path = os.pathsep.join([str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         ran = subprocess.run(
             command,
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=seconds,
+            timeout=max(setup.seconds_left, 30),
             check=False,
         )
-        code, output = ran.returncode, ran.stdout + ran.stderr
     except subprocess.TimeoutExpired as error:
-        code, output = 124, (error.stdout or b"").decode(errors="replace")
-    found = Findings(details={"exit code": code, "output": output[-12000:]})
-    counts = {
-        name: int(count)
-        for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?|tests? collected)", output)
-    }
-    for name, count in counts.items():
-        found.add(name, count, "tests")
-    failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
-    found.wrong += failed
-    found.expect(code == 0 or bool(failed), f"pytest ended with {code}: {output[-1000:]}")
-    return found
+        return 124, f"it did not end in time: {error.stdout!r}"
+    return ran.returncode, ran.stdout
 
 
 STEPS = (

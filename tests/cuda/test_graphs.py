@@ -117,4 +117,4 @@ def test_compiled_steps_are_those_of_eager_code(name: str, monkeypatch: pytest.M
     for one, other in zip(expected, seen, strict=True):
         assert relative_error(other, one) < max(kind.tolerance, 1e-3)
     # One for each size of what is attended to; never one for each step.
-    assert captures[0] <= 16
+    assert captures[0] <= 8 or name not in ("static", "static windows")

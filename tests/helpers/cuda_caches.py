@@ -12,6 +12,9 @@ EXACT, ROUNDED = 1e-4, 0.05
 """How far logits in float32 may be from the CPU's, relative to their norm: products add in another order. Where states
 are rounded to few bits, a sum that differs in its last bit may choose the neighbouring code."""
 
+EAGER_EXPERTS = {"_experts_implementation": "eager"}
+"""A GPU multiplies with all experts at once by default, in a lower precision than the CPU."""
+
 PACKED: dict[str, Any] = {"residual_length": 16, "sink_tokens": 4}
 
 
@@ -47,13 +50,15 @@ def _quantized(backend: str = "native", family: str = "llama", **options: Any) -
 
 KINDS: dict[str, Kind] = {
     "dynamic": Kind("llama", lambda config: kvlayers.DynamicCache(config=config)),
-    "dynamic, head_dims that differ": Kind("deepseek_v3", lambda config: kvlayers.DynamicCache(config=config)),
+    "dynamic, head_dims that differ": Kind(
+        "deepseek_v3", lambda config: kvlayers.DynamicCache(config=config), changes=EAGER_EXPERTS
+    ),
     "windows": Kind("mistral", lambda config: kvlayers.DynamicCache(config=config)),
     "windows and full attention": Kind("gemma3", lambda config: kvlayers.DynamicCache(config=config)),
     "chunks": Kind("llama4", lambda config: kvlayers.DynamicCache(config=config)),
-    "static": Kind("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=200)),
+    "static": Kind("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=300)),
     "static that grows": Kind("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=8, grow=True)),
-    "static windows": Kind("gemma3", lambda config: kvlayers.StaticCache(config, max_cache_len=200)),
+    "static windows": Kind("gemma3", lambda config: kvlayers.StaticCache(config, max_cache_len=300)),
     "sinks": Kind("llama", lambda config: kvlayers.SinkCache(40, 4, config)),
     "int4": _quantized(nbits=4),
     "int8": _quantized(nbits=8),
@@ -63,10 +68,12 @@ KINDS: dict[str, Kind] = {
     "int4 windows": _quantized(family="gemma3", nbits=4, quantize_sliding=True),
     "offloaded": Kind("llama", lambda config: kvlayers.DynamicCache(config=config, offloading=True)),
     "offloaded windows": Kind("gemma3", lambda config: kvlayers.DynamicCache(config=config, offloading=True)),
-    "offloaded static": Kind("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=200, offloading=True)),
+    "offloaded static": Kind("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=300, offloading=True)),
     "offloaded int4": _quantized(nbits=4, offloading=True),
     "recurrent": Kind("mamba", lambda config: kvlayers.DynamicCache(config=config), one_by_one=True),
-    "recurrent and attention": Kind("jamba", lambda config: kvlayers.DynamicCache(config=config), one_by_one=True),
+    "recurrent and attention": Kind(
+        "jamba", lambda config: kvlayers.DynamicCache(config=config), changes=EAGER_EXPERTS, one_by_one=True
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """Caches on a CUDA device give what they give on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,12 +47,12 @@ class Pair:
         for step in range(ids.shape[1]):
             self.feed(ids[:, step : step + 1])
 
-    def both(self, operation: Any) -> None:
+    def both(self, operation: Callable[[kvlayers.Cache, torch.device], Any]) -> None:
         """Do the same with both caches: it succeeds on both, or fails on both."""
         failed = []
-        for cache in self.caches:
+        for model, cache in zip(self.models, self.caches, strict=True):
             try:
-                operation(cache)
+                operation(cache, model.device)
                 failed.append(None)
             except kvlayers.KVLayersError as error:
                 failed.append(type(error))
@@ -66,9 +66,9 @@ def test_a_model_decodes_as_on_a_cpu(name: str) -> None:
     pair.feed(ids[:, :70])
     # At 64 tokens to a block, one block is packed and another one is begun.
     pair.decode(ids[:, 70:110])
-    pair.both(lambda cache: cache.crop(-3))
+    pair.both(lambda cache, device: cache.crop(-3))
     pair.decode(ids[:, 110:120])
-    pair.both(lambda cache: cache.reorder_cache(torch.tensor([1, 0])))
+    pair.both(lambda cache, device: cache.reorder_cache(torch.tensor([1, 0], device=device)))
     pair.decode(ids[:, 120:125])
     # A second turn, and then more of it.
     (pair.decode if pair.kind.one_by_one else pair.feed)(ids[:, 125:140])
@@ -77,7 +77,7 @@ def test_a_model_decodes_as_on_a_cpu(name: str) -> None:
     pair.decode(ids[:, 150:155])
     # The fork is where the cache was: it may not notice what the cache did since.
     assert fork.get_seq_length() == pair.caches[1].get_seq_length() - 5
-    pair.both(lambda cache: cache.reset())
+    pair.both(lambda cache, device: cache.reset())
     pair.feed(ids[:, :20])
     pair.decode(ids[:, 20:25])
 
@@ -96,7 +96,7 @@ def test_models_with_an_encoder_generate_as_on_a_cpu(family: str) -> None:
 def test_eight_samples_of_a_prompt_are_those_of_a_cpu(name: str) -> None:
     pair = Pair(KINDS[name])
     pair.feed(prompt(1, 90))
-    pair.both(lambda cache: cache.expand(8))
+    pair.both(lambda cache, device: cache.expand(8))
     pair.decode(prompt(8, 12, seed=1))
 
 

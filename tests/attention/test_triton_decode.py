@@ -42,7 +42,7 @@ def interpreted() -> dict[str, Any]:
 @pytest.mark.slow
 @with_triton
 @pytest.mark.parametrize("name", [*CASES, "several blocks a split"])
-def test_packed_attention_is_that_of_the_dequantized_states(interpreted: dict[str, Any], name: str) -> None:
+def test_attention_is_that_of_the_states_that_codes_stand_for(interpreted: dict[str, Any], name: str) -> None:
     errors = interpreted["cases"][name]
     assert isinstance(errors, dict), errors
     assert errors["out"] <= 1
@@ -80,12 +80,38 @@ def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, 
 
 @pytest.mark.slow
 @with_triton
-def test_what_does_not_belong_together_is_refused(interpreted: dict[str, Any]) -> None:
-    raised = interpreted["refusals"]["raised"]
-    named = {"head_dim": "`query`", "heads": "`query`", "blocks": "`keys` and `values`", "dtype": "`query`"}
-    named |= {"first": "`first`", "ends": "`ends`", "mask": "`mask`", "3 bits": "The kernel"}
-    assert {name: raised[name].startswith(start) for name, start in named.items()} == dict.fromkeys(raised, True)
+def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted: dict[str, Any]) -> None:
+    assert interpreted["refusals"]["said"] == {
+        "taken": None,
+        "nothing packed": "no token is packed yet",
+        "prompt": "there are more than 256 queries for a kv head, as in a prompt",
+        "dtype": "queries are torch.bfloat16, and scales torch.float32",
+        "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
+        "3 bits": "the kernel does not support such codes",
+    }
     assert interpreted["refusals"]["supports"] == [True, False, False, False, False]
+
+
+@pytest.mark.slow
+@with_triton
+def test_a_kernel_that_needs_too_much_shared_memory_has_fewer_stages_or_is_not_launched(
+    interpreted: dict[str, Any],
+) -> None:
+    refusal = "the kernel needs 1000 bytes of shared memory, and the GPU has 900"
+    assert interpreted["resources"]["stages"] == [3, 2, 1, refusal, 3]
+    # One question for each number of stages: answers are kept.
+    assert interpreted["resources"]["asked"] == 1 + 2 + 3 + 3
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_a_cache_decodes_over_a_packing(interpreted: dict[str, Any], name: str) -> None:
+    found = interpreted["caches"][name]
+    # float32 throughout: sums of 250 tokens and 64 channels, of states of unit size.
+    assert found["worst"] < 1e-5
+    assert len(found["packed"]) > 1
+    assert found["paths"] == ["a Triton kernel on packed states"]
 
 
 def test_kernels_are_not_imported_before_they_are_called() -> None:

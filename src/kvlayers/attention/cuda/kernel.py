@@ -32,9 +32,11 @@ def obstacle(
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
     if query.dtype != plan.dtype:
         return f"queries are {query.dtype}, and scales {plan.dtype}"
-    if any(states.dtype != query.dtype for states in segments.dense_states()):
-        return f"queries are {query.dtype}, and the newest or oldest states are not"
-    variant = plan.variant(query.shape[1], rows_of_program(query.shape[1] // plan.kv_heads * query.shape[2]), kind_of(mask))
+    for states in segments.dense_states():
+        if states.dtype != query.dtype:
+            return f"queries are {query.dtype}, and states in full precision {states.dtype}"
+    rows = rows_of_program(query.shape[1] // plan.kv_heads * query.shape[2])
+    variant = plan.variant(query.shape[1], rows, kind_of(mask))
     if variant.constants is None:
         SplitCall(query, segments, plan, mask, 1.0)
     return variant.obstacle

@@ -59,10 +59,11 @@ class Variant:
         self.constants: dict[str, Any] | None = None
         self.obstacle: str | None = None
 
-    def fit(self, device: torch.device, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        """Find out with how many stages the shared memory of a device suffices. This compiles the kernel."""
+    def fit(
+        self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]
+    ) -> None:
+        """Find out with how many stages `limit` bytes of shared memory suffice. This compiles the kernel."""
         constants = {"SPEC": self._spec, **self._options}
-        limit = shared_memory_limit(device)
         needed = 0
         while limit is not None:
             needed = ATTEND_SPLIT.shared_memory(device, grid, arguments, constants)
@@ -74,7 +75,7 @@ class Variant:
         self.constants = constants
 
 
-_variants: dict[tuple[torch.device, SplitSpec, Launch], Variant] = {}
+_variants: dict[tuple[torch.device, int | None, SplitSpec, Launch], Variant] = {}
 
 
 class SegmentPlan:
@@ -93,6 +94,7 @@ class SegmentPlan:
         first: tokens at the front of the first block that have been evicted.
         value_dim: channels of a value.
         multiprocessors: multiprocessors of the device.
+        shared_memory: bytes of shared memory that a program can have there, `None` if there is no limit.
         before: dense segments in front, and what `dense_arguments` gave for them.
     """
 
@@ -115,7 +117,8 @@ class SegmentPlan:
         self.launch = launch
         self.kv_heads, self.blocks = keys.codes.shape[1], segment.blocks
         self.block_tokens, self.tokens, self.first = keys.block_tokens, segment.tokens, segment.first
-        self.value_dim, self.multiprocessors = values.head_dim, multiprocessors(self.device)
+        self.value_dim = values.head_dim
+        self.multiprocessors, self.shared_memory = multiprocessors(self.device), shared_memory_limit(self.device)
         key_codes, value_codes = _words(keys.codes), _words(values.codes)
         of_packed = key_codes, keys.parameters, value_codes, values.parameters
         self.strides = tuple(stride for tensor in of_packed for stride in tensor.stride()[:3])
@@ -151,7 +154,7 @@ class SegmentPlan:
             spec = split_spec(
                 keys, values, self.block_tokens, self.dtype, self.kv_heads, heads // self.kv_heads, rows, mask, first, ends
             )
-            key = self.device, spec, self.launch
+            key = self.device, self.shared_memory, spec, self.launch
             variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
             self._variants[heads, rows, mask] = variant
         return variant
@@ -169,7 +172,7 @@ class SegmentPlan:
         launch = self.launch
         wanted = -(-self.multiprocessors * launch.programs // programs_of_a_split)
         splits = min(wanted, -(-self.blocks // launch.minimum_blocks))
-        return -(-self.blocks // max(1, splits))
+        return max(1, -(-self.blocks // max(1, splits)))
 
 
 def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:

@@ -14,7 +14,7 @@ except ImportError:  # Tools that import every module, such as a collector of do
 
 from kvlayers.attention.cuda.triton_codes import add_product
 from kvlayers.attention.cuda.triton_hadamard import jit
-from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, mask_part, normalised
+from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, mask_part, normalised, rows_of_program
 
 
 @jit
@@ -27,14 +27,14 @@ def attend_tokens(
     value_token,
     rows_of_mask,
     mask_token,
-    asked,
     begin,
     end,
     column,
     scale,
     outs,
     lses,
-    rows_of_result,
+    splits,
+    rows_of_head,
     SPEC: tl.constexpr,
 ):
     """Attention of queries `[rows, channels]` to tokens `begin` to `end` of a kv head, by an online softmax.
@@ -44,6 +44,9 @@ def attend_tokens(
         key_token: states between the keys of neighbouring tokens, as `value_token`.
         column: column of the mask that belongs to token 0.
         scale: factor of the scores, in units of log2(e).
+        outs: pointer to where the first row of the kv head has its sums, `splits` rows before the second.
+        lses: pointer to where it has its log-sum-exp.
+        rows_of_head: rows of queries of the kv head.
     """
     DTYPE: tl.constexpr = query.dtype
     HEAD_DIM: tl.constexpr = SPEC.values.head_dim
@@ -65,7 +68,7 @@ def attend_tokens(
         scores = tl.where(held[None, :], scores, float("-inf"))
         factor = scale
         if SPEC.mask != 0:
-            seen = asked[:, None] & held[None, :]
+            seen = (rows_of_program(SPEC) < rows_of_head)[:, None] & held[None, :]
             scores = mask_part(scores, seen, mask, rows_of_mask, column + tokens, mask_token, scale, SPEC.mask)
             if SPEC.mask == 2:
                 factor = 1.0
@@ -81,9 +84,11 @@ def attend_tokens(
             other=0.0,
         )
         sums = add_product(shares.to(DTYPE), value, sums * decay[:, None], SPEC.emulated)
-    tl.store(lses + rows_of_result, logsumexp_of(largest, total), mask=asked)
+    rows = rows_of_program(SPEC)
+    asked = rows < rows_of_head
+    tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
     tl.store(
-        outs + rows_of_result[:, None] * HEAD_DIM + value_channels[None, :],
+        outs + (rows * (splits * HEAD_DIM))[:, None] + value_channels[None, :],
         normalised(sums, total, 1.0),
         mask=asked[:, None] & (value_channels < HEAD_DIM)[None, :],
     )

@@ -18,7 +18,7 @@ except ImportError:  # Tools that import every module, such as a collector of do
 from kvlayers.attention.cuda.triton_dense import attend_tokens
 from kvlayers.attention.cuda.triton_hadamard import rotate
 from kvlayers.attention.cuda.triton_packed import attend_blocks
-from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of
+from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, rows_of_program
 
 _GROWING = (
     *("mask_strides", "blocks", "blocks_per_split", "packed_splits", "first", "packed_tokens"),
@@ -77,24 +77,26 @@ def attend_split(
     split = tl.program_id(0)
     sequence = (tl.program_id(1) // SPEC.kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % SPEC.kv_heads).to(tl.int64)
-    rows = tl.program_id(2) * SPEC.rows + tl.arange(0, SPEC.rows)
+    rows = rows_of_program(SPEC)
     heads = kv_head * SPEC.groups + rows // q_tokens
     tokens = rows % q_tokens
-    asked = rows < SPEC.groups * q_tokens
     channels = tl.arange(0, SPEC.key_channels)
     query = tl.load(
         query_pointer
         + sequence * query_strides[0]
         + (heads * query_strides[1] + tokens * query_strides[2])[:, None]
         + channels[None, :],
-        mask=asked[:, None] & (channels < SPEC.keys.head_dim)[None, :],
+        mask=(rows < SPEC.groups * q_tokens)[:, None] & (channels < SPEC.keys.head_dim)[None, :],
         other=0.0,
     )
+    # Results are `[batch, heads, q_tokens, splits, channels]`, so the rows of a kv head follow one another. The
+    # log-sum-exps come behind them.
     splits = packed_splits + splits_before + splits_after
-    rows_of_result = ((sequence * (SPEC.kv_heads * SPEC.groups) + heads) * q_tokens + tokens) * splits + split
-    # The sums of all splits of all rows come first, then their log-sum-exps.
-    results = tl.num_programs(1).to(tl.int64) * SPEC.groups * q_tokens
-    lses = partials + results * splits * SPEC.values.head_dim
+    rows_of_head = SPEC.groups * q_tokens
+    place = tl.program_id(1).to(tl.int64) * rows_of_head * splits + split
+    results = tl.num_programs(1).to(tl.int64) * rows_of_head * splits
+    outs = partials + place * SPEC.values.head_dim
+    lses = partials + results * SPEC.values.head_dim + place
     rows_of_mask = sequence * mask_strides[0] + heads * mask_strides[1] + tokens * mask_strides[2]
     if split < packed_splits:
         begin = split * blocks_per_split
@@ -113,15 +115,15 @@ def attend_split(
             packed_strides[11],
             rows_of_mask,
             mask_strides[3],
-            asked,
             begin,
             tl.minimum(begin + blocks_per_split, blocks),
             first,
             tokens_before,
             scale,
-            partials,
+            outs,
             lses,
-            rows_of_result,
+            splits,
+            rows_of_head,
             SPEC,
         )
     else:
@@ -143,14 +145,14 @@ def attend_split(
             tl.where(after, strides_after[5], strides_before[5]),
             rows_of_mask,
             mask_strides[3],
-            asked,
             begin,
             tl.minimum(begin + tokens_per_split, tl.where(after, tokens_after, tokens_before)),
             tl.where(after, tokens_before + packed_tokens, 0),
             scale,
-            partials,
+            outs,
             lses,
-            rows_of_result,
+            splits,
+            rows_of_head,
             SPEC,
         )
 

@@ -29,6 +29,7 @@ from kvlayers.attention.cuda.triton_softmax import (
     logsumexp_of,
     mask_part,
     normalised,
+    rows_of_program,
     row_maxima,
     row_sums,
     weigh_scores,
@@ -66,12 +67,12 @@ def score_block(query, words, offset, parameters, channels, seen_of_parts, SPEC:
 
 
 @jit
-def mask_block(scores, seen_of_parts, mask, rows_of_mask, mask_token, start, asked, scale, SPEC: tl.constexpr):
+def mask_block(scores, seen_of_parts, mask, rows_of_mask, mask_token, start, rows_of_head, scale, SPEC: tl.constexpr):
     """Scores of each part under a mask, of which column `start` belongs to the first token of the block."""
     masked = ()
     for part in tl.static_range(tl.constexpr(SPEC.parts)):
         tokens = tokens_of_part(part, SPEC)
-        seen = asked[:, None] & (tokens < SPEC.block_tokens)[None, :]
+        seen = (rows_of_program(SPEC) < rows_of_head)[:, None] & (tokens < SPEC.block_tokens)[None, :]
         if SPEC.first or SPEC.ends:
             seen = seen & seen_of_parts[part][None, :]
         masked = masked + (
@@ -149,7 +150,6 @@ def attend_blocks(
     value_parameters_block,
     rows_of_mask,
     mask_token,
-    asked,
     begin,
     end,
     first,
@@ -157,7 +157,8 @@ def attend_blocks(
     scale,
     outs,
     lses,
-    rows_of_result,
+    splits,
+    rows_of_head,
     SPEC: tl.constexpr,
 ):
     """Attention of queries to blocks `begin` to `end` of a kv head, by an online softmax.
@@ -168,6 +169,9 @@ def attend_blocks(
         key_block: words between key codes of neighbouring blocks; the other strides count parameters and words.
         column: column of the mask that belongs to the first packed token.
         scale: factor of the scores, in units of log2(e).
+        outs: pointer to where the first row of the kv head has its sums, `splits` rows before the second.
+        lses: pointer to where it has its log-sum-exp.
+        rows_of_head: rows of queries of the kv head.
     """
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
@@ -222,7 +226,7 @@ def attend_blocks(
             else:
                 start = column + block * SPEC.block_tokens - first
             scores = mask_block(
-                scores, seen_of_parts, mask, rows_of_mask, mask_token, start, asked, scale, SPEC
+                scores, seen_of_parts, mask, rows_of_mask, mask_token, start, rows_of_head, scale, SPEC
             )
 
         # `scale` is positive, so the largest score can be found before scaling: then scaling and subtraction are one
@@ -259,14 +263,16 @@ def attend_blocks(
             DTYPE,
         )
 
-    tl.store(lses + rows_of_result, logsumexp_of(largest, total), mask=asked)
+    rows = rows_of_program(SPEC)
+    asked = rows < rows_of_head
+    tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
     columns = tl.arange(0, SPEC.columns)
     for chunk in tl.static_range(tl.constexpr(VALUES.chunks)):
         for index in tl.static_range(tl.constexpr(VALUES.tiles)):
             of_tile = (index // 2) * (2 * VALUES.chunks * VALUES.words) + chunk * (2 * VALUES.words)
             of_tile += 2 * columns + index % 2
             tl.store(
-                outs + rows_of_result[:, None] * VALUES.head_dim + of_tile[None, :],
+                outs + (rows * (splits * VALUES.head_dim))[:, None] + of_tile[None, :],
                 normalised(sums[chunk * VALUES.tiles + index], total, SPEC.divisor),
                 mask=asked[:, None] & ((of_tile < VALUES.head_dim) & (columns < VALUES.words))[None, :],
             )

@@ -20,6 +20,12 @@ from kvlayers.attention.cuda.triton_hadamard import jit
 
 
 @jit
+def rows_of_program(SPEC: tl.constexpr):
+    """Rows of queries that a program takes, among those of its kv head."""
+    return tl.program_id(2) * SPEC.rows + tl.arange(0, SPEC.rows)
+
+
+@jit
 def mask_part(scores, seen, mask, rows_of_mask, columns, mask_token, scale, KIND: tl.constexpr):
     """Scores `[rows, tokens]` under a mask, bool (kind 1) or additive (kind 2, which also scales them).
 

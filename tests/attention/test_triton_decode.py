@@ -1,11 +1,13 @@
 """The kernel for packed states gives the attention of the states that they stand for. Run by Triton's interpreter."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,14 @@ from packaging.version import Version
 from torch import Tensor
 
 import fresh_process
+from kvlayers.attention.cuda import kernel
 from kvlayers.attention.cuda.unpacking import unpacking_instructions
 from kvlayers.attention.reference import merge
-from kvlayers.utils.triton_support import MINIMUM_VERSION, triton_version
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.quantizers.contract import CodeFormat, Side
+from kvlayers.quantizers.packed_side import PackedSide, side_bytes
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import MINIMUM_VERSION, TritonKernel, triton_version
 from triton_decode_cases import CASES
 
 # Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
@@ -119,6 +126,58 @@ def test_kernels_are_not_imported_before_they_are_called() -> None:
     code = "import sys, kvlayers.attention.cuda.launch; sys.exit('cuda.triton_kernels' in str(sys.modules.keys()))"
     ran = fresh_process.run(code)
     assert ran.returncode == 0, ran.stderr
+
+
+@with_triton
+def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    compiled: dict[str, set[str]] = {}
+    binders: dict[str, Any] = {}
+
+    def launch(kernel: TritonKernel, device: object, grid: object, arguments: Any, constants: Any) -> None:
+        # What triton looks compiled kernels up by: types, alignments, and constants.
+        if kernel.name not in binders:
+            binders[kernel.name] = kernel.function.create_binder()[4]
+        _, specialisation, options = binders[kernel.name](*arguments, **constants)
+        compiled.setdefault(kernel.name, set()).add(f"{specialisation} {options}")
+
+    keys, values = CodeFormat(4, 64, 1, rotated=True), CodeFormat(4, 1, 64, rotated=True)
+    facts = triton_support.DeviceFacts(None, multiprocessors=132)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: facts)
+    monkeypatch.setattr(TritonKernel, "launch", launch)
+    for blocks, residual, queries in itertools.product((1, 17, 2000), (1, 64, 129), range(1, 21)):
+        segments = empty_segments(keys, values, blocks, before=4, after=residual)
+        query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
+        for given in (None, mask.expand(1, 8, -1, -1)):
+            assert kernel.obstacle(query, segments, given) is None
+            kernel.attend(query, segments, given, 0.1)
+    # 16, 32 or 64 rows of queries, with and without a mask.
+    assert {name: len(variants) for name, variants in compiled.items()} == {"attend_split": 6, "merge_splits": 1}
+
+
+def empty_segments(
+    key_format: CodeFormat, value_format: CodeFormat, blocks: int, before: int, after: int
+) -> KVSegments:
+    """Segments of two kv heads with 128 channels, without memory."""
+
+    def side(code_format: CodeFormat, name: Side) -> PackedSide:
+        code_bytes = side_bytes(code_format, name, 128, 64, 0)
+        numbers = side_bytes(code_format, name, 128, 64, 1) - code_bytes
+        # As a store holds them, with room for more blocks.
+        codes = torch.empty(1, 2, blocks + 1, code_bytes, dtype=torch.uint8, device="meta")[:, :, :blocks]
+        parameters = torch.empty(1, 2, blocks + 1, numbers, dtype=torch.bfloat16, device="meta")[:, :, :blocks]
+        return PackedSide(codes, parameters, code_format, name, 128, 64)
+
+    def dense(tokens: int) -> tuple[DenseSegment]:
+        states = torch.empty(1, 2, tokens + 7, 128, dtype=torch.bfloat16, device="meta")[:, :, :tokens]
+        return (DenseSegment(states, states),)
+
+    packed = PackedSegment(side(key_format, "keys"), side(value_format, "values"))
+    return KVSegments(dense(before), packed, dense(after))
 
 
 def executed(ptx: str, word: int, dtype: torch.dtype) -> list[float]:

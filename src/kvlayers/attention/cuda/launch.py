@@ -97,7 +97,7 @@ class SplitCall:
             plan.strides,
             before[2],
             after[2],
-            mask_strides,
+            *mask_strides,
             plan.blocks,
             per_split,
             packed_splits,

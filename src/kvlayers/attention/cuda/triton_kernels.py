@@ -21,10 +21,14 @@ from kvlayers.attention.cuda.triton_packed import attend_blocks
 from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, rows_of_program
 
 _GROWING = (
-    *("mask_strides", "blocks", "blocks_per_split", "packed_splits", "first", "packed_tokens"),
+    *("mask_batch", "mask_head", "mask_query", "mask_token"),
+    *("blocks", "blocks_per_split", "packed_splits", "first", "packed_tokens"),
     *("tokens_before", "splits_before", "tokens_after", "splits_after", "tokens_per_split", "q_tokens", "splits"),
 )
-"""Numbers that change as tokens arrive: no kernel is recompiled because one of them is, say, a multiple of 16."""
+"""Numbers that change as tokens arrive: no kernel is recompiled because one of them is, say, a multiple of 16.
+
+triton specialises each number in a tuple, so these are parameters of their own.
+"""
 
 
 def launched(function):
@@ -54,7 +58,10 @@ def attend_split(
     packed_strides,
     strides_before,
     strides_after,
-    mask_strides,
+    mask_batch,
+    mask_head,
+    mask_query,
+    mask_token,
     blocks,
     blocks_per_split,
     packed_splits,
@@ -97,7 +104,7 @@ def attend_split(
     results = tl.num_programs(1).to(tl.int64) * rows_of_head * splits
     outs = partials + place * SPEC.values.head_dim
     lses = partials + results * SPEC.values.head_dim + place
-    rows_of_mask = sequence * mask_strides[0] + heads * mask_strides[1] + tokens * mask_strides[2]
+    rows_of_mask = sequence * mask_batch + heads * mask_head + tokens * mask_query
     if split < packed_splits:
         begin = split * blocks_per_split
         attend_blocks(
@@ -114,7 +121,7 @@ def attend_split(
             packed_strides[8],
             packed_strides[11],
             rows_of_mask,
-            mask_strides[3],
+            mask_token,
             begin,
             tl.minimum(begin + blocks_per_split, blocks),
             first,
@@ -144,7 +151,7 @@ def attend_split(
             tl.where(after, strides_after[2], strides_before[2]),
             tl.where(after, strides_after[5], strides_before[5]),
             rows_of_mask,
-            mask_strides[3],
+            mask_token,
             begin,
             tl.minimum(begin + tokens_per_split, tl.where(after, tokens_after, tokens_before)),
             tl.where(after, tokens_before + packed_tokens, 0),

@@ -25,7 +25,6 @@ from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel
 
 DEVICE = torch.device("meta")
-CPU = torch.device("cpu")
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or an H200."""
@@ -39,6 +38,9 @@ SEVERAL_KERNELS = {"masked_fill": 2, "constant_pad_nd": 2, "logsumexp": 6, "sort
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operators that take an index on the CPU. PyTorch copies it to the device."""
+
+SHAPED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+"""Operators whose result has a shape for which the host has to wait."""
 
 
 @dataclass
@@ -129,7 +131,7 @@ def _from_numbers(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # PyTorch fills such a tensor on the CPU and copies it, past all modes.
     def counting(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         made = make(data, *args, **kwargs)
-        if made.device == DEVICE and not isinstance(data, Tensor):
+        if made.is_meta and not isinstance(data, Tensor):
             for counts in _counting:
                 counts.copies[make.__name__] += 1
         return made
@@ -185,16 +187,16 @@ class _Operators(TorchDispatchMode):
         if func.namespace == "kvlayers":
             raise NotImplementedError(f"the operator {func} hides its launches: count what it calls")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_device = any(tensor.device == DEVICE for tensor in given)
+        on_device = any(tensor.is_meta for tensor in given)
         if on_device and (standing_in := self._read_by_host(name, given, kwargs)) is not None:
             return standing_in[0]
         if on_device and name in INDEXING:
-            self._counts.copies[name] += sum(tensor.device == CPU for tensor in given)
+            self._counts.copies[name] += sum(tensor.is_cpu for tensor in given)
         elif on_device and name not in COPIES:
             _check_one_device(name, given)
         found = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.device == DEVICE]
-        if name in COPIES and made and any(tensor.device == CPU for tensor in given):
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_meta]
+        if name in COPIES and made and any(tensor.is_cpu for tensor in given):
             self._counts.copies[name] += 1
         elif any(tensor.numel() for tensor in made) and not func.is_view and name not in WITHOUT_KERNEL:
             self._counts.kernels[name] += SEVERAL_KERNELS.get(name, 1)
@@ -209,16 +211,15 @@ class _Operators(TorchDispatchMode):
         if name == "equal":
             counts.synchronisations[name] += 1
             return (False,)
-        if name in ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"):
+        by_mask = name in INDEXING and any(index.dtype == torch.bool for index in given[1:])
+        without_size = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in SHAPED_BY_NUMBERS or by_mask or without_size:
             counts.synchronisations[name] += 1
-            raise NotImplementedError(f"the shape of what {name} returns depends on numbers on the device")
-        if name == "repeat_interleave" and kwargs.get("output_size") is None:
-            counts.synchronisations[name] += 1
-            raise NotImplementedError(f"the shape of what {name} returns depends on numbers on the device")
-        if name == "_to_copy" and kwargs.get("device") == CPU and first.device == DEVICE:
+            raise NotImplementedError(f"the shape of what {name} returns depends on numbers of the device")
+        if name == "_to_copy" and str(kwargs.get("device")) == "cpu" and first.is_meta:
             counts.copies["to the host"] += 1
             return (torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype),)
-        if name == "copy_" and first.device == CPU:
+        if name == "copy_" and first.is_cpu:
             counts.copies["to the host"] += 1
             return (first,)
         return None
@@ -226,7 +227,7 @@ class _Operators(TorchDispatchMode):
 
 def _check_one_device(name: str, tensors: Sequence[Tensor]) -> None:
     """As CUDA does: a number on the CPU may take part, a tensor may not."""
-    if any(tensor.device == CPU and tensor.dim() for tensor in tensors):
+    if any(tensor.is_cpu and tensor.dim() for tensor in tensors):
         raise RuntimeError(f"{name} takes tensors of the device and of the CPU")
 
 

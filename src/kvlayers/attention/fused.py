@@ -34,6 +34,9 @@ PARTS_AT_ONCE = 8
 LARGEST_HEAD_DIM = 256
 """Channels of a key or value that fused kernels take at most."""
 
+SMALL_PART = 16
+"""Queries are rearranged if keys are this many times larger: that costs less than what it saves."""
+
 ALIGNED_TOKENS = 8
 """Rows of a mask begin at multiples of 16 bytes, as the kernel with a mask reads them."""
 
@@ -83,15 +86,16 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
         parts.append(attend_dense(query, slab.keys, slab.values, part, scale))
         if len(parts) == PARTS_AT_ONCE:
             parts = [merge(parts)]
-    return parts[0] if len(parts) == 1 else merge(parts)
+    out, logsumexp = parts[0] if len(parts) == 1 else merge(parts)
+    return out.flatten(1, 2), logsumexp.flatten(1, 2)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge attention of the same queries to several sets of tokens, in float32. All numbers must be finite.
 
     Args:
-        parts: for each set of tokens, the attended values `[batch, heads, queries, value_head_dim]` and the log-sum-exp
-            of the scores `[batch, heads, queries]`.
+        parts: for each set of tokens, the attended values `[..., queries, value_head_dim]` and the log-sum-exp of the
+            scores `[..., queries]`.
     """
     outs, logsumexps = zip(*parts, strict=True)
     stacked = torch.stack(logsumexps)
@@ -227,7 +231,7 @@ def attend_dense(
         scale: factor of the scores.
 
     Returns:
-        As `attend_partly`.
+        As `attend_partly`, `[batch, kv_heads, heads of a group, queries, value_head_dim]` and without the last size.
     """
     kernels = _kernels(query.device, query.dtype, keys.shape[3], values.shape[3])
     bias = None if mask is None else _as_bias(mask, query.dtype)
@@ -259,12 +263,15 @@ def _kernels(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 (Dao 2023, arXiv:2307.08691), which knows query heads that share keys."""
-    shape = query.shape
-    if query.is_contiguous():
-        # As rows of one head they read each key once.
-        query = query.view(shape[0], keys.shape[1], -1, shape[3])
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    if query.is_contiguous() or query.numel() * SMALL_PART < keys.numel():
+        # As rows of one head, the query heads of a group read each key once.
+        query = query.reshape(batch, kv_heads, heads // kv_heads * queries, head_dim)
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, scale=scale)
-    return out.reshape(*shape[:3], -1), logsumexp.reshape(shape[:3])
+    if query.shape[1] == heads:
+        return out.unflatten(1, (kv_heads, -1)), logsumexp.unflatten(1, (kv_heads, -1))
+    return out.unflatten(2, (-1, queries)), logsumexp.unflatten(2, (-1, queries))
 
 
 def _efficient(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -320,7 +327,7 @@ def _of_equal_heads(
         # The query heads of a group are rows of one head.
         rows = query.reshape(batch, kv_heads, group * queries, head_dim)
         out, logsumexp = kernel(rows, keys, values, None if full is None else full.flatten(2, 3), scale)
-        return out.reshape(batch, heads, queries, -1), logsumexp.reshape(batch, heads, queries)
+        return out.unflatten(2, (group, queries)), logsumexp.unflatten(2, (group, queries))
     by_group = query.unflatten(1, (kv_heads, group))
     if batch == 1:
         # The query heads of a group are sequences, whose keys are at one place in memory.
@@ -330,7 +337,7 @@ def _of_equal_heads(
     else:
         each = [kernel(by_group[:, :, head], keys, values, full[:, :, head], scale) for head in range(group)]
         out, logsumexp = (torch.stack(results, 2) for results in zip(*each, strict=True))
-    return out.flatten(1, 2), logsumexp.flatten(1, 2)
+    return out, logsumexp
 
 
 def _plain(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -349,7 +356,5 @@ def _plain(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
         logsumexp = torch.logsumexp(products, -1)
         weights = torch.exp(products.sub_(logsumexp[..., None])).reshape(*rows.shape[:3], tokens)
         parts.append(((weights @ summands).reshape(*some.shape[:3], -1), logsumexp))
-    if len(parts) == 1:
-        return parts[0]
-    out, logsumexp = (torch.cat(results, 2) for results in zip(*parts, strict=True))
-    return out, logsumexp
+    out, logsumexp = parts[0] if len(parts) == 1 else (torch.cat(results, 2) for results in zip(*parts, strict=True))
+    return out.unflatten(1, (kv_heads, -1)), logsumexp.unflatten(1, (kv_heads, -1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.quantizers.contract import Side
-from kvlayers.utils.triton_support import runs_triton
+from kvlayers.utils.triton_support import TritonKernel, runs_triton
 
 SLAB_BYTES = 1 << 28
 """Bytes of keys and values that are in full precision at once."""
@@ -45,6 +45,11 @@ LOWEST_SCORE = -1e30
 
 HIDDEN = -2.3e38
 """Numbers of an additive mask up to which a token counts as hidden, as in the Triton kernel."""
+
+MERGED_ROWS = 4
+"""Rows of a result that one program of the Triton kernel merges."""
+
+MERGE_PAIR = TritonKernel("kvlayers.attention.cuda.triton_merge_pair", "merge_pair")
 
 FUSED = "torch's fused attention"
 PLAIN = "plain torch"
@@ -125,10 +130,24 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tenso
 
 
 def _merge_two(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """As `merge` for two parts of one dtype, in that dtype and three launches."""
-    share = second[1] - first[1]
-    share = torch.sigmoid(share, out=torch.empty_like(share, dtype=first[0].dtype))
-    return torch.lerp(first[0], second[0], share[..., None])
+    """As `merge` for two parts `[batch, heads, queries, value_head_dim]` of one dtype, in that dtype."""
+    if not runs_triton(first[0].device):
+        share = second[1] - first[1]
+        share = torch.sigmoid(share, out=torch.empty_like(share, dtype=first[0].dtype))
+        return torch.lerp(first[0], second[0], share[..., None])
+    batch, heads, queries, width = first[0].shape
+    outs, logsumexps = zip(first, second, strict=True)
+    outs = tuple(out if out.stride(3) == 1 else out.contiguous() for out in outs)
+    found = torch.empty((batch, heads, queries, width), dtype=outs[0].dtype, device=outs[0].device)
+    rows = batch * heads * queries
+    strides = [stride for tensor in (*outs, *logsumexps) for stride in tensor.stride()[:3]]
+    MERGE_PAIR.launch(
+        found.device,
+        (-(-rows // MERGED_ROWS),),
+        (*outs, *logsumexps, found, *strides, rows, heads, queries),
+        {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS, "num_warps": 4},
+    )
+    return found
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:

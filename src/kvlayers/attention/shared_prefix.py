@@ -57,15 +57,27 @@ class PrefixNumbers:
     def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return torch.as_tensor(self._numbers, device=device), torch.arange(len(self), device=device)
 
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Tensors that hold the numbers."""
+        if isinstance(self._numbers, Tensor):
+            yield self._numbers
+        for copies in self._on_devices.values():
+            yield from copies
+
     def selected(self, indices: Tensor) -> "PrefixNumbers":
         """The numbers of the sequences at `indices`, int64 `[new_batch]`."""
         count = indices.shape[0]
         if self.prefixes == 1:
             return PrefixNumbers(1, (0,) * count)
-        if indices.device.type == "cpu" or count > MAXIMUM_UNREAD_SEQUENCES:
+        if not reading_waits(indices) or count > MAXIMUM_UNREAD_SEQUENCES:
             known = self._numbers.tolist() if isinstance(self._numbers, Tensor) else self._numbers
             return PrefixNumbers(self.prefixes, tuple(known[row] for row in indices.tolist()))
         return PrefixNumbers(self.prefixes, self.on(indices.device)[0].index_select(0, indices))
+
+
+def reading_waits(indices: Tensor) -> bool:
+    """Whether the host would have to wait for an accelerator to read a tensor."""
+    return indices.device.type != "cpu"
 
 
 def of_repeats(prefixes: int, repeats: int) -> tuple[int, ...]:

@@ -279,6 +279,7 @@ class SharedStore(TokenStore):
         yield from self._own.held_tensors()
         if self._prefix is not None:
             yield from self._prefix.held_tensors()
+        yield from self._numbers.held_tensors()
 
 
 def _of_batch(form: StateForm, repeats: int) -> StateForm:

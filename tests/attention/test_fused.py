@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernels over slabs is that of the states: on a CPU, by the kernel that torch has for it."""
+"""Attention by torch's fused kernels over slabs is that of the states: on a CPU, by its own fused kernel."""
 
 import itertools
 
@@ -135,7 +135,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_one_that_sees_a_part_gets_that
         query = queries_of_a_model(batch, KV_HEADS * group, 4, 64, dtype)
         seen = torch.ones(batch, 1, 4, held.tokens, dtype=torch.bool)
         seen[:, :, 0] = False
-        seen[:, :, 1, : -RESIDUAL] = False
+        seen[:, :, 1, :-RESIDUAL] = False
         seen[:, :, 2, SINKS:] = False
         lowest = -torch.inf if hidden == "-inf" else torch.finfo(torch.float32).min
         mask = seen if hidden == "bool" else torch.zeros(seen.shape).masked_fill(~seen, lowest)
@@ -150,7 +150,9 @@ def test_a_query_that_sees_nothing_gets_zeros_and_one_that_sees_a_part_gets_that
 def test_states_of_zeros_keep_their_weight_beside_hidden_tokens() -> None:
     # Kernels return a log-sum-exp of 0 for a query that sees none of the tokens: the same as for one score of 0.
     held = KVSegments(
-        tuple(DenseSegment(torch.zeros(1, 1, 8, 64).bfloat16(), torch.full((1, 1, 8, 64), x).bfloat16()) for x in (1, 3)),
+        tuple(
+            DenseSegment(torch.zeros(1, 1, 8, 64).bfloat16(), torch.full((1, 1, 8, 64), x).bfloat16()) for x in (1, 3)
+        ),
         None,
         (),
     )

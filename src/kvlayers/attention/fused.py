@@ -138,16 +138,24 @@ def _merge_two(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> T
     batch, heads, queries, width = first[0].shape
     outs, logsumexps = zip(first, second, strict=True)
     outs = tuple(out if out.stride(3) == 1 else out.contiguous() for out in outs)
-    found = torch.empty((batch, heads, queries, width), dtype=outs[0].dtype, device=outs[0].device)
+    # In the memory layout of torch's attention, in which the next layer reads it.
+    found = torch.empty((batch, queries, heads, width), dtype=outs[0].dtype, device=outs[0].device)
     rows = batch * heads * queries
     strides = [stride for tensor in (*outs, *logsumexps) for stride in tensor.stride()[:3]]
     MERGE_PAIR.launch(
         found.device,
         (-(-rows // MERGED_ROWS),),
         (*outs, *logsumexps, found, *strides, rows, heads, queries),
-        {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS, "num_warps": 4},
+        {
+            "VALUE_DIM": width,
+            "CHANNELS": 1 << (width - 1).bit_length(),
+            "ROWS": MERGED_ROWS,
+            "num_warps": 4,
+            # Not the default of every version of triton.
+            "enable_fp_fusion": True,
+        },
     )
-    return found
+    return found.transpose(1, 2)
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:

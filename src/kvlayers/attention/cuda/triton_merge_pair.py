@@ -2,7 +2,7 @@
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 # Compile-time constants are in capitals, as in triton itself.
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ def merge_pair(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge rows of `[batch, heads, queries, value_head_dim]`, given by the strides of three dimensions."""
+    """Merge rows of `[batch, heads, queries, value_head_dim]`, given by the strides of three dimensions.
+
+    The result is `[batch, queries, heads, value_head_dim]`.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    query = row % queries
-    head = row // queries % heads
-    sequence = row // queries // heads
+    head = row % heads
+    query = row // heads % queries
+    sequence = row // heads // queries
     channels = tl.arange(0, CHANNELS)
     exists = row < rows
     of_first = tl.load(
@@ -70,5 +73,5 @@ def merge_pair(
         mask=inside,
         other=0.0,
     ).to(tl.float32)
-    result = one + (other - one) * share
+    result = one * (1 - share) + other * share
     tl.store(merged + row[:, None] * VALUE_DIM + channels[None, :], result.to(merged.dtype.element_ty), mask=inside)

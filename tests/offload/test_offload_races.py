@@ -181,6 +181,23 @@ def no_wait_for_copies(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
     return skipped(transfers._StreamCopy, "make_stream_wait", lambda copy: is_of(copy.stream, direction))
 
 
+def events_come_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """The events of copies in one direction do not come after the last copy."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        record_event = FakeStream.record_event
+
+        def record(self: FakeStream) -> Any:
+            event = record_event(self)
+            if is_of(self, direction):
+                event.clock[self] -= 1
+            return event
+
+        patch.setattr(FakeStream, "record_event", record)
+
+    return remove
+
+
 def memory_goes_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
     """The allocator is not told of copies in one direction that are under way when the cache goes."""
     return skipped(transfers._StreamCopy, "__del__", lambda copy: is_of(copy.stream, direction))
@@ -234,6 +251,8 @@ MARKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "copies to the host wait for computation": no_wait_for_computation(OUTBOUND),
     "computation waits for states to arrive": no_wait_for_copies(INBOUND),
     "computation waits for states that are written back": no_wait_for_copies(OUTBOUND),
+    "events of copies to the device come after the copies": events_come_early(INBOUND),
+    "events of copies to the host come after the copies": events_come_early(OUTBOUND),
     "writing back is finished before an update": skipped(DeviceQueue, "finish_writing_back", lambda queue: True),
     "the allocator waits for copies to the device": memory_goes_early(INBOUND),
     "the allocator waits for copies to the host": memory_goes_early(OUTBOUND),

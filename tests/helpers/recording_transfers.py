@@ -1,6 +1,6 @@
 """Streams that are only pretended, on the host: for tests of late copies, and for counting.
 
-What the device computes, the host computes at once: only copies are late. `races` finds what is not ordered.
+What the device computes, the host computes at once: only copies are late. `race_detector.py` finds what is not ordered.
 """
 
 import random

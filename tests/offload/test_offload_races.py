@@ -156,6 +156,21 @@ def allocate_on_streams_of_the_pool(patch: pytest.MonkeyPatch, detector: RaceDet
     patch.setattr(OffloadedLayer, "update", update_and_allocate)
 
 
+def test_memory_outlives_a_copy_that_fails_halfway(detector: RaceDetector) -> None:
+    made = transfers.StreamTransfers(DEVICE)
+    source = torch.ones(4, 2, device=DEVICE)
+    pairs = [(transfers.Rows(torch.empty(4, width), 0, 4), transfers.Rows(source, 0, 4)) for width in (2, 3)]
+    try:
+        made.copy_to_host(pairs)
+    except RuntimeError as error:
+        assert "must match" in str(error)
+    else:
+        pytest.fail("the second copy is of another shape")
+    del source, pairs
+    gc.collect()
+    torch.ones(1, device=DEVICE)
+
+
 # Without a mark of order
 
 INBOUND, OUTBOUND = 0, 1
@@ -179,6 +194,23 @@ def no_wait_for_computation(direction: int) -> Callable[[pytest.MonkeyPatch], No
 def no_wait_for_copies(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
     """The current stream does not wait for copies in one direction."""
     return skipped(transfers._StreamCopy, "make_stream_wait", lambda copy: is_of(copy.stream, direction))
+
+
+def events_come_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """The events of copies in one direction do not come after the last copy."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        record_event = FakeStream.record_event
+
+        def record(self: FakeStream) -> Any:
+            event = record_event(self)
+            if is_of(self, direction):
+                event.clock[self] -= 1
+            return event
+
+        patch.setattr(FakeStream, "record_event", record)
+
+    return remove
 
 
 def memory_goes_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -234,6 +266,8 @@ MARKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "copies to the host wait for computation": no_wait_for_computation(OUTBOUND),
     "computation waits for states to arrive": no_wait_for_copies(INBOUND),
     "computation waits for states that are written back": no_wait_for_copies(OUTBOUND),
+    "events of copies to the device come after the copies": events_come_early(INBOUND),
+    "events of copies to the host come after the copies": events_come_early(OUTBOUND),
     "writing back is finished before an update": skipped(DeviceQueue, "finish_writing_back", lambda queue: True),
     "the allocator waits for copies to the device": memory_goes_early(INBOUND),
     "the allocator waits for copies to the host": memory_goes_early(OUTBOUND),

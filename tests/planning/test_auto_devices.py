@@ -39,6 +39,15 @@ def layer_bytes(model: Any, name: str) -> int:
     return planned.nbytes // model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", "transformer.h"), ("t5", "decoder.block")])
+def test_the_layers_of_other_architectures_are_found(family: str, layers: str) -> None:
+    model = fresh_model(family)
+    count = len(model.get_submodule(layers))
+    model.get_submodule(layers)[count - 1].to(DEVICE)
+    model.hf_device_map = {"": CPU, f"{layers}.{count - 1}": DEVICE}
+    assert layer_devices(model) == (*[CPU] * (count - 1), DEVICE)
+
+
 def test_the_devices_of_layers_are_found() -> None:
     assert layer_devices(spread(4, 1)) == (CPU, CPU, CPU, DEVICE)
     model = fresh_model("llama")

@@ -43,6 +43,8 @@ class Rows:
 class PendingCopy:
     """Copies that may still be under way, and the memory of the device that they read or write.
 
+    Whoever holds it holds the memory, and lets it go after `make_stream_wait`.
+
     Attributes:
         tensors: the tensors on the device.
         event: an event after the copies, `None` if they have finished.
@@ -123,10 +125,13 @@ class StreamTransfers(Transfers):
     def _copy(self, stream: torch.Stream, pairs: Sequence[tuple[Rows, Rows]], tensors: list[Tensor]) -> PendingCopy:
         current = torch.accelerator.current_stream(self.device)
         stream.wait_event(current.record_event())
+        # Made before the first copy, so that it keeps the memory even if a later one fails.
+        copy = _StreamCopy(tensors, stream, current)
         with _on(stream), torch.no_grad():
             for target, source in pairs:
                 target.states.copy_(source.states, non_blocking=True)
-        return _StreamCopy(tensors, stream.record_event(), stream, current)
+        copy.event = stream.record_event()
+        return copy
 
     @override
     def wait(self, event: Event) -> None:
@@ -141,8 +146,8 @@ class _StreamCopy(PendingCopy):
         owner: the stream that the memory belongs to.
     """
 
-    def __init__(self, tensors: list[Tensor], event: Event, stream: torch.Stream, owner: torch.Stream) -> None:
-        super().__init__(tensors, event)
+    def __init__(self, tensors: list[Tensor], stream: torch.Stream, owner: torch.Stream) -> None:
+        super().__init__(tensors)
         self.stream, self.owner = stream, owner
         self._owner_waits = False
 

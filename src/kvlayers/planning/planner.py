@@ -111,15 +111,16 @@ def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], na
     encoder_length = request.encoder_length
     if encoder_length is None and request.config.is_encoder_decoder:
         encoder_length = request.length_hint
+    budgets: dict[torch.device | None, int] = {None: memory} if isinstance(memory, int) else dict(memory.items())
     wanted = _Wanted(
         request.config,
         request.length_hint,
         request.batch_size or 1,
         _dtype_of(model_types.decoder_config(request.config), request.dtype),
-        memory if isinstance(memory, int) else sum(memory.values()),
+        sum(budgets.values()),
         encoder_length,
         () if isinstance(memory, int) else request.layer_devices,
-        {None: memory} if isinstance(memory, int) else memory,
+        budgets,
     )
     return wanted.plan(*wanted.caches(names))
 

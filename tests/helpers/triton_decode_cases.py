@@ -27,7 +27,6 @@ from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.utils import triton_support
 
-
 SIDES: tuple[Side, Side] = ("keys", "values")
 
 
@@ -334,6 +333,7 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
 def check_cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     import time
+
     for name, case in CASES.items():
         print(time.process_time(), name, file=sys.stderr)
         try:

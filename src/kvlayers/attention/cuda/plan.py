@@ -59,9 +59,7 @@ class Variant:
         self.constants: dict[str, Any] | None = None
         self.obstacle: str | None = None
 
-    def fit(
-        self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]
-    ) -> None:
+    def fit(self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Find out with how many stages `limit` bytes of shared memory suffice. This compiles the kernel."""
         constants = {"SPEC": self._spec, **self._options}
         needed = 0
@@ -152,7 +150,16 @@ class SegmentPlan:
             keys, values = self._specs
             first, ends = self.first > 0, self._segment.ends is not None
             spec = split_spec(
-                keys, values, self.block_tokens, self.dtype, self.kv_heads, heads // self.kv_heads, rows, mask, first, ends
+                keys,
+                values,
+                self.block_tokens,
+                self.dtype,
+                self.kv_heads,
+                heads // self.kv_heads,
+                rows,
+                mask,
+                first,
+                ends,
             )
             key = self.device, self.shared_memory, spec, self.launch
             variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
@@ -178,7 +185,7 @@ class SegmentPlan:
 def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:
     """The plan of a segment, made once for as long as its blocks do not change."""
     plan: SegmentPlan | None = segment.kernel_cache.get("triton")
-    if plan is None or plan.obstacle is None and plan.launch is not launch:
+    if plan is None or (plan.obstacle is None and plan.launch is not launch):
         plan = segment.kernel_cache["triton"] = SegmentPlan(segment, launch)
     return plan
 

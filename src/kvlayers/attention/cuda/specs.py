@@ -142,7 +142,7 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def side_spec(
     code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype, assembly: bool
 ) -> SideSpec:
@@ -190,7 +190,7 @@ def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bo
     return False, 1
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def split_spec(
     keys: SideSpec,
     values: SideSpec,
@@ -231,7 +231,7 @@ def split_spec(
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def merge_spec(heads: int, values: SideSpec, logsumexp: bool) -> MergeSpec:
     """The spec of `merge_splits` for packed values."""
     return MergeSpec(

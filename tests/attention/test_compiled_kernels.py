@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not there, and fit them. `benchmarks/kernels.py` compiles all of them."""
+"""The Triton kernels compile for GPUs that are not there, and fit them; `benchmarks/kernels.py` compiles them."""
 
 import json
 import os

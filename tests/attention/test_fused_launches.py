@@ -190,3 +190,54 @@ def test_results_have_the_shapes_that_the_kernels_of_a_gpu_promise(queries: int,
         out, logsumexp = fused.attend_partly(query, KVSegments(tuple(parts), None, ()), mask, 0.1)
         assert out.shape == (*query.shape[:3], value_dim)
         assert logsumexp.shape == query.shape[:3]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (1, 9), (3, 9)])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_the_kernel_with_a_mask_gets_aligned_rows_and_no_copied_keys(sizes: tuple[int, int], kind: torch.dtype) -> None:
+    # What `check_supported` of the kernel asks for, in numbers of two bytes; on a CPU nobody would notice.
+    batch, queries = sizes
+    keys = meta(batch, KV_HEADS, 1003, HEAD_DIM)
+    held = KVSegments((DenseSegment(keys, keys),), None, ())
+    given: list[Any] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+                given.append(args)
+            return func(*args, **(kwargs or {}))
+
+    for mask_heads in (1, HEADS):
+        mask = meta(batch, mask_heads, queries, 1003, dtype=kind).expand(-1, HEADS, -1, -1)
+        with Record():
+            fused.attend(query_of_a_model(batch, queries), held, mask, 0.1)
+    assert len(given) == (2 if batch == 1 or queries == 1 else 2 * HEADS // KV_HEADS)
+    for query, its_keys, its_values, bias, wants_logsumexp, *_ in given:
+        assert wants_logsumexp
+        assert query.shape[:2] == its_keys.shape[:2] == its_values.shape[:2]
+        assert bias.shape == (*query.shape[:3], 1003)
+        assert its_keys.untyped_storage()._cdata == keys.untyped_storage()._cdata
+        assert bias.stride(3) == query.stride(3) == 1
+        for states in (query, bias):
+            assert not any(stride % 8 for stride in states.stride()[:3])
+            assert not states.storage_offset() % 8
+        # What is read behind the last column is memory of the bias.
+        assert bias.untyped_storage().nbytes() // 2 % 8 == 0
+
+
+def test_a_long_mask_is_converted_piece_by_piece() -> None:
+    held = int4_segments(1 << 18, 128)
+    mask = meta(1, 1, 8192, held.tokens, dtype=torch.bool)
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.full.default:
+                largest = max(largest, result.numel() * result.element_size())
+            return result
+
+    with Largest():
+        fused.attend(query_of_a_model(1, 8192), held, mask.expand(-1, HEADS, -1, -1), 0.1)
+    assert 0 < largest <= fused.SLAB_BYTES

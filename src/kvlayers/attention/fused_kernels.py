@@ -24,7 +24,8 @@ ALIGNED_NUMBERS = 8
 """Rows of states and of masks begin at multiples of 16 bytes, as the kernels read them."""
 
 LOWEST_SCORE = -1e30
-"""Score of a hidden token. Kernels do not agree on the log-sum-exp of a query that sees none if scores are `-inf`."""
+"""Score of a hidden token. If all are `-inf`, kernels return a log-sum-exp of 0, as for one score of 0. Numbers below
+-2.3e38 overflow, as kernels compute in units of log2(e)."""
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]

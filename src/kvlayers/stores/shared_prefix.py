@@ -39,6 +39,11 @@ class SharedStore(TokenStore):
 
     holds_tokens_apart = True
 
+    @property
+    def is_opaque(self) -> bool:  # type: ignore[override]
+        """Whether compiled code calls the layer by an operator: while the prefix is shared."""
+        return self._prefix is not None
+
     def __init__(self, prefix: DenseStore, repeats: int) -> None:
         key_form, value_form = prefix.key_form, prefix.value_form
         if key_form is None or value_form is None or not prefix.length:
@@ -51,6 +56,7 @@ class SharedStore(TokenStore):
         self._prefix_segments: KVSegments | None = None
         self._snapshot: Snapshot | None = None
         self.paths = PathCounter()
+        self._length = prefix.length
 
     @property
     @override
@@ -64,7 +70,14 @@ class SharedStore(TokenStore):
     @property
     @override
     def length(self) -> int:
-        return self._shared_tokens + self._own.length
+        return self._length
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._length = self._length + tokens
+
+    def _recount(self) -> None:
+        self._length = self._shared_tokens + self._own.length
 
     @property
     @override
@@ -96,13 +109,16 @@ class SharedStore(TokenStore):
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         self._own.append(keys, values)
+        self._recount()
 
     @override
     def extend(
         self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
     ) -> KVPair:
         if self._prefix is None:
-            return self._own.extend(keys, values, past, prefix_states)
+            attended = self._own.extend(keys, values, past, prefix_states)
+            self._recount()
+            return attended
         self.append(keys, values)
         attended = self.newest(self.length if past is None else past + keys.shape[2])
         return attended if prefix_states is None else _behind(prefix_states, attended)
@@ -112,7 +128,9 @@ class SharedStore(TokenStore):
         self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
     ) -> KVPair:
         self._materialize()
-        return self._own.extend_and_evict(keys, values, past, kept, prefix_states)
+        attended = self._own.extend_and_evict(keys, values, past, kept, prefix_states)
+        self._recount()
+        return attended
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -182,6 +200,7 @@ class SharedStore(TokenStore):
     def drop_oldest(self, count: int) -> None:
         self._materialize()
         self._own.drop_oldest(count)
+        self._recount()
 
     @override
     def truncate(self, length: int) -> None:
@@ -194,6 +213,7 @@ class SharedStore(TokenStore):
             self._own.clear()
         else:
             self.clear()
+        self._recount()
         self._invalidate_snapshots()
 
     @override
@@ -221,6 +241,7 @@ class SharedStore(TokenStore):
     def clear(self) -> None:
         self._own.clear()
         self._forget_prefix()
+        self._recount()
 
     @override
     def describe(self) -> dict[str, Fact]:
@@ -242,6 +263,7 @@ class SharedStore(TokenStore):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.clear()
         self._own.load_state(tensors)
+        self._recount()
 
     def _twin(self) -> Self:
         twin = self.__class__.__new__(self.__class__)

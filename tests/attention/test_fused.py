@@ -205,3 +205,11 @@ def test_explanations_name_the_path() -> None:
         "plain torch, slab by slab, as there are no Triton kernels for cpu": 1,
         "plain torch, slab by slab, as no kernel takes a single product of eager attention": 2,
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_query_attends_to_anything(dtype: torch.dtype) -> None:
+    held = segments(2, 64, dtype, cut=False)
+    query = queries_of_a_model(2, 8, 0, 64, dtype)
+    assert fused.attend(query, held, None, 0.1).shape == (2, 8, 0, 64)
+    assert fused.attend(query, held, torch.ones(2, 8, 0, held.tokens, dtype=torch.bool), 0.1).shape == (2, 8, 0, 64)

@@ -55,20 +55,62 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
     A number of an additive mask below -2.3e38 hides a token as `-inf` does.
     """
-    return merged([attend_partly(query, segments, mask, scale)], mask).to(query.dtype)
+    parts = _attend_slabs(query, segments, mask, scale)
+    out = parts[0][0] if len(parts) == 1 else merge(parts)
+    return _clear_hidden(out.flatten(1, 2), mask).to(query.dtype)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """As `attend`, for segments that are only a part of the tokens that the queries attend to; see `merge`.
+    """As `attend`, for segments that are only a part of the tokens that the queries attend to; see `attend_both`.
 
     Returns:
         Attended values `[batch, heads, queries, value_head_dim]`, in the dtype of the query or float32, and the
-        log-sum-exp of the scores, float32 `[batch, heads, queries]`. It is about `LOWEST_SCORE` (-65504 in float16) if
-        a query sees no token of these, and the values are any finite ones.
+        log-sum-exp of the scores, float32 `[batch, heads, queries]`. It is about -1e30 (-65504 in float16) if a query
+        sees no token of these, and its values are any finite ones.
     """
+    parts = _attend_slabs(query, segments, mask, scale)
+    out, logsumexp = parts[0] if len(parts) == 1 else _merge_partly(parts)
+    return out.flatten(1, 2), logsumexp.flatten(1, 2)
+
+
+def attend_both(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    """Attention to two sets of tokens together, with zeros for queries that see none.
+
+    Args:
+        first: what `attend_partly` returned for a set.
+        second: what it returned for another one, `None` if there is no token in it.
+        mask: the mask of all tokens.
+    """
+    if second is None:
+        out = first[0]
+    elif mask is None and first[0].dtype == second[0].dtype:
+        out = _merge_two(first, second)
+    else:
+        out = merge([first, second])
+    return _clear_hidden(out, mask)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Merge attention of the same queries to several sets of tokens, in float32. All numbers must be finite.
+
+    Args:
+        parts: for each set of tokens, the attended values `[..., queries, value_head_dim]` and the log-sum-exp of the
+            scores `[..., queries]`.
+    """
+    outs, logsumexps = zip(*parts, strict=True)
+    shares = torch.softmax(torch.stack(logsumexps), 0)
+    return (torch.stack(outs) * shares[..., None]).sum(0)
+
+
+def _merge_partly(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return merge(parts), torch.logsumexp(torch.stack([logsumexp for _, logsumexp in parts]), 0)
+
+
+def _attend_slabs(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """What `attend_dense` returns for each slab; a few are merged if there are many."""
     mask = None if mask is None else unexpanded(mask)
-    if not query.numel():
-        return query.new_empty((*query.shape[:3], segments.head_dims[1])), query.new_empty(query.shape[:3]).float()
     if query.stride(3) != 1 or any(stride % ALIGNED_NUMBERS for stride in query.stride()[:3]):
         query = query.contiguous()
     parts: list[tuple[Tensor, Tensor]] = []
@@ -78,37 +120,12 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
         position += slab.tokens
         parts.append(attend_dense(query, slab.keys, slab.values, part, scale))
         if len(parts) == PARTS_AT_ONCE:
-            parts = [merge(parts)]
-    out, logsumexp = parts[0] if len(parts) == 1 else merge(parts)
-    return out.flatten(1, 2), logsumexp.flatten(1, 2)
+            parts = [_merge_partly(parts)]
+    return parts
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge attention of the same queries to several sets of tokens, in float32. All numbers must be finite.
-
-    Args:
-        parts: for each set of tokens, the attended values `[..., queries, value_head_dim]` and the log-sum-exp of the
-            scores `[..., queries]`.
-    """
-    outs, logsumexps = zip(*parts, strict=True)
-    stacked = torch.stack(logsumexps)
-    shares = torch.softmax(stacked, 0)
-    return (torch.stack(outs) * shares[..., None]).sum(0), torch.logsumexp(stacked, 0)
-
-
-def merged(parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tensor:
-    """Attended values of all parts together, with zeros for queries that may attend to no token, as in torch.
-
-    Args:
-        parts: results of `attend_partly` that are not merged yet.
-        mask: the mask of all tokens.
-    """
-    if len(parts) == 1:
-        out = parts[0][0]
-    elif len(parts) == 2 and parts[0][0].dtype == parts[1][0].dtype and mask is None:
-        out = _merge_two(*parts)
-    else:
-        out = merge(parts)[0]
+def _clear_hidden(out: Tensor, mask: Tensor | None) -> Tensor:
+    """Results with zeros for queries that may attend to no token, as in torch."""
     if mask is None:
         return out
     mask = unexpanded(mask)

@@ -61,6 +61,10 @@ def attend_dense(
         float32, and the log-sum-exp of the scores, float32 `[batch, kv_heads, heads of a group, queries]`. It is about
         `LOWEST_SCORE` (-65504 in float16) if a query sees no token, and its values are any finite ones.
     """
+    if not query.numel():
+        group = query.shape[1] // keys.shape[1]
+        out = query.new_empty((query.shape[0], keys.shape[1], group, query.shape[2], values.shape[3]))
+        return out, out[..., 0].float()
     kernels = kernels_for(query.device, query.dtype, keys.shape[3], values.shape[3])
     bias = None if mask is None else _as_bias(mask, query.dtype)
     kernel = kernels.unmasked if bias is None else kernels.masked

@@ -138,12 +138,12 @@ class SharedPrefixSegments:
             return attend_partly(rows, prefix, rows_mask, scale)
 
         out, logsumexp = self._by_prefix(query, shared_mask, over_prefix)
-        parts = [(out, logsumexp)]
+        own = None
         if self.own is not None and self.own.tokens:
-            parts.append(attend_partly(query, self.own, own_mask, scale))
+            own = attend_partly(query, self.own, own_mask, scale)
         if on_accelerator:
-            return fused.merged(parts, mask).to(query.dtype)
-        outs, logsumexps = zip(*parts, strict=True)
+            return fused.attend_both((out, logsumexp), own, mask).to(query.dtype)
+        outs, logsumexps = zip((out, logsumexp), *(() if own is None else (own,)), strict=True)
         return reference.merge(outs, logsumexps)[0].to(query.dtype)
 
     def scores(self, query: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ the device, that is counted, and it reads a zero.
 """
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,11 @@ from typing_extensions import override
 
 from kvlayers.offload.transfers import BlockingTransfers, Event, Rows
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import TritonKernel
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 
 DEVICE = torch.device("meta")
 
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or an H200."""
+H200 = DeviceFacts(obstacle=None, multiprocessors=132, shared_memory=227 * 1024)
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "_unsafe_view"}
 """Operators that launch nothing, beside views."""
@@ -77,32 +75,17 @@ _counting: list[Counts] = []
 @contextlib.contextmanager
 def gpu() -> Iterator[None]:
     """Let kvlayers take the meta device for a GPU on which Triton's kernels run. Their launches do nothing."""
-    answers: dict[str, Callable[[torch.device], Any]] = {
-        "device_obstacle": lambda device: None,
-        "runs_triton": lambda device: True,
-        "multiprocessors": lambda device: MULTIPROCESSORS,
-        "shared_memory_limit": lambda device: None,
-    }
-    fakes = [(getattr(triton_support, name), answer) for name, answer in answers.items()]
-    for function, answer in fakes:
-        _replace_in_kvlayers(function, answer)
-    try:
-        with (
-            mock.patch.object(TritonKernel, "launch", _count_launch),
-            mock.patch.object(TritonKernel, "shared_memory", return_value=0),
-        ):
-            yield
-    finally:
-        for function, answer in fakes:
-            _replace_in_kvlayers(answer, function)
+    device_facts = triton_support.device_facts
 
+    def facts(device: torch.device) -> DeviceFacts:
+        return H200 if device.type == DEVICE.type else device_facts(device)
 
-def _replace_in_kvlayers(function: Callable[..., Any], other: Callable[..., Any]) -> None:
-    # A module that has imported the function by name has a reference of its own.
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "kvlayers"]:
-        for name, value in list(vars(module).items()):
-            if value is function:
-                setattr(module, name, other)
+    with (
+        mock.patch.object(triton_support, "device_facts", facts),
+        mock.patch.object(TritonKernel, "launch", _count_launch),
+        mock.patch.object(TritonKernel, "shared_memory", return_value=0),
+    ):
+        yield
 
 
 def _count_launch(kernel: TritonKernel, *arguments: Any) -> None:
@@ -186,6 +169,11 @@ class _Operators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "kvlayers":
             raise NotImplementedError(f"the operator {func} hides its launches: count what it calls")
+        # In inference mode, PyTorch hands over operators that consist of others.
+        with self:
+            found = func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = any(tensor.is_meta for tensor in given)
         if on_device and (standing_in := self._read_by_host(name, given, kwargs)) is not None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from kvlayers.offload.transfers import BlockingTransfers, Event, Rows
+from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 
@@ -220,24 +220,33 @@ def _check_one_device(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Transfers(BlockingTransfers):
-    """Copies of offloaded states, which a GPU does beside the computation: counted by themselves."""
+    """Copies of offloaded states, which a GPU does beside the computation: counted as transfers."""
 
     def __init__(self, device: torch.device = DEVICE) -> None:
         super().__init__(device)
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
-        for counts in _counting:
-            counts.transfers["to the device"] += len(sources)
-        with torch.inference_mode(False):
-            return [torch.empty_like(rows.tensor, device=self.device) for rows in sources], None
+    def copy_to_device(self, *arguments: Any) -> Any:
+        with _as_transfers():
+            return super().copy_to_device(*arguments)
 
     @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        for counts in _counting:
-            counts.transfers["to the host"] += len(pairs)
+    def copy_to_host(self, *arguments: Any) -> Any:
+        with _as_transfers():
+            return super().copy_to_host(*arguments)
 
     @override
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         for counts in _counting:
             counts.synchronisations["wait"] += 1
+
+
+@contextlib.contextmanager
+def _as_transfers() -> Iterator[None]:
+    # Only while operators are counted does a copy out of a meta tensor do nothing.
+    with contextlib.nullcontext() if _counting else counted():
+        counts = _counting[-1]
+        before = counts.copies.copy()
+        yield
+        counts.transfers += counts.copies - before
+        counts.copies = before

@@ -158,9 +158,8 @@ def passed(model: Any, cache: Any, seen: int, new: int, padded: bool) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "padded"), [("llama", False), ("gemma3", True)])
 def test_the_host_waits_no_more_than_with_the_cache_of_transformers(family: str, name: str, padded: bool) -> None:
     if (family, name) == ("llama", "sliding_window"):
         pytest.skip("the model has no windows")

@@ -125,14 +125,17 @@ class StagedBuffer(TokenBuffer):
 
     @override
     def write(self, start: int, states: Tensor) -> None:
-        tokens = states.shape[2]
         # Without the prepared views of single slots: this buffer serves a single update.
-        self.read(start, tokens).copy_(states)
-        end = start + tokens
+        self.slots(start, states.shape[2]).copy_(states)
+
+    @override
+    def slots(self, start: int, count: int) -> Tensor:
+        end = start + count
         if self.written and self.written[-1][1] == start:
             self.written[-1] = self.written[-1][0], end
         else:
             self.written.append((start, end))
+        return self.read(start, count)
 
     @override
     def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
@@ -166,6 +169,11 @@ class _FirstSequences(TokenBuffer):
     def write(self, start: int, states: Tensor) -> None:
         super().write(start, states)
         self.whole.written.append((start, start + states.shape[2]))
+
+    @override
+    def slots(self, start: int, count: int) -> Tensor:
+        self.whole.written.append((start, start + count))
+        return super().slots(start, count)
 
 
 def clipped(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:

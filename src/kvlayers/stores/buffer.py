@@ -137,6 +137,10 @@ class TokenBuffer:
             self._offset = int(self.tensor.storage_offset())
         return self._offset
 
+    def slots(self, start: int, count: int) -> Tensor:
+        """As `read`, for a caller that is about to write to all of these slots itself."""
+        return self.read(start, count)
+
     def write(self, start: int, states: Tensor) -> None:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the slots from `start` on."""
         tokens = states.shape[2]

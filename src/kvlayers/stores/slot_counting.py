@@ -54,6 +54,7 @@ class SlotCountingStore(ContiguousStore):
     def _end(self, end: int) -> None:
         self._set_end(end)
 
+    @override
     def _set_end(self, end: int) -> None:
         self._slot, self._unslotted = self._slots.at(end), 0
 

@@ -218,7 +218,7 @@ class Stage:
 
     def _findings(self, step: Step) -> Findings:
         alone = (step.isolated and self.setup.on_cuda) or self._device_is_lost
-        parts = step.parts or ("",)
+        parts = self.setup.choose(step.parts, step.parts[:2]) or ("",)
         if not alone:
             return merged(parts, (run_part(step, self.setup, part) for part in parts))
         with ThreadPoolExecutor(PROCESSES) as threads:

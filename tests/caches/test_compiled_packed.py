@@ -375,6 +375,26 @@ def test_operators_do_what_they_declare(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
+def test_attention_behind_a_graph_break_reads_codes(read_in_full: list[str]) -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    cache = filled(generator)
+
+    def broken(query: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        keys, values = cache.update(states, states, 0)
+        torch._dynamo.graph_break()
+        return attended(query, keys, values)
+
+    compiled = torch.compile(broken, backend="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            query, states = (torch.randn(1, heads, 1, 8, generator=generator) for heads in (4, 2))
+            twin = cache.fork()
+            seen = compiled(query, states)
+            torch.testing.assert_close(seen, attended(query, *twin.update(states, states, 0)))
+    assert not read_in_full
+
+
 def test_placeholders_of_states_are_no_numbers() -> None:
     """If code got hold of one, its results would say so."""
     torch._dynamo.reset()

@@ -187,6 +187,10 @@ def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, value
     return attended[0], attended[1]
 
 
+PLACEHOLDER_FUNCTIONS = frozenset({Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous})
+"""Functions by which TorchDynamo describes a placeholder that is an argument of code behind a graph break."""
+
+
 class CalledStates(Tensor):
     """Stands for keys or values that attention reads by an operator, while TorchDynamo traces.
 
@@ -215,7 +219,7 @@ class CalledStates(Tensor):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA_FUNCTIONS:
+            if func in METADATA_FUNCTIONS or func in PLACEHOLDER_FUNCTIONS:
                 return func(*args, **kwargs)
             states = args[0]
             if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:

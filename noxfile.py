@@ -24,6 +24,9 @@ CORE = (
 )
 """Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 
+ON_NEWEST_TORCH = ("tests/attention", "tests/quantizers", "tests/stores", "tests/caches")
+"""Folders with tests of what versions of torch and triton differ in, which `newest_torch` runs beside the core."""
+
 nox.options.sessions = ["matrix"]
 # pip, as in the Makefile, so that its settings (such as the index for torch) apply here too. uv does not read them.
 nox.options.default_venv_backend = "venv"
@@ -53,6 +56,18 @@ def oldest(session: nox.Session) -> None:
     # triton is a gigabyte, and what is tested of it is the same on every version.
     install(session, VERSIONS[0], extras="test")
     run_tests(session, "-m", "not slow", *(f"tests/{name}.py" for name in CORE), *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
+def newest_torch(session: nox.Session) -> None:
+    """The core of the suite on the newest torch and triton of PyPI, several GB, and a table in docs/matrix.md."""
+    session.install("-e", ".[test,triton]", f"transformers=={VERSIONS[-1]}")
+    session.install("--upgrade", "torch", "triton")
+    result = ROOT / ".nox" / "results" / "torch" / f"{VERSIONS[-1]}.json"
+    result.unlink(missing_ok=True)
+    core = [f"tests/{name}.py" for name in CORE if f"tests/{Path(name).parent}" not in ON_NEWEST_TORCH]
+    run_tests(session, "-p", "matrix_result", "--result", str(result), "-m", "not slow", *core, *ON_NEWEST_TORCH)
+    make_table(session, result.parent, VERSIONS[-1], "--part", "torch", "--record", "docs/matrix.md")
 
 
 @nox.session(venv_backend="none", default=False)

@@ -1,4 +1,8 @@
-"""Tabulates the results of `nox -s matrix`: `matrix_table.py .nox/results/whole 5.17.0 5.23.0 [--record PAGE]`."""
+"""Tabulates the results of `nox -s matrix`: `matrix_table.py .nox/results/whole 5.17.0 5.23.0 [--record PAGE]`.
+
+With `--part torch` it tabulates the results of `nox -s newest_torch`. The page has both tables; recording one of them
+keeps the other.
+"""
 
 import argparse
 import json
@@ -9,16 +13,19 @@ from typing import Any
 COLUMNS = ("transformers", "torch", "python", "passed", "skipped", "failed", "minutes")
 NUMBERS = ("passed", "skipped", "failed", "minutes")
 
-PAGE = """\
+INTRODUCTIONS = {
+    "transformers": """\
 # The test matrix
 
 The whole test suite was run on each of these versions of transformers, in a separate environment for each version.
-`nox -s matrix` runs it, and `nox -s matrix_record` writes this page: see `CONTRIBUTING.md`.
+`nox -s matrix` runs it, and `nox -s matrix_record` writes this table: see `CONTRIBUTING.md`.""",
+    "torch": """\
+## The newest torch
 
-{table}
-
-Machine: {machines}.
-"""
+The core of the suite, with all tests of attention, quantizers, stores and caches that are not slow, on the newest torch
+and triton of PyPI. `nox -s newest_torch` runs it and writes this table.""",
+}
+"""The parts of the page, in order, and the text before the table of each."""
 
 
 def main() -> None:
@@ -27,6 +34,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="directory with a file VERSION.json for each version")
     parser.add_argument("versions", nargs="+", help="versions of transformers, a row each")
     parser.add_argument("--record", type=Path, metavar="PAGE", help="write a page of Markdown, with dates and machine")
+    parser.add_argument("--part", choices=INTRODUCTIONS, default="transformers", help="the part of the page")
     arguments = parser.parse_args()
     found = {version: read(arguments.results / f"{version}.json") for version in arguments.versions}
     if arguments.record is None:
@@ -44,7 +52,10 @@ def main() -> None:
     columns = (*COLUMNS, "date", "commit")
     table = markdown([row(version, result, columns) for version, result in found.items()], columns)
     machines = "; ".join(dict.fromkeys(result["machine"] for result in finished))
-    arguments.record.write_text(PAGE.format(table=table, machines=machines))
+    section = f"{INTRODUCTIONS[arguments.part]}\n\n{table}\n\nMachine: {machines}.\n"
+    before, heading, after = arguments.record.read_text().partition("## The newest torch")
+    parts = {"transformers": before, "torch": heading + after, arguments.part: section}
+    arguments.record.write_text("\n".join(part.strip() + "\n" for part in parts.values() if part))
     print(arguments.record)
 
 

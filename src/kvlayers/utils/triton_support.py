@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +33,34 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What kernels need to know of a device.
+
+    Attributes:
+        obstacle: why Triton kernels do not run there, `None` if they do.
+        multiprocessors: its multiprocessors.
+        shared_memory: bytes of shared memory that one program can have, `None` if there is no limit.
+    """
+
+    obstacle: str | None
+    multiprocessors: int = 1
+    shared_memory: int | None = None
+
+
 @functools.lru_cache(maxsize=32)
-def device_obstacle(device: torch.device) -> str | None:
-    """Why Triton kernels do not run on a device, `None` if they do."""
+def device_facts(device: torch.device) -> DeviceFacts:
+    """The facts of a device, which never change."""
+    obstacle = _obstacle(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return DeviceFacts(obstacle)
+    properties: Any = torch.cuda.get_device_properties(device)
+    # Not every build of torch tells it. What every kernel may have is less.
+    limit = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return DeviceFacts(obstacle, properties.multi_processor_count, int(limit))
+
+
+def _obstacle(device: torch.device) -> str | None:
     if device.type != "cuda" and not is_interpreted():
         return f"there are no Triton kernels for {device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -51,24 +77,24 @@ def device_obstacle(device: torch.device) -> str | None:
     return None
 
 
+def device_obstacle(device: torch.device) -> str | None:
+    """Why Triton kernels do not run on a device, `None` if they do."""
+    return device_facts(device).obstacle
+
+
 def runs_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on a device."""
-    return device_obstacle(device) is None
+    return device_facts(device).obstacle is None
 
 
-@functools.lru_cache(maxsize=32)
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return device_facts(device).multiprocessors
 
 
-@functools.lru_cache(maxsize=32)
 def shared_memory_limit(device: torch.device) -> int | None:
     """Bytes of shared memory that one program can have on a device, `None` if there is no limit."""
-    if device.type != "cuda":
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    return device_facts(device).shared_memory
 
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:

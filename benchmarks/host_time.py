@@ -1,0 +1,145 @@
+"""Times the host's part of attention to packed states on a GPU, on a machine without one.
+
+    python benchmarks/host_time.py [--nbits 4] [--json]
+
+While a GPU decodes one token, the host must queue the kernels of every layer in less time than they run, or the GPU
+waits for it. triton's launcher runs here against a stub of the CUDA driver (`lib/stub_cuda.c`, compiled with `cc`),
+which accepts every launch and computes nothing. Tensors are on the CPU. The shape is one layer of Llama 3.1 8B.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvlayers.attention import dispatch
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from lib.offline_gpu import OfflineDriver, as_gpu
+
+STUB = Path(__file__).parent / "lib" / "stub_cuda.c"
+KV_HEADS, HEADS, HEAD_DIM, PROMPT = 8, 32, 128, 8192
+CALLS, TRIALS = 400, 7
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nbits", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def stub_driver(directory: Path) -> ctypes.CDLL:
+    """The stub in place of the driver that triton loads."""
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None:
+        sys.exit("host_time.py needs triton: pip install triton")
+    headers = Path(found.origin).parent / "backends" / "nvidia" / "include"
+    library = directory / "libcuda.so.1"
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-w",
+        "-Wl,-soname,libcuda.so.1",
+        f"-I{headers}",
+        str(STUB),
+        "-o",
+        str(library),
+    ]
+    subprocess.run(command, check=True)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(directory)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def use_stub() -> None:
+    """Let triton launch by the stub."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    stub: Any = OfflineDriver(90)
+    stub.utils, stub.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+    driver.set_active(stub)
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """The least of several means: other work on the machine only ever adds to a time."""
+    call()
+    means = []
+    for _ in range(TRIALS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        means.append((time.perf_counter() - begin) / CALLS * 1e6)
+    return min(means)
+
+
+def measure(nbits: int, launches: ctypes.c_long) -> dict[str, Any]:
+    """Microseconds of the host a call, and the launches of one."""
+
+    def states(tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(1, KV_HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
+
+    # Packed by the CPU: only attention is of interest here.
+    store = QuantizedStore(Quantization(nbits=nbits))
+    for tokens in (PROMPT, 1):
+        new = states(tokens)
+        store.validate(*new)
+        keys, values = store.extend(*new)
+    if not isinstance(keys, PackedStates):
+        sys.exit("host_time.py needs a prompt that is longer than the residual")
+    use_stub()
+    query = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
+    snapshot = keys.snapshot
+
+    def attention() -> torch.Tensor:
+        return dispatch.attend(query, snapshot.segments, None, None, snapshot.paths)
+
+    with as_gpu():
+        attention()
+        before = launches.value
+        attention()
+        return {
+            "launches": launches.value - before,
+            "path": list(snapshot.paths.counts)[-1],
+            "attention": microseconds(attention),
+            "scaled_dot_product_attention": microseconds(
+                lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+            ),
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        stub = stub_driver(Path(directory))
+        import triton
+
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            found = measure(given.nbits, ctypes.c_long.in_dll(stub, "stub_launches"))
+    found["torch"], found["triton"] = torch.__version__, triton.__version__
+    if given.json:
+        print(json.dumps(found))
+    else:
+        print(f"{found['path']}: {found['launches']} launches")
+        print(f"attention: {found['attention']:.0f} us of the host")
+        print(f"scaled_dot_product_attention: {found['scaled_dot_product_attention']:.0f} us of the host")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

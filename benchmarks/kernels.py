@@ -1,0 +1,120 @@
+"""Compiles every Triton kernel for GPUs that need not be there: registers, spills and shared memory of each.
+
+    python benchmarks/kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--json PATH]
+
+The kernels are those that a quantized layer launches for a prompt, for a decoded token and for its states in full
+precision, on meta tensors in place of a GPU's. triton compiles them for each compute capability, and `ptxas`, which
+comes with triton, reports what they need. The exit code is the number of kernels that need more shared memory than the
+GPU has.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvlayers.attention import dispatch
+from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
+from lib.offline_gpu import META, SHARED_MEMORY, Compiled, Launch, as_gpu, compiled, recorded_launches
+
+KV_HEADS, GROUPS, PROMPT = 8, 4, 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer that is quantized, and the queries that read it.
+
+    Attributes:
+        quantization: bits and groups.
+        head_dim: channels of a head.
+        dtype: dtype of the states.
+        queries: new tokens of a decode step.
+        masked: whether there is a mask.
+    """
+
+    quantization: Quantization
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    queries: int = 1
+    masked: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is special about it."""
+        options = self.quantization
+        parts = [f"{options.backend} {options.nbits}", f"head_dim {self.head_dim}", str(self.dtype).split(".")[1]]
+        return ", ".join([*parts, f"{self.queries} queries", *(["mask"] if self.masked else [])])
+
+
+def cases() -> Iterator[Case]:
+    """The cases, the most common first."""
+    formats = [Quantization(nbits=bits) for bits in (4, 8, 2)] + [Quantization(backend="fp8", nbits=8)]
+    for head_dim, quantization in itertools.product((128, 64, 256, 96), formats):
+        yield Case(quantization, head_dim)
+    for quantization, dtype in itertools.product(formats, (torch.float16, torch.float32)):
+        yield Case(quantization, dtype=dtype)
+    for quantization, queries in itertools.product(formats, (5, 16)):
+        yield Case(quantization, queries=queries)
+        yield Case(quantization, queries=queries, masked=True)
+
+
+def launches_of(case: Case, capability: int) -> list[Launch]:
+    """The distinct launches of a prompt, a decoded token, and the states in full precision."""
+    with as_gpu(capability), recorded_launches() as launches, torch.no_grad():
+        store = QuantizedStore(case.quantization)
+        for tokens in (PROMPT, case.queries):
+            new = [torch.empty(1, KV_HEADS, tokens, case.head_dim, dtype=case.dtype, device=META) for _ in range(2)]
+            store.validate(*new)
+            keys, _ = store.extend(*new)
+        if not isinstance(keys, PackedStates):
+            raise RuntimeError(f"no token of {case.name} is packed")
+        query = torch.empty(1, KV_HEADS * GROUPS, case.queries, case.head_dim, dtype=case.dtype, device=META)
+        mask = torch.empty(1, 1, case.queries, keys.shape[2], dtype=torch.bool, device=META) if case.masked else None
+        dispatch.attend(query, keys.snapshot.segments, mask, None, PathCounter())
+        keys.dense()
+    return list({launch.variant: launch for launch in launches}.values())
+
+
+def measured(capabilities: list[int], only: str) -> Iterator[dict[str, Any]]:
+    """What each kernel of each case needs. A kernel that several cases share is compiled once."""
+    seen: set[tuple[Any, ...]] = set()
+    for case, capability in itertools.product(cases(), capabilities):
+        for launch in launches_of(case, capability):
+            name = f"{launch.kernel.name}: {case.name}"
+            if (capability, launch.variant) in seen or only not in name:
+                continue
+            seen.add((capability, launch.variant))
+            needs: Compiled = compiled(launch, capability)
+            yield {"kernel": launch.kernel.name, "case": case.name, **dataclasses.asdict(needs), "fits": needs.fits}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 86, 89, 90, 100, 120], choices=SHARED_MEMORY)
+    parser.add_argument("--only", default="", help="only kernels and cases with this text")
+    parser.add_argument("--json", type=Path, help="write the rows to a file")
+    given = parser.parse_args(arguments)
+    rows = []
+    for row in measured(given.capability, given.only):
+        rows.append(row)
+        note = "" if row["fits"] else "  MORE THAN THE GPU HAS"
+        print(
+            f"sm_{row['capability']:<4} {row['kernel']:18} {row['case']:48} {row['registers']:3} registers "
+            f"{row['spilled']:4} bytes spilled {row['shared']:7} bytes shared {row['warps']} warps{note}",
+            flush=True,
+        )
+        if given.json is not None:
+            given.json.write_text(json.dumps(rows, indent=1))
+    return sum(not row["fits"] for row in rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

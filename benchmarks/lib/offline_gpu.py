@@ -1,0 +1,192 @@
+"""kvlayers' paths for a GPU, driven on meta tensors, and triton compiling for a GPU that is not there."""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
+
+META = torch.device("meta")
+
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one program can have, by compute capability (CUDA C++ programming guide)."""
+
+
+@contextlib.contextmanager
+def as_gpu(capability: int = 90, multiprocessors: int = 132) -> Iterator[None]:
+    """Let kvlayers take tensors of any device for tensors of a GPU that runs Triton kernels."""
+    facts = DeviceFacts(None, multiprocessors, SHARED_MEMORY[capability])
+
+    def device_facts(device: torch.device) -> DeviceFacts:
+        return facts
+
+    with (
+        mock.patch.object(triton_support, "device_facts", device_facts),
+        mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
+    ):
+        yield
+
+
+_real_is_autocast_enabled = torch.is_autocast_enabled
+
+
+def _is_autocast_enabled(*kind: str) -> bool:
+    """As torch's function, which knows no meta device."""
+    return kind != (META.type,) and _real_is_autocast_enabled(*kind)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that did not happen.
+
+    Attributes:
+        kernel: the kernel.
+        grid: programs in each dimension.
+        arguments: what it was given.
+        constants: its compile-time constants.
+    """
+
+    kernel: TritonKernel
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """Launches with the same value are, up to the specialisation of numbers, of the same compiled kernel."""
+        kinds = tuple(argument.dtype if isinstance(argument, torch.Tensor) else None for argument in self.arguments)
+        return self.kernel.name, kinds, tuple(sorted((name, repr(value)) for name, value in self.constants.items()))
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Record the launches of all Triton kernels in place of launching them."""
+    launches: list[Launch] = []
+
+    def launch(
+        kernel: TritonKernel,
+        device: torch.device,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+    ) -> None:
+        launches.append(Launch(kernel, grid, tuple(arguments), dict(constants)))
+
+    with mock.patch.object(TritonKernel, "launch", launch), mock.patch.object(TritonKernel, "shared_memory", _no_bytes):
+        yield launches
+
+
+def _no_bytes(kernel: TritonKernel, *arguments: Any) -> int:
+    return 0
+
+
+class OfflineDriver:
+    """What triton asks of a driver if it only compiles.
+
+    Args:
+        capability: compute capability of the GPU, such as 90.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        """The GPU to compile for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """A number of the device: triton keeps compiled kernels by it."""
+        return self.capability
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        """Compute capability in two numbers."""
+        return divmod(self.capability, 10)
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """The default stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where triton would make tensors."""
+        return torch.device("cpu")
+
+    def allocate_default_profile_scratch(self, *arguments: Any) -> None:
+        """No memory for a profiler."""
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether triton may use the driver."""
+        return True
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel, compiled for a GPU.
+
+    Attributes:
+        capability: compute capability of the GPU.
+        registers: registers of a thread.
+        spilled: bytes that a thread writes to memory because it has too few registers.
+        shared: bytes of shared memory of a program.
+        warps: warps of a program.
+        stages: blocks in the copy pipeline.
+    """
+
+    capability: int
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    stages: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a program has enough shared memory."""
+        return self.shared <= SHARED_MEMORY[self.capability]
+
+
+def compiled(launch: Launch, capability: int) -> Compiled:
+    """The kernel of a launch, compiled for a compute capability. The process can launch nothing afterwards."""
+    from triton.runtime import driver
+
+    driver.set_active(OfflineDriver(capability))
+    kernel = launch.kernel.function.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
+    report = _assembled(kernel.asm["ptx"], capability)
+    registers, spilled = (
+        re.search(pattern, report) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    if registers is None or spilled is None:
+        raise RuntimeError(f"ptxas did not report what {launch.kernel.name} needs: {report}")
+    metadata = kernel.metadata
+    return Compiled(
+        capability, int(registers[1]), int(spilled[1]), metadata.shared, metadata.num_warps, metadata.num_stages
+    )
+
+
+def _assembled(ptx: str, capability: int) -> str:
+    """What ptxas, which comes with triton, reports of a kernel."""
+    import triton
+
+    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
+    newest = tools / "ptxas-blackwell"
+    ptxas = newest if capability >= 90 and newest.exists() else tools / "ptxas"
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory) / "kernel.ptx"
+        source.write_text(ptx)
+        architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
+        command = [str(ptxas), "-v", f"--gpu-name={architecture}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"ptxas refused a kernel for {architecture}: {ran.stderr}")
+    return ran.stderr + ran.stdout

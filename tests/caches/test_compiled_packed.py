@@ -387,10 +387,13 @@ def test_attention_behind_a_graph_break_reads_codes(read_in_full: list[str]) -> 
 
     compiled = torch.compile(broken, backend="eager")
     with torch.no_grad():
-        for _ in range(3):
+        for step in range(4):
             query, states = (torch.randn(1, heads, 1, 8, generator=generator) for heads in (4, 2))
             twin = cache.fork()
             seen = compiled(query, states)
+            if step == 1:
+                # TorchDynamo has looked at the arguments of the code that it compiled.
+                read_in_full.clear()
             torch.testing.assert_close(seen, attended(query, *twin.update(states, states, 0)))
     assert not read_in_full
 

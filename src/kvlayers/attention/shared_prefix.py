@@ -55,7 +55,11 @@ class PrefixNumbers:
         return self._on_devices[device]
 
     def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return torch.as_tensor(self._numbers, device=device), torch.arange(len(self), device=device)
+        positions = torch.arange(len(self), device=device)
+        if self.are_even:
+            # Computed there, because the host would wait for a copy.
+            return positions // (len(self) // self.prefixes), positions
+        return torch.as_tensor(self._numbers, device=device), positions
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Tensors that hold the numbers."""

@@ -96,7 +96,7 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
         "3 bits": "the kernel does not support such codes",
     }
-    assert interpreted["refusals"]["supports"] == [True, False, False, False, False]
+    assert interpreted["refusals"]["supports"] == [True, False, False, False, False, False]
 
 
 @pytest.mark.slow
@@ -106,6 +106,8 @@ def test_a_kernel_that_needs_too_much_shared_memory_has_fewer_stages_or_is_not_l
 ) -> None:
     refusal = "the kernel needs 1000 bytes of shared memory, and the GPU has 900"
     assert interpreted["resources"]["stages"] == [3, 2, 1, refusal, 3]
+    # What `explain()` says.
+    assert [path.endswith(refusal) for path in interpreted["resources"]["paths"]] == [False] * 3 + [True, False]
     # One question for each number of stages: answers are kept.
     assert interpreted["resources"]["asked"] == 1 + 2 + 3 + 3
 

@@ -16,10 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from kvlayers import QuantizedCache
+from kvlayers.attention import dispatch
 from kvlayers.attention import reference as plain
 from kvlayers.attention.cuda import kernel, plan
 from kvlayers.attention.cuda.plan import Launch
 from kvlayers.attention.cuda.support import supports
+from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
@@ -376,7 +378,7 @@ def check_nan() -> dict[str, Any]:
 def check_resources() -> dict[str, Any]:
     """Stages of the kernel on devices of less and less shared memory, and what is said if one has too little."""
     segments, query = states_of(CASES["rotated"]), query_of(CASES["rotated"])
-    found: dict[str, Any] = {"stages": [], "asked": 0}
+    found: dict[str, Any] = {"stages": [], "paths": [], "asked": 0}
 
     def shared_memory(*arguments: Any) -> int:
         found["asked"] += 1
@@ -390,12 +392,14 @@ def check_resources() -> dict[str, Any]:
             mock.patch.object(plan, "shared_memory_limit", lambda device, limit=limit: limit),
             mock.patch.object(plan.ATTEND_SPLIT, "shared_memory", shared_memory, create=True),
         ):
-            obstacle = kernel.obstacle(query, segments)
+            obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
-                assert kernel.obstacle(query, segments) == obstacle
+                assert kernel.obstacle(query, segments, None) == obstacle
             variant = plan.plan_of(packed).variant(4, 16, 0)
             found["stages"].append(obstacle or variant.constants["num_stages"])
-            out = kernel.attend(query, segments, None, 0.125)
+            paths = PathCounter()
+            out = dispatch.attend(query, segments, None, 0.125, paths)
+            found["paths"].append(next(iter(paths.counts)))
             torch.testing.assert_close(out, plain.attend(query, segments, None, 0.125))
     return found
 
@@ -471,12 +475,12 @@ def check_refusals() -> dict[str, Any]:
     of_3_bits = PackedSegment(replace(keys, format=replace(keys.format, bits=3)), values)
     half = tuple(DenseSegment(segment.keys.half(), segment.values) for segment in segments.after)
     said = {
-        "taken": kernel.obstacle(query, segments),
-        "nothing packed": kernel.obstacle(query, replace(segments, packed=None)),
-        "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments),
-        "dtype": kernel.obstacle(query.bfloat16(), segments),
-        "dtype of the residual": kernel.obstacle(query, replace(segments, after=half)),
-        "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits)),
+        "taken": kernel.obstacle(query, segments, None),
+        "nothing packed": kernel.obstacle(query, replace(segments, packed=None), None),
+        "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
+        "dtype": kernel.obstacle(query.bfloat16(), segments, None),
+        "dtype of the residual": kernel.obstacle(query, replace(segments, after=half), None),
+        "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits), None),
     }
     kind: dict[str, Any] = {
         "key_head_dim": 128,
@@ -490,6 +494,7 @@ def check_refusals() -> dict[str, Any]:
         supports(replace(keys.format, bits=1), values.format, **kind),
         supports(keys.format, values.format, **{**kind, "dtype": torch.float64}),
         supports(keys.format, values.format, **{**kind, "block_tokens": 48}),
+        supports(keys.format, values.format, **{**kind, "block_tokens": 512}),
         supports(keys.format, values.format, **{**kind, "value_head_dim": 512}),
     ]
     return {"said": said, "supports": [supported, *others]}

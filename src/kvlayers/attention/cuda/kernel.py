@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from kvlayers.attention import reference
 from kvlayers.attention.cuda.launch import SplitCall, kind_of
 from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, SegmentPlan, plan_of
 from kvlayers.attention.cuda.specs import MAXIMUM_ROWS as ROWS_OF_A_PROGRAM
@@ -15,9 +14,7 @@ MAXIMUM_ROWS = 4 * ROWS_OF_A_PROGRAM
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
 
 
-def obstacle(
-    query: Tensor, segments: KVSegments, mask: Tensor | None = None, launch: Launch = DEFAULT_LAUNCH
-) -> str | None:
+def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: Launch = DEFAULT_LAUNCH) -> str | None:
     """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can.
 
     The first answer for a kind of states compiles the kernel, to see how much shared memory it needs.
@@ -45,15 +42,11 @@ def obstacle(
 def attend(
     query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, launch: Launch = DEFAULT_LAUNCH
 ) -> Tensor:
-    """Softmax attention; arguments and result are those of `reference.attend`. Call `obstacle` first.
+    """Softmax attention; arguments and result are those of `reference.attend`. `obstacle` must have said `None`.
 
     The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """
-    call = SplitCall(query, segments, _plan(segments, launch), mask, scale)
-    if call.variant.obstacle is not None:
-        # Only if `obstacle` was not given the mask.
-        return reference.attend(query, segments, mask, scale)
-    return call.run(query.dtype, logsumexp=False)[0]
+    return SplitCall(query, segments, _plan(segments, launch), mask, scale).run(query.dtype, logsumexp=False)[0]
 
 
 def attend_partly(
@@ -65,10 +58,7 @@ def attend_partly(
         Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
         `[batch, heads, queries]`, as `reference.merge` takes them.
     """
-    call = SplitCall(query, segments, _plan(segments, launch), mask, scale)
-    if call.variant.obstacle is not None:
-        return reference.attend_partly(query, segments, mask, scale)
-    return call.run(torch.float32, logsumexp=True)
+    return SplitCall(query, segments, _plan(segments, launch), mask, scale).run(torch.float32, logsumexp=True)
 
 
 def _plan(segments: KVSegments, launch: Launch) -> SegmentPlan:

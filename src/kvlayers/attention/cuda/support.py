@@ -11,6 +11,9 @@ WIDTHS = (2, 4, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the states."""
 
+LARGEST_BLOCK = 256
+"""Tokens of a block: the scores of more do not fit into registers."""
+
 LARGEST_HEAD_DIM = 256
 """Channels of a key or value that one program holds at most."""
 
@@ -39,7 +42,7 @@ def supports(
     if not runs_triton(device) or dtype not in DTYPES:
         return False
     # Two tiles of scores must have 16 columns.
-    if block_tokens & (block_tokens - 1) or block_tokens * key_format.bits < 128:
+    if block_tokens & (block_tokens - 1) or block_tokens * key_format.bits < 128 or block_tokens > LARGEST_BLOCK:
         return False
     sides: tuple[tuple[CodeFormat, Side, int], ...] = (
         (key_format, "keys", key_head_dim),

@@ -11,6 +11,9 @@ import transformers as tf
 import kvlayers
 import kvlayers.caches.base
 from kvlayers import Prefetcher, StaleStatesError
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.upstream import compat
 from models import COMMON, prompt
 from recording_transfers import RecordingTransfers
@@ -92,8 +95,28 @@ def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:
     return backend
 
 
+@pytest.fixture
+def read_in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each time that codes, or a prefix that sequences share, are brought to full precision."""
+    read: list[str] = []
+    of_segments, of_shared = KVSegments.dense, SharedPrefixSegments.dense
+
+    def noted(self: KVSegments, *arguments: Any) -> torch.Tensor:
+        if self.packed is not None:
+            read.append("codes")
+        return of_segments(self, *arguments)
+
+    def noted_shared(self: SharedPrefixSegments, *arguments: Any) -> torch.Tensor:
+        read.append("prefix")
+        return of_shared(self, *arguments)
+
+    monkeypatch.setattr(KVSegments, "dense", noted)
+    monkeypatch.setattr(SharedPrefixSegments, "dense", noted_shared)
+    return read
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_layer_is_compiled_for_on_its_own(kind: str) -> None:
+def test_no_layer_is_compiled_for_on_its_own(kind: str, read_in_full: list[str]) -> None:
     torch._dynamo.reset()
     make_model, make_cache, tokens, steps = KINDS[kind]
     model, graphs = make_model(), []
@@ -112,6 +135,9 @@ def test_no_layer_is_compiled_for_on_its_own(kind: str) -> None:
     assert len(graphs) <= (5 if kind == "dense" else 3)
     # What was brought to the device of other layers than the last one is gone.
     assert cache._prefetcher is None or len(cache._handle.returned) == 1
+    assert not read_in_full
+    if "packed" in kind and "windows" not in kind:
+        assert cache.explain().attention == eager.explain().attention != {}
 
 
 @pytest.mark.parametrize("make_cache", [packed, dense_away])
@@ -140,6 +166,92 @@ def test_another_cache_and_its_operations_go_on_in_the_same_graphs(make_cache: C
     assert len(graphs) <= 3
 
 
+def shared(model: Any) -> Any:
+    """Three sequences that go on from one prompt."""
+    cache = kvlayers.DynamicCache(config=model.config)
+    model(prompt(1, 40, seed=1), past_key_values=cache)
+    cache.expand(3)
+    return cache
+
+
+def packed_and_expanded(model: Any) -> Any:
+    cache = packed(model)
+    model(prompt(1, 100, seed=1), past_key_values=cache)
+    cache.expand(3)
+    return cache
+
+
+@pytest.mark.parametrize("make_cache", [shared, packed_and_expanded])
+def test_sequences_that_go_on_from_one_prompt(make_cache: Callable[[Any], Any], read_in_full: list[str]) -> None:
+    torch._dynamo.reset()
+    model, graphs, ids = llama(), [], prompt(3, 60)
+    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+    with torch.no_grad():
+        cache, eager = make_cache(model), make_cache(model)
+        for step in range(30):
+            if step == 10:
+                for each in (cache, eager):
+                    each.reorder_cache(torch.tensor([2, 0, 0]))
+            if step == 20:
+                for each in (cache, eager):
+                    each.crop(each.get_seq_length() - 4)
+            part = ids[:, step : step + 1]
+            logits = (model if step == 15 else forward)(part, past_key_values=cache).logits
+            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
+            assert cache.get_seq_length() == eager.get_seq_length()
+    assert len(graphs) <= 2
+    assert not read_in_full
+    assert cache.explain().attention == eager.explain().attention != {}
+
+
+@pytest.mark.parametrize("name", ["take_in", "attend", "read"])
+def test_an_operator_is_never_captured_in_a_cuda_graph(name: str) -> None:
+    """A replay would run the kernels of one step again, on the memory that the cache had then."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.kvlayers, name).default.tags
+
+
+class OverwritingInterpreter(torch.fx.Interpreter):
+    """Runs a graph, and then overwrites what it handed to the operators, as the next replay of a CUDA graph does."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.handed_over: list[torch.Tensor] = []
+        result = super().run(*args, **kwargs)
+        for states in self.handed_over:
+            states.fill_(torch.nan)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.kvlayers.take_in.default:
+            self.handed_over += args[2:]
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
+def test_a_cache_copies_what_compiled_code_hands_over(kind: str) -> None:
+    torch._dynamo.reset()
+    make_model, make_cache, tokens, steps = KINDS[kind]
+    model, overwritten = make_model(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        interpreter = OverwritingInterpreter(graph)
+
+        def run(*args: Any) -> Any:
+            result = interpreter.run(*args)
+            overwritten.append(len(interpreter.handed_over))
+            return result
+
+        return run
+
+    forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    ids, cache, eager = prompt(1, tokens + steps), make_cache(model), make_cache(model)
+    with torch.no_grad():
+        for part in ids.split([tokens, *[1] * steps], dim=1):
+            logits = forward(part, past_key_values=cache).logits
+            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
+    # The keys and the values of each of two layers.
+    assert set(overwritten) == {4}
+
+
 @pytest.mark.parametrize("make_cache", [packed, dense_away])
 def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: Callable[[Any], Any]) -> None:
     torch._dynamo.reset()
@@ -159,8 +271,8 @@ def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: C
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 94
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_padded_batches_and_attention_in_plain_torch(attention: str) -> None:
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "kvlayers"])
+def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: None) -> None:
     torch._dynamo.reset()
     config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     config._attn_implementation = attention
@@ -206,3 +318,120 @@ def test_a_cache_that_compiled_code_makes_is_traced_through() -> None:
 
     states = torch.ones(1, 2, 3, 8)
     assert torch.equal(torch.compile(made, backend="eager")(states), states + 1)
+
+
+# Attention that is compiled on its own, and is given what the cache returned
+
+
+def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True) + 1
+
+
+def stepped(cache: Any, generator: torch.Generator, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A query, and the states of an update by one token."""
+    states = [torch.randn(1, 2, 1, 8, generator=generator, **options) for _ in range(2)]
+    return torch.randn(1, 4, 1, 8, generator=generator), *cache.update(*states, 0)
+
+
+def filled(generator: torch.Generator, tokens: int = 100) -> Any:
+    cache = kvlayers.QuantizedCache(**QUANTIZATION)
+    cache.update(*(torch.randn(1, 2, tokens, 8, generator=generator) for _ in range(2)), 0)
+    return cache
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_attention_reads_the_codes_that_it_is_given(backend: str, read_in_full: list[str]) -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    compiled = torch.compile(attended, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for cache in (filled(generator), filled(generator)):
+            for _ in range(4):
+                given = stepped(cache, generator)
+                torch.testing.assert_close(compiled(*given), attended(*given))
+    assert not read_in_full
+
+
+def test_compiled_code_that_computes_otherwise_gets_full_precision(read_in_full: list[str]) -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+
+    def sums(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.add(keys, values).sum(2) + query.sum()
+
+    cache = filled(generator)
+    with torch.no_grad():
+        given = stepped(cache, generator)
+        seen = torch.compile(sums, backend="aot_eager", fullgraph=True)(*given)
+        torch.testing.assert_close(seen, sums(*given))
+    assert read_in_full
+    assert any(path.startswith("compiled code in full precision") for path in cache.explain().attention)
+
+
+def test_gradients_go_through_compiled_attention() -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    cache = filled(generator)
+    compiled = torch.compile(attended, backend="aot_eager")
+    query, keys, values = stepped(cache, generator)
+    query.requires_grad_()
+    new = torch.randn(1, 2, 1, 8, generator=generator, requires_grad=True)
+    for followed, states in ((query, (keys, values)), (new, None)):
+        states = cache.update(new, new, 0) if states is None else states
+        found = [torch.autograd.grad(run(query, *states).square().sum(), followed)[0] for run in (compiled, attended)]
+        torch.testing.assert_close(*found)
+
+
+def test_compiled_code_does_not_read_states_of_another_update() -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = filled(generator)
+    with torch.no_grad():
+        query, keys, values = stepped(cache, generator)
+        assert isinstance(keys, PackedStates)
+        number = keys.snapshot.version.handle.number
+        arguments = query, keys.shape[2], values.shape[3], None, False, None
+        assert torch.ops.kvlayers.attend_packed(number, *arguments).shape == (1, 4, 1, 8)
+        stepped(cache, generator)
+        with pytest.raises(StaleStatesError, match="the states of the newest update"):
+            torch.ops.kvlayers.attend_packed(number, *arguments)
+
+
+OPERATORS = ("take_in", "attend", "read", "attend_packed", "full_precision")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_do_what_they_declare(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = filled(generator)
+    with torch.no_grad():
+        query, keys, values = stepped(cache, generator)
+        assert isinstance(keys, PackedStates)
+        of_cache, of_store = cache._handle.number, keys.snapshot.version.handle.number
+        tokens, new = keys.shape[2], torch.randn(1, 2, 1, 8, generator=generator)
+        shape = tuple(keys.shape)
+        arguments: dict[str, tuple[Any, ...]] = {
+            "take_in": (of_cache, 0, new, new),
+            "attend": (of_cache, 0, query, tokens, 8, None, False, None),
+            "read": (of_cache, 0, False, query, shape),
+            "attend_packed": (of_store, query, tokens, 8, None, False, None),
+            "full_precision": (of_store, True, 2, (1, 4, *shape[2:]), torch.float32, torch.device("cpu")),
+        }
+        cache._handle.returned[0] = keys, values
+        operator = getattr(torch.ops.kvlayers, name).default
+        torch.library.opcheck(operator, arguments[name])
+    # They run Python at each call, so a CUDA graph that replays without Python must not hold them.
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_placeholders_of_states_are_no_numbers() -> None:
+    """If code got hold of one, its results would say so."""
+    torch._dynamo.reset()
+    cache = filled(torch.Generator().manual_seed(0))
+
+    def leak(states: torch.Tensor) -> torch.Tensor:
+        keys, _ = cache.update(states, states, 0)
+        with torch._C.DisableTorchFunctionSubclass():
+            return keys * 1
+
+    with torch.no_grad():
+        assert torch.compile(leak, backend="eager", fullgraph=True)(torch.zeros(1, 2, 1, 8)).isnan().all()

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer, Rotary
+from kvlayers.attention.packed_operators import StoreHandle
 from oracle import Oracle, states
 
 
 def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """Every tensor that an object of kvlayers reaches, by walking all of its attributes, but for how keys are rotated.
+    """Every tensor that an object of kvlayers reaches, by walking all of its attributes.
 
-    That is a handful of numbers, which all layers of a model share.
+    How keys are rotated is left out: a handful of numbers, which all layers of a model share. So is the number by which
+    compiled code knows a store.
     """
     seen = set() if seen is None else seen
-    if id(thing) in seen or isinstance(thing, Rotary):
+    if id(thing) in seen or isinstance(thing, Rotary | StoreHandle):
         return []
     seen.add(id(thing))
     if isinstance(thing, Tensor):

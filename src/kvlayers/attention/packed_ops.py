@@ -13,7 +13,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
 from kvlayers.attention.gqa import kv_head_copies
-from kvlayers.attention.packed_tensor import UNCHANGED, PackedStates, PackedView, Snapshot, implements
+from kvlayers.attention.packed_operators import attend_packed
+from kvlayers.attention.packed_tensor import (
+    UNCHANGED,
+    PackedStates,
+    PackedView,
+    Snapshot,
+    implements,
+    implements_in_graphs,
+)
+from kvlayers.utils.autocast import autocast_dtype
 
 
 def packed_pair(snapshot: Snapshot, kv_heads: int, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -38,6 +47,21 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
+    if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
+        return obstacle
+    snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
+    segments = snapshot.read()
+    if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
+        return NEEDS_GRADIENTS
+    if is_causal:
+        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return dispatch.attend(query, segments, attn_mask, scale, snapshot.paths)
+
+
+def _obstacle(
+    query: Any, key: Any, value: Any, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> str | None:
+    """Why attention cannot read the packed states as they are held, `None` if it can."""
     if not isinstance(key, PackedStates) or not isinstance(value, PackedStates) or isinstance(query, PackedStates):
         return "keys and values are not both of the cache"
     if key.snapshot is not value.snapshot or (key.side, value.side) != ("keys", "values"):
@@ -57,12 +81,28 @@ def _attention(
         return f"the mask is {attn_mask.dtype}, or comes beside is_causal"
     if attn_mask is not None and attn_mask.device != key.device:
         return "the mask is on another device"
-    segments = key.snapshot.read()
-    if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
-        return NEEDS_GRADIENTS
-    if is_causal:
-        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    return dispatch.attend(query, segments, attn_mask, scale, key.snapshot.paths)
+    return None
+
+
+@implements_in_graphs(scaled_dot_product_attention)
+def _attention_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    if _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
+        return None
+    snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
+    if snapshot.follows_gradients or _needs_gradients(query, *(() if attn_mask is None else (attn_mask,))):
+        return None
+    number = snapshot.version.handle.number
+    attended: Tensor = attend_packed(number, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
+    return attended
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -97,8 +137,7 @@ def _mismatch(states: Tensor, packed: Tensor) -> str | None:
 
 def _autocast_converts(states: Tensor) -> bool:
     """Whether autocast would compute in a dtype other than that of the states."""
-    kind = states.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != states.dtype
+    return autocast_dtype(states.device) not in (None, states.dtype)
 
 
 def _needs_gradients(*tensors: Tensor) -> bool:

@@ -6,6 +6,7 @@ which is always right, and as slow as a packed cache would be without this modul
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,21 +16,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from kvlayers.attention.dense_reads import note_dense_read
 from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.packed_operators import StoreHandle, full_precision
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
-from kvlayers.errors import ReadOnlyStatesError, StaleStatesError
+from kvlayers.errors import ReadOnlyStatesError, StaleStatesError, UnsupportedLayerError
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.autocast import without_autocast
 
 
 class Version:
-    """Counts the changes of a store that make the states it has returned stale."""
+    """Counts the changes of a store that make the states it has returned stale.
 
-    __slots__ = ("number",)
+    Attributes:
+        number: the count.
+        handle: the handle by which compiled code knows the store.
+    """
+
+    __slots__ = ("handle", "number")
 
     def __init__(self) -> None:
         self.number = 0
+        self.handle = StoreHandle()
 
     def advance(self) -> None:
         """Make all states that were returned so far stale."""
@@ -58,6 +67,9 @@ class Snapshot:
     length: int
     paths: PathCounter
 
+    def __post_init__(self) -> None:
+        self.version.handle.newest = weakref.ref(self)
+
     def read(self) -> KVSegments | SharedPrefixSegments:
         """The segments.
 
@@ -70,6 +82,16 @@ class Snapshot:
                 "states before the cache changes, clone() what is needed longer, or fork() the cache."
             )
         return self.segments
+
+    def dense(self, side: Side) -> Tensor:
+        """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""
+        with without_autocast(self.device):
+            return self.read().dense(side, self.dtype)
+
+    @property
+    def follows_gradients(self) -> bool:
+        """Whether autograd follows what is computed from the states."""
+        return torch.is_grad_enabled() and any(states.requires_grad for states in self.segments.dense_states())
 
 
 @dataclass(frozen=True)
@@ -92,6 +114,8 @@ UNCHANGED = PackedView()
 
 Implementation = TypeVar("Implementation", bound=Callable[..., Tensor | str])
 
+GraphImplementation = TypeVar("GraphImplementation", bound=Callable[..., Tensor | None])
+
 _implementations: dict[Any, Callable[..., Tensor | str]] = {}
 
 
@@ -103,6 +127,19 @@ def implements(*functions: Any) -> Callable[[Implementation], Implementation]:
 
     def register(implementation: Implementation) -> Implementation:
         _implementations.update(dict.fromkeys(functions, implementation))
+        return implementation
+
+    return register
+
+
+_in_graphs: dict[Any, Callable[..., Tensor | None]] = {}
+
+
+def implements_in_graphs(function: Any) -> Callable[[GraphImplementation], GraphImplementation]:
+    """Decorator: as `implements`, for code that TorchDynamo traces. It returns `None` if it needs full precision."""
+
+    def register(implementation: GraphImplementation) -> GraphImplementation:
+        _in_graphs[function] = implementation
         return implementation
 
     return register
@@ -137,8 +174,7 @@ class PackedStates(Tensor):
         Raises:
             StaleStatesError: the cache has changed since it returned the states.
         """
-        with without_autocast(self.snapshot.device):
-            states = self.snapshot.read().dense(self.side, self.snapshot.dtype)
+        states = self.snapshot.dense(self.side)
         view = self.packed_view
         if view.grouped:
             return states[:, :, None].expand(-1, -1, view.copies, -1, -1)
@@ -159,6 +195,9 @@ class PackedStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA_FUNCTIONS:
                 return func(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                traced = _in_graphs[func](*args, **kwargs) if func in _in_graphs else None
+                return _call_in_graph(func, args, kwargs) if traced is None else traced
             computed = _implementations[func](*args, **kwargs) if func in _implementations else NOT_IMPLEMENTED
             return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
 
@@ -172,6 +211,16 @@ class PackedStates(Tensor):
     ) -> Any:
         return _call_on_dense(func, args, kwargs or {}, NOT_IMPLEMENTED)
 
+    # The address of a copy would be that of freed memory by the time that a kernel reads it.
+
+    @override
+    def data_ptr(self) -> int:
+        raise _has_no_address()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise _has_no_address()
+
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.dense(), memo)
@@ -182,6 +231,13 @@ class PackedStates(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedStates({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _has_no_address() -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        "The states of a quantized cache, or of a prefix that sequences share, have no address: pass a clone() of them "
+        "to a kernel that reads memory."
+    )
 
 
 def as_dense(states: Tensor) -> Tensor:
@@ -203,10 +259,29 @@ def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         )
     for states in tree_leaves((args, kwargs)):
         if isinstance(states, PackedStates):
-            states.snapshot.paths.record(f"{name} in full precision, as {reason}")
+            note_dense_read(states.snapshot.paths, f"{name} in full precision, as {reason}")
             break
     args, kwargs = tree_map_only(PackedStates, PackedStates.dense, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _call_in_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `_call_on_dense`, for TorchDynamo to trace."""
+    return func(*map(_in_graph, args), **{name: _in_graph(argument) for name, argument in kwargs.items()})
+
+
+def _in_graph(argument: Any) -> Any:
+    if isinstance(argument, PackedStates):
+        snapshot, view = argument.snapshot, argument.packed_view
+        if view.grouped or view.swapped or snapshot.follows_gradients:
+            return argument.dense()
+        shape, of_values = tuple(argument.shape), argument.side == "values"
+        return full_precision(
+            snapshot.version.handle.number, of_values, view.copies, shape, snapshot.dtype, snapshot.device
+        )
+    if isinstance(argument, list | tuple):
+        return type(argument)([_in_graph(part) for part in argument])
+    return argument
 
 
 METADATA_FUNCTIONS = frozenset(

@@ -16,6 +16,8 @@ While kvlayers is installed, these are replaced (see `hooks/` for what each repl
 * `GenerationConfig.save_pretrained` and `GenerationConfig.__init__`, so that a config with a name that only kvlayers
   knows can be loaded without kvlayers.
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, which gets the names of the registry.
+* `AttentionInterface` and `AttentionMaskInterface` get the attention function "kvlayers", for
+  `attn_implementation="kvlayers"`.
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * With `legacy_names=True`, names of transformers 4 that later versions lack (`transformers4_names.py`).
 """
@@ -34,7 +36,7 @@ from transformers.generation.utils import GenerationMixin
 from kvlayers.caches.pytrees import register_export_support
 from kvlayers.errors import OptionError
 from kvlayers.generation import empty_caches, known_ids, registry, static_pool, transformers4_names
-from kvlayers.generation.hooks import generation_config, generation_mixin, model_call
+from kvlayers.generation.hooks import attention_interface, generation_config, generation_mixin, model_call
 from kvlayers.generation.patching import Activation, Method, Patch
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
@@ -52,6 +54,8 @@ def install(
     strict_prompts: bool | None = None,
 ) -> None:
     """Make every call of `generate()` use kvlayers' caches, until `uninstall()`.
+
+    Models may also have `attn_implementation="kvlayers"`, an attention that reads states as the cache holds them.
 
     Calling it again changes the options that are given and keeps the others.
 
@@ -258,6 +262,7 @@ def _apply_patches() -> None:
     for patch in _PATCHES:
         patch.apply()
     model_call.apply_patch(_uses_kvlayers)
+    attention_interface.add()
     _accept_names()
 
 
@@ -265,6 +270,7 @@ def _remove_patches() -> None:
     for patch in _PATCHES:
         patch.remove()
     model_call.remove_patch()
+    attention_interface.remove()
     _accept_names()
     static_pool.free_reservations()
 

@@ -6,10 +6,12 @@ Traced, it would be compiled anew whenever a block is packed, or break the graph
 its last, and attention reads the codes as they are held. Of a layer, TorchDynamo sees only the count of tokens.
 
 Every operator is given the handle of a cache. `take_in` and `attend` declare that they write to it, so they stay in the
-order in which the model calls them.
+order in which the model calls them. They run on the host, so they are never captured in a CUDA graph: a replay would
+not take in anything.
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
+from kvlayers.attention.dense_reads import note_dense_read
 from kvlayers.attention.gqa import kv_head_copies
-from kvlayers.attention.packed_tensor import METADATA_FUNCTIONS, as_dense
+from kvlayers.attention.packed_operators import GIVEN_TO_COMPILED_CODE
+from kvlayers.attention.packed_tensor import METADATA_FUNCTIONS, PackedStates, as_dense
 from kvlayers.errors import StaleStatesError
 from kvlayers.stores.contract import KVPair
 from kvlayers.upstream import compat
@@ -92,7 +96,7 @@ def _gone() -> StaleStatesError:
     )
 
 
-@torch.library.custom_op("kvlayers::take_in", mutates_args=("number",))
+@torch.library.custom_op("kvlayers::take_in", mutates_args=("number",), **compat.OUTSIDE_CUDA_GRAPHS)
 def take_in(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Update a layer of a cache with states `[batch, kv_heads, new, head_dim]`."""
     with torch.no_grad():
@@ -104,7 +108,7 @@ def _(number: Tensor, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("kvlayers::attend", mutates_args=("number",))
+@torch.library.custom_op("kvlayers::attend", mutates_args=("number",), **compat.OUTSIDE_CUDA_GRAPHS)
 def attend(
     number: Tensor,
     layer_idx: int,
@@ -141,11 +145,13 @@ def _(
     return query.new_empty((*query.shape[:3], value_head_dim))
 
 
-@torch.library.custom_op("kvlayers::read", mutates_args=("number",))
+@torch.library.custom_op("kvlayers::read", mutates_args=("number",), **compat.OUTSIDE_CUDA_GRAPHS)
 def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Keys, or values, that the last update of a layer returned, in full precision: a copy, of the dtype of `like`."""
     with torch.no_grad():
         states = _handle(number).states(layer_idx, shape[2])[is_values]
+        if isinstance(states, PackedStates):
+            note_dense_read(states.snapshot.paths, GIVEN_TO_COMPILED_CODE)
         # A copy, as compiled code may write to the results of operators.
         return as_dense(states).as_subclass(Tensor).clone(memory_format=torch.contiguous_format)
 
@@ -176,7 +182,8 @@ def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, value
     for is_values, states in enumerate((keys, values)):
         # It has the right shape and takes no memory: the operators know the attended states.
         shape = (batch, states.shape[1], tokens, states.shape[3])
-        placeholder = states.new_empty(()).expand(shape)
+        # Code that read it all the same would get nothing that looks like a state.
+        placeholder = states.new_full((), math.nan).expand(shape)
         attended.append(_called(placeholder, handle.number, layer_idx, tokens, bool(is_values), 0))
     return attended[0], attended[1]
 

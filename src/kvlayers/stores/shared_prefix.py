@@ -11,7 +11,7 @@ from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import Snapshot, Version, as_dense
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.attention.shared_prefix import SharedPrefixSegments
+from kvlayers.attention.shared_prefix import PrefixNumbers, SharedPrefixSegments, of_repeats
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -39,18 +39,24 @@ class SharedStore(TokenStore):
 
     holds_tokens_apart = True
 
+    @property
+    def is_opaque(self) -> bool:  # type: ignore[override]
+        """Whether compiled code calls the layer by an operator: while the prefix is shared."""
+        return self._prefix is not None
+
     def __init__(self, prefix: DenseStore, repeats: int) -> None:
         key_form, value_form = prefix.key_form, prefix.value_form
         if key_form is None or value_form is None or not prefix.length:
             raise StateMismatchError("The prefix must have at least one token to share: update the layer first.")
         self._prefix: DenseStore | None = prefix
-        self._prefix_of = tuple(row for row in range(key_form.batch_size) for _ in range(repeats))
+        self._numbers = PrefixNumbers(key_form.batch_size, of_repeats(key_form.batch_size, repeats))
         self._own = DenseStore(minimum_growth=MINIMUM_GROWTH)
         self._own.reserve_form(_of_batch(key_form, repeats), _of_batch(value_form, repeats))
         self._version = Version()
         self._prefix_segments: KVSegments | None = None
         self._snapshot: Snapshot | None = None
         self.paths = PathCounter()
+        self._length = prefix.length
 
     @property
     @override
@@ -64,7 +70,14 @@ class SharedStore(TokenStore):
     @property
     @override
     def length(self) -> int:
-        return self._shared_tokens + self._own.length
+        return self._length
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._length = self._length + tokens
+
+    def _recount(self) -> None:
+        self._length = self._shared_tokens + self._own.length
 
     @property
     @override
@@ -96,13 +109,16 @@ class SharedStore(TokenStore):
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         self._own.append(keys, values)
+        self._recount()
 
     @override
     def extend(
         self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
     ) -> KVPair:
         if self._prefix is None:
-            return self._own.extend(keys, values, past, prefix_states)
+            attended = self._own.extend(keys, values, past, prefix_states)
+            self._recount()
+            return attended
         self.append(keys, values)
         attended = self.newest(self.length if past is None else past + keys.shape[2])
         return attended if prefix_states is None else _behind(prefix_states, attended)
@@ -112,7 +128,9 @@ class SharedStore(TokenStore):
         self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
     ) -> KVPair:
         self._materialize()
-        return self._own.extend_and_evict(keys, values, past, kept, prefix_states)
+        attended = self._own.extend_and_evict(keys, values, past, kept, prefix_states)
+        self._recount()
+        return attended
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -154,13 +172,14 @@ class SharedStore(TokenStore):
         own = None
         if self._own.length:
             own = KVSegments((DenseSegment(*self._own.newest(self._own.length)),), None, ())
-        return SharedPrefixSegments(self._prefix_segments, own, self._prefix_of)
+        return SharedPrefixSegments(self._prefix_segments, own, self._numbers)
 
     def _materialize(self) -> None:
         """Give each sequence a copy of its prefix."""
         if self._prefix is None:
             return
-        whole = self._prefix.selected(torch.tensor(self._prefix_of))
+        (_, key_form), _ = self._sides()
+        whole = self._prefix.selected(self._numbers.on(key_form.device)[0])
         if self._own.length:
             own = self._own.newest(self._own.length)
             whole.validate(*own)
@@ -181,6 +200,7 @@ class SharedStore(TokenStore):
     def drop_oldest(self, count: int) -> None:
         self._materialize()
         self._own.drop_oldest(count)
+        self._recount()
 
     @override
     def truncate(self, length: int) -> None:
@@ -193,6 +213,7 @@ class SharedStore(TokenStore):
             self._own.clear()
         else:
             self.clear()
+        self._recount()
         self._invalidate_snapshots()
 
     @override
@@ -205,21 +226,22 @@ class SharedStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        prefix, prefix_of = self._prefix, self._prefix_of
+        prefix, numbers = self._prefix, self._numbers
         if prefix is not None:
-            prefix_of = tuple(prefix_of[row] for row in indices.tolist())
-            used = sorted(set(prefix_of))
-            if len(used) < max(self._prefix_of) + 1:
+            numbers = numbers.selected(indices)
+            used = sorted(set(numbers.known or range(numbers.prefixes)))
+            if len(used) < numbers.prefixes:
                 prefix = prefix.selected(torch.tensor(used))
-                prefix_of = tuple(map(used.index, prefix_of))
+                numbers = PrefixNumbers(len(used), tuple(map(used.index, numbers.known or ())))
         self._own.select(indices)
-        self._prefix, self._prefix_of = prefix, prefix_of
+        self._prefix, self._numbers = prefix, numbers
         self._invalidate_snapshots()
 
     @override
     def clear(self) -> None:
         self._own.clear()
         self._forget_prefix()
+        self._recount()
 
     @override
     def describe(self) -> dict[str, Fact]:
@@ -241,6 +263,7 @@ class SharedStore(TokenStore):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.clear()
         self._own.load_state(tensors)
+        self._recount()
 
     def _twin(self) -> Self:
         twin = self.__class__.__new__(self.__class__)
@@ -278,6 +301,7 @@ class SharedStore(TokenStore):
         yield from self._own.held_tensors()
         if self._prefix is not None:
             yield from self._prefix.held_tensors()
+        yield from self._numbers.held_tensors()
 
 
 def _of_batch(form: StateForm, repeats: int) -> StateForm:

@@ -36,6 +36,9 @@ TILE = 4096
 CHUNK = 32
 """Channels that are multiplied at once: operands of more, in three parts each for float32, spill as well."""
 
+READ_TOKENS = 32
+"""Tokens that one program reads at most: with 64, newer GPUs choose other instructions, whose operands spill."""
+
 WARPS = 4
 
 PACK = TritonKernel("kvlayers.quantizers.cuda.triton_blocks", "pack_block")
@@ -180,7 +183,9 @@ def pack_constants(
 def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
     """Constants of `read_block`."""
     channels = max(SMALLEST_SIDE, _power_of_two(layout.head_dim))
-    tokens = min(max(TILE // channels, SMALLEST_SIDE), max(_power_of_two(layout.block_tokens), SMALLEST_SIDE))
+    tokens = min(
+        max(TILE // channels, SMALLEST_SIDE), max(_power_of_two(layout.block_tokens), SMALLEST_SIDE), READ_TOKENS
+    )
     constants = ReadConstants(
         **_shared(layout, -(-layout.block_tokens // tokens)),
         ROW_GROUP=layout.row_group,

@@ -90,16 +90,16 @@ def nothing_on_disk(backend: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def nothing_in_memory(backend: str) -> Iterator[None]:
+def nothing_in_memory(backend: str, device: torch.device | str = "cpu") -> Iterator[None]:
     """Begin and end without compiled code, but load the compiler first: the first contender should not pay for that."""
     torch._dynamo.reset()
-    _load(backend)
+    _load(backend, device)
     try:
         yield
     finally:
         torch._dynamo.reset()
 
 
-def _load(backend: str) -> None:
+def _load(backend: str, device: torch.device | str) -> None:
     doubled = torch.compile(lambda numbers: 2 * numbers, backend=backend)
-    doubled(torch.ones(2))
+    doubled(torch.ones(2, device=device))

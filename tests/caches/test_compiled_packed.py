@@ -204,6 +204,54 @@ def test_sequences_that_go_on_from_one_prompt(make_cache: Callable[[Any], Any], 
     assert cache.explain().attention == eager.explain().attention != {}
 
 
+@pytest.mark.parametrize("name", ["take_in", "attend", "read"])
+def test_an_operator_is_never_captured_in_a_cuda_graph(name: str) -> None:
+    """A replay would run the kernels of one step again, on the memory that the cache had then."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.kvlayers, name).default.tags
+
+
+class OverwritingInterpreter(torch.fx.Interpreter):
+    """Runs a graph, and then overwrites what it handed to the operators, as the next replay of a CUDA graph does."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.handed_over: list[torch.Tensor] = []
+        result = super().run(*args, **kwargs)
+        for states in self.handed_over:
+            states.fill_(torch.nan)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.kvlayers.take_in.default:
+            self.handed_over += args[2:]
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
+def test_a_cache_copies_what_compiled_code_hands_over(kind: str) -> None:
+    torch._dynamo.reset()
+    make_model, make_cache, tokens, steps = KINDS[kind]
+    model, overwritten = make_model(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        interpreter = OverwritingInterpreter(graph)
+
+        def run(*args: Any) -> Any:
+            result = interpreter.run(*args)
+            overwritten.append(len(interpreter.handed_over))
+            return result
+
+        return run
+
+    forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    ids, cache, eager = prompt(1, tokens + steps), make_cache(model), make_cache(model)
+    with torch.no_grad():
+        for part in ids.split([tokens, *[1] * steps], dim=1):
+            logits = forward(part, past_key_values=cache).logits
+            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
+    # The keys and the values of each of two layers.
+    assert set(overwritten) == {4}
+
+
 @pytest.mark.parametrize("make_cache", [packed, dense_away])
 def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: Callable[[Any], Any]) -> None:
     torch._dynamo.reset()

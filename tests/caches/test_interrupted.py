@@ -51,16 +51,20 @@ def interrupted_at(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def interrupted_write(number: int) -> Iterator[list[int]]:
     """Interrupt what is done within at the write to a buffer of such a number, if it comes so far. Counts writes."""
-    writes, write = [0], TokenBuffer.write
+    writes = [0]
 
-    def interrupting(self: TokenBuffer, start: int, states: torch.Tensor) -> None:
-        writes[0] += 1
-        if writes[0] == number:
-            raise Interrupted
-        write(self, start, states)
+    def interrupting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def interrupted(self: TokenBuffer, *arguments: Any) -> Any:
+            writes[0] += 1
+            if writes[0] == number:
+                raise Interrupted
+            return method(self, *arguments)
+
+        return interrupted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenBuffer, "write", interrupting)
+        for name in ("write", "slots"):
+            patch.setattr(TokenBuffer, name, interrupting(getattr(TokenBuffer, name)))
         with suppress(Interrupted):
             yield writes
 

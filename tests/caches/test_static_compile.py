@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from counted_graphs import COUNTS, MODELS, backend, graphs
+from counted_graphs import COUNTS, CUDA_GRAPHS, MODELS, backend, graphs, recording_backend
 from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
 from models import WINDOW, fresh_model, prompt
 
@@ -138,6 +138,23 @@ def test_compiled_steps_give_the_logits_of_eager_code_from_a_graph_a_bucket(coun
     cache.reset()
     check(decode(forward, cache, inputs, prefill=model), expected)
     assert graphs() == compiled_once
+
+
+@pytest.mark.parametrize(("family", "with_mask"), [("mistral", False), ("hybrid", True), ("llama4", False)])
+def test_cuda_graphs_of_a_window_are_as_few_as_its_buckets(counted: None, family: str, with_mask: bool) -> None:
+    """If masks were made from a number, a CUDA graph would be recorded whenever the window has moved."""
+    capacity, buckets = 128, Buckets(minimum=64)
+    inputs, expected = reference(family, steps=100)
+    mask = {"attention_mask": torch.ones(2, capacity, dtype=torch.long)} if with_mask else {}
+    forward = compiled(family, backend=recording_backend)
+    cache = static_cache(family, max_cache_len=capacity, buckets=buckets)
+    after = []
+    for _ in range(2):
+        cache.reset()
+        check(decode(functools.partial(forward, **mask), cache, inputs, prefill=small_model(family)), expected)
+        after.append(len(CUDA_GRAPHS))
+    assert 0 < after[0] <= most_graphs(family, len(buckets.sizes(capacity)))
+    assert after[1] == after[0]
 
 
 def test_shapes_that_are_all_dynamic_change_no_logit(counted: None) -> None:

@@ -389,7 +389,11 @@ OUT_OF_MEMORY = [
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to ..."),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
     RuntimeError("MPS backend out of memory (MPS allocated: 17.50 GB)"),
+    # Another process has left so little of a GPU's memory that a library, a kernel or the driver finds none.
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
 ]
 
 

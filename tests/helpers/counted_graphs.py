@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from models import WINDOW
 
@@ -28,6 +30,7 @@ def counted() -> Iterator[None]:
     """Nothing is compiled yet, and the limits are those of TorchDynamo: for tests that count graphs."""
     torch._dynamo.reset()
     COUNTS.clear()
+    CUDA_GRAPHS.clear()
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
         yield
     torch._dynamo.reset()
@@ -50,3 +53,38 @@ def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
 def graphs() -> int:
     """Graphs compiled so far."""
     return COUNTS["graphs"]
+
+
+CUDA_GRAPHS = set[tuple[int, ...]]()
+"""The CUDA graphs that `mode="reduce-overhead"` would have recorded: a graph, and its inputs that are numbers."""
+
+
+def _record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    COUNTS["graphs"] += 1
+    number = COUNTS["graphs"]
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    numbers = [at for at, node in enumerate(placeholders) if _is_number(node) and _reaches_a_device(node)]
+
+    def run(*args: Any) -> Any:
+        COUNTS["runs"] += 1
+        CUDA_GRAPHS.add((number, *(args[at] for at in numbers)))
+        return graph.forward(*args)
+
+    return make_boxed_func(run)  # type: ignore[no-any-return]
+
+
+recording_backend = aot_autograd(fw_compiler=_record)
+"""As `backend`, and notes which CUDA graphs would be recorded: inductor records one for each tuple of numbers."""
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta["val"], int | torch.SymInt)
+
+
+def _reaches_a_device(number: torch.fx.Node) -> bool:
+    """Whether a number is used by more than numbers and empty tensors on the host, which no CUDA graph contains."""
+    for user in number.users:
+        on_host = user.op == "output" or user.target is torch.ops.aten.empty.memory_format
+        if not on_host and (not _is_number(user) or _reaches_a_device(user)):
+            return True
+    return False

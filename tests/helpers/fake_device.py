@@ -1,7 +1,8 @@
 """A device that is not the CPU, in the memory of the host: for tests of what is on which device.
 
 Its tensors say that they are on `DEVICE`, and no operation takes them together with tensors of the CPU, but copies
-between the two. What is computed, the CPU computes at once. It has no streams, and no backward pass.
+between the two. What is computed, the CPU computes at once. It has no backward pass, and no streams unless a
+`RaceDetector` is installed.
 """
 
 import itertools
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 IS_SUPPORTED = hasattr(torch._C, "_acc") and hasattr(torch._C._acc, "register_python_privateuseone_device_guard")
 """Whether this PyTorch lets a device be written in Python."""
 
-_COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten._copy_from)
+COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten._copy_from)
 
 
 class _Allocation:
@@ -56,6 +57,7 @@ class FakeDevice:
         allocated_bytes: all memory that was ever taken.
         peak_bytes: the most that was taken at a time.
         most_bytes: memory that there is, `None` for any amount.
+        watcher: called with each allocation.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class FakeDevice:
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.most_bytes: int | None = None
+        self.watcher: Callable[[_Allocation], None] | None = None
 
     @property
     def live_bytes(self) -> int:
@@ -78,6 +81,8 @@ class FakeDevice:
         """
         if self.most_bytes is not None and self.live_bytes + allocation.nbytes > self.most_bytes:
             raise torch.OutOfMemoryError(f"tried to allocate {allocation.nbytes} bytes on {DEVICE}")
+        if self.watcher is not None:
+            self.watcher(allocation)
         self._live.add(allocation)
         self.allocated_bytes += allocation.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -130,8 +135,8 @@ class DeviceTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = _tensors_in(args) + _tensors_in(kwargs.values())
-        if func.overloadpacket in _COPIES:
+        tensors = tensors_in(args) + tensors_in(kwargs.values())
+        if func.overloadpacket in COPIES:
             _note_copy(func, args, kwargs)
         else:
             _check_one_device(func, tensors)
@@ -171,13 +176,13 @@ class DeviceTensor(Tensor):
 # An operator's arguments are plain values and lists of them: torch's pytrees, which may be anything, take far longer.
 
 
-def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, tuple | list):
-            found += _tensors_in(value)
+            found += tensors_in(value)
     return found
 
 

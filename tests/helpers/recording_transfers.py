@@ -1,4 +1,7 @@
-"""Streams that are only pretended, on the host: for tests of what is ordered, and for counting."""
+"""Streams that are only pretended, on the host: for tests of late copies, and for counting.
+
+What the device computes, the host computes at once: only copies are late. `race_detector.py` finds what is not ordered.
+"""
 
 import random
 import weakref
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.offload.transfers import Event, Rows, Transfers
+from kvlayers.offload.transfers import Event, PendingCopy, Rows, Transfers
 
 FILLING = 0xAB
 """Bytes of memory that nothing was copied to: as a float, nothing that attention could take for a state."""
@@ -23,9 +26,19 @@ class _Copy:
     """A copy that was asked for, and is done some time later."""
 
     run: Callable[[], None]
-    after: list["_Copy"]
     queue: deque["_Copy"]
     done: bool = field(default=False)
+
+
+class _LateCopy(PendingCopy):
+    """A copy that is finished, at the latest, if the current stream waits for it or its memory goes."""
+
+    @override
+    def make_stream_wait(self) -> None:
+        _finish(self.event)
+
+    def __del__(self) -> None:
+        _finish(self.event)
 
 
 class RecordingTransfers(Transfers):
@@ -33,8 +46,6 @@ class RecordingTransfers(Transfers):
 
     "Device" memory is given out again as soon as nobody holds it, as an allocator for streams does, and is overwritten
     when a copy to it begins. So what is read too early or let go too early comes out wrong.
-
-    What the device computes, the host computes at once: only copies are late.
 
     Args:
         progress: how many of so many copies that could be done are done whenever something is asked. At random where
@@ -54,11 +65,7 @@ class RecordingTransfers(Transfers):
         self.peak_bytes = 0
 
     @override
-    def record_computation(self) -> Event:
-        return None
-
-    @override
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
         copied, copies = [], []
         for rows in sources:
             block = self._block(rows.tensor.numel() * rows.tensor.element_size())
@@ -72,43 +79,34 @@ class RecordingTransfers(Transfers):
                 block.fill_(FILLING)
                 _typed(block, rows.tensor)[rows.start : rows.end].copy_(rows.states)
 
-        return copied, self._ask(self._inbound, run, after)
+        return _LateCopy(copied, self._ask(self._inbound, run))
 
     @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        # What is on the device is not held by being sent: whoever asks for that sees to it.
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+        # What is on the device is not held by being sent, but by the copy that is returned.
         found = [(on_host, self._without_holding(rows)) for on_host, rows in pairs]
 
         def run() -> None:
             for on_host, read in found:
                 on_host.states.copy_(read())
 
-        return self._ask(self._outbound, run, after)
-
-    @override
-    def make_stream_wait(self, event: Event) -> None:
-        self.wait(event)
+        return _LateCopy([rows.tensor for _, rows in pairs], self._ask(self._outbound, run))
 
     @override
     def wait(self, event: Event) -> None:
-        if event is not None:
-            _finish(event)
-
-    @override
-    def is_reached(self, event: Event) -> bool:
-        return event is None or event.done
+        _finish(event)
 
     @property
     def cache_nbytes(self) -> int:
         """Device memory that somebody holds."""
         return sum(block.numel() for block in self._blocks if not _is_free(block))
 
-    def _ask(self, queue: deque[_Copy], run: Callable[[], None], after: Sequence[Event]) -> _Copy:
-        copy = _Copy(torch.no_grad()(run), [event for event in after if event is not None], queue)
+    def _ask(self, queue: deque[_Copy], run: Callable[[], None]) -> _Copy:
+        copy = _Copy(torch.no_grad()(run), queue)
         queue.append(copy)
         for waiting in (self._inbound, self._outbound):
             for _ in range(self._progress(len(waiting))):
-                if waiting and all(before.done for before in waiting[0].after):
+                if waiting:
                     _finish(waiting[0])
         return copy
 
@@ -140,13 +138,9 @@ class RecordingTransfers(Transfers):
 
 def _finish(copy: _Copy) -> None:
     while not copy.done:
-        first = copy.queue[0]
-        for before in first.after:
-            _finish(before)
-        if not first.done:
-            first.run()
-            first.done = True
-            copy.queue.popleft()
+        first = copy.queue.popleft()
+        first.run()
+        first.done = True
 
 
 def _typed(block: Tensor, like: Tensor) -> Tensor:

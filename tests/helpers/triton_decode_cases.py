@@ -1,4 +1,4 @@
-"""Cases of the packed decode kernel, run by `test_triton_decode` in a process of its own.
+"""Cases of the decode kernel, run by `test_triton_decode` in a process of its own.
 
 Triton decides when a kernel is defined whether it is compiled or interpreted, so `TRITON_INTERPRET` is to be set
 before anything imports triton: not in the process of other tests.
@@ -12,20 +12,31 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
 
-from kvlayers.attention.cuda import launch
-from kvlayers.attention.cuda.launch import Launch, attend_packed
+from kvlayers import QuantizedCache
+from kvlayers.attention import reference as plain
+from kvlayers.attention.cuda import kernel, plan
+from kvlayers.attention.cuda.plan import Launch
 from kvlayers.attention.cuda.support import supports
-from kvlayers.attention.reference import merge
-from kvlayers.errors import KVLayersError
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.utils import triton_support
 
 
+SIDES: tuple[Side, Side] = ("keys", "values")
+
+
 @dataclass
 class Case:
-    """States and queries of a case."""
+    """States and queries of a case.
+
+    `before` and `after` are the tokens of the segments in full precision on both sides of the packed one.
+    """
 
     keys: CodeFormat
     values: CodeFormat
@@ -38,13 +49,20 @@ class Case:
     block_tokens: int = 64
     groups: int = 2
     q_tokens: int = 1
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     mask_shape: tuple[int, int, int] | None = None
     mask_dtype: torch.dtype = torch.bool
+    hidden: str | None = None
+    """Which tokens the mask hides from the first query, all of them: `"dense"` or `"packed"`."""
 
 
-def native(bits: int) -> dict[str, CodeFormat]:
-    return {"keys": CodeFormat(bits, 64, 1), "values": CodeFormat(bits, 1, 64)}
+def native(bits: int, channels: int = 64, rotated: bool = False) -> dict[str, CodeFormat]:
+    return {
+        "keys": CodeFormat(bits, 64, 1, rotated=rotated),
+        "values": CodeFormat(bits, 1, channels, rotated=rotated),
+    }
 
 
 def per_token(bits: int, group: int = 64) -> dict[str, CodeFormat]:
@@ -52,8 +70,9 @@ def per_token(bits: int, group: int = 64) -> dict[str, CodeFormat]:
 
 
 FLOAT8 = CodeFormat(8, 64, 1, floating=True), CodeFormat(8, 1, 64, floating=True)
-ENDS = torch.tensor([64, 0, 41], dtype=torch.int32)
-CUT = {"ends": torch.tensor([64, 0, 23], dtype=torch.int32), "first": 35}
+ENDS = (64, 0, 41)
+CUT = {"ends": (64, 0, 23), "first": 35}
+AROUND: dict[str, Any] = {"before": (5,), "after": (70,)}
 """Blocks of which whole groups of 16 and 32 tokens are not part of the history, at both ends."""
 
 CASES: dict[str, Case] = {
@@ -98,7 +117,7 @@ CASES: dict[str, Case] = {
         CodeFormat(4, 1, 64),
         block_tokens=32,
         blocks=3,
-        options={"ends": torch.tensor([32, 32, 3], dtype=torch.int32), "first": 30},
+        options={"ends": (32, 32, 3), "first": 30},
     ),
     "both, scales of each token": Case(
         CodeFormat(4, 1, 32), CodeFormat(4, 1, 8), blocks=3, options=CUT, dtype=torch.bfloat16
@@ -127,6 +146,48 @@ CASES: dict[str, Case] = {
         mask_dtype=torch.bfloat16,
         dtype=torch.bfloat16,
     ),
+    "sinks and residual": Case(**native(4), **AROUND, kv_heads=2),
+    "sinks": Case(**native(4), before=(16,)),
+    "residual of several splits": Case(**native(4), after=(300,), batch=2, kv_heads=2),
+    "several segments on both sides": Case(**native(4), before=(5, 3), after=(40, 1), kv_heads=2, q_tokens=2),
+    "sinks and residual, bfloat16": Case(**native(4), **AROUND, dtype=torch.bfloat16),
+    "sinks and residual, float16": Case(**native(8), **AROUND, dtype=torch.float16),
+    "sinks and residual, head_dim 80": Case(**native(4, 40), **AROUND, key_dim=80, value_dim=80),
+    "sinks and residual, head_dim 256": Case(**native(8), **AROUND, key_dim=256, value_dim=256),
+    "sinks and residual, head_dim 4": Case(**native(4, 4), **AROUND, key_dim=4, value_dim=4),
+    "sinks and residual, other head_dims": Case(**native(4), **AROUND, key_dim=128, value_dim=64),
+    "sinks and residual, negative scale": Case(**native(4), **AROUND, options={"scale": -0.1}),
+    "sinks and residual, rows of several programs": Case(**native(4), **AROUND, groups=5, q_tokens=16),
+    "sinks and residual, mask": Case(**native(4), **AROUND, mask_shape=(1, 4, 3), q_tokens=3, kv_heads=2),
+    "sinks and residual, mask of sequences and cut blocks": Case(
+        **native(4), **AROUND, batch=2, mask_shape=(2, 1, 1), blocks=3, options=CUT
+    ),
+    "sinks and residual, added mask": Case(
+        **native(2), **AROUND, mask_shape=(1, 1, 5), mask_dtype=torch.float32, q_tokens=5, blocks=3, options=CUT
+    ),
+    "sinks and residual, added mask in bfloat16": Case(
+        **native(4), **AROUND, mask_shape=(1, 1, 2), mask_dtype=torch.bfloat16, q_tokens=2, dtype=torch.bfloat16
+    ),
+    "rotated": Case(**native(4, rotated=True), **AROUND, kv_heads=2),
+    "rotated, 2 bits": Case(**native(2, rotated=True), key_dim=128, value_dim=128),
+    "rotated, bfloat16": Case(**native(4, rotated=True), **AROUND, dtype=torch.bfloat16, key_dim=128, value_dim=128),
+    "rotated, float16": Case(**native(8, rotated=True), **AROUND, dtype=torch.float16),
+    "rotated, float8": Case(*(replace(side, rotated=True) for side in FLOAT8), **AROUND),
+    "rotated, head_dim 80": Case(**native(4, 40, rotated=True), **AROUND, key_dim=80, value_dim=80),
+    "rotated, head_dim 96": Case(**native(8, 48, rotated=True), **AROUND, key_dim=96, value_dim=96, q_tokens=3),
+    "rotated, odd head_dim": Case(**native(4, 25, rotated=True), **AROUND, key_dim=25, value_dim=25),
+    "rotated, other head_dims": Case(**native(4, rotated=True), **AROUND, key_dim=128, value_dim=64),
+    "rotated, keys only": Case(native(4, rotated=True)["keys"], native(4)["values"], **AROUND),
+    "rotated, values only": Case(native(4)["keys"], native(4, rotated=True)["values"], **AROUND),
+    "rotated, mask and cut blocks": Case(
+        **native(4, rotated=True), **AROUND, mask_shape=(1, 2, 3), q_tokens=3, blocks=3, options=CUT
+    ),
+    "rotated, tokens in full precision are hidden": Case(
+        **native(4, rotated=True), **AROUND, mask_shape=(1, 1, 3), q_tokens=3, hidden="dense"
+    ),
+    "rotated, packed tokens are hidden": Case(
+        **native(4, rotated=True), **AROUND, mask_shape=(1, 1, 3), q_tokens=3, hidden="packed"
+    ),
 }
 
 
@@ -135,7 +196,7 @@ def counted(blocks: int, block_tokens: int, options: dict[str, Any]) -> Tensor:
     tokens = torch.arange(blocks * block_tokens)
     held = tokens >= options.get("first", 0)
     if options.get("ends") is not None:
-        held &= tokens % block_tokens < options["ends"][tokens // block_tokens]
+        held &= tokens % block_tokens < torch.tensor(options["ends"])[tokens // block_tokens]
     return held
 
 
@@ -164,56 +225,105 @@ def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) ->
     return PackedSide(spare_codes[where], spare_parameters[where], code_format, side, head_dim, case.block_tokens)
 
 
+def states_of(case: Case) -> KVSegments:
+    """Random states of a case."""
+    keys = quantized(case.keys, "keys", case.key_dim, case)
+    values = quantized(case.values, "values", case.value_dim, case)
+
+    def dense(tokens: int) -> DenseSegment:
+        # A view of what projections give: `[batch, tokens, kv_heads, head_dim]`.
+        sides = [
+            torch.randn(case.batch, tokens, case.kv_heads, head_dim).transpose(1, 2).to(case.dtype)
+            for head_dim in (case.key_dim, case.value_dim)
+        ]
+        return DenseSegment(*sides)
+
+    packed = PackedSegment(keys, values, case.options.get("first", 0), case.options.get("ends"))
+    return KVSegments(tuple(map(dense, case.before)), packed, tuple(map(dense, case.after)))
+
+
+def hadamard(head_dim: int) -> Tensor:
+    """The matrix that states are rotated by, from its definition, in float64."""
+    size = rotation_size(head_dim)
+    signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+    block = torch.tensor(signs, dtype=torch.float64) / size**0.5
+    return torch.block_diag(*[block] * (head_dim // size))
+
+
+def packed_states(side: PackedSide, options: dict[str, Any]) -> Tensor:
+    """The held states of a side in float64, rotated back."""
+    held = counted(side.blocks, side.block_tokens, options)
+    states = side.dequantized()[:, :, held].double()
+    return states @ hadamard(side.head_dim) if side.format.rotated else states
+
+
 def reference(
-    query: Tensor, keys: PackedSide, values: PackedSide, mask: Tensor | None, options: dict[str, Any]
+    query: Tensor, segments: KVSegments, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition, in float64."""
-    held = counted(keys.blocks, keys.block_tokens, options)
-    groups = query.shape[1] // keys.codes.shape[1]
-    key_states, value_states = (
-        side.dequantized()[:, :, held].double().repeat_interleave(groups, 1) for side in (keys, values)
-    )
-    scores = query.double() @ key_states.transpose(2, 3) * options.get("scale", query.shape[3] ** -0.5)
+    groups = query.shape[1] // segments.kv_heads
+    assert segments.packed is not None
+    sides = []
+    for side in SIDES:
+        before, after = ([one.side(side).double() for one in part] for part in (segments.before, segments.after))
+        parts = [*before, packed_states(segments.packed.side(side), options), *after]
+        sides.append(torch.cat(parts, 2).repeat_interleave(groups, 1))
+    scores = query.double() @ sides[0].transpose(2, 3) * options.get("scale", query.shape[3] ** -0.5)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
     # Where all are hidden, softmax gives nan.
-    return torch.softmax(scores, -1).nan_to_num(0) @ value_states, torch.logsumexp(scores, -1)
+    return torch.softmax(scores, -1).nan_to_num(0) @ sides[1], torch.logsumexp(scores, -1)
 
 
-def mask_of(case: Case) -> Tensor | None:
+def mask_of(case: Case, segments: KVSegments) -> Tensor | None:
     """A random mask, that of one row hiding all."""
     if case.mask_shape is None:
         return None
-    first, ends = case.options.get("first", 0), case.options.get("ends")
-    tokens = (case.blocks * case.block_tokens if ends is None else int(ends.sum())) - first
-    shown = torch.rand(*case.mask_shape, tokens) > 0.4
+    shown = torch.rand(*case.mask_shape, segments.tokens) > 0.4
     shown[-1, -1, -1] = False
+    before, packed = sum(case.before), slice(sum(case.before), segments.tokens - sum(case.after))
+    if case.hidden == "packed":
+        shown[:, :, 0, packed] = False
+    if case.hidden == "dense":
+        shown[:, :, 0, :before] = shown[:, :, 0, packed.stop :] = False
     if case.mask_dtype == torch.bool:
         return shown
     return torch.randn(shown.shape).masked_fill(~shown, -torch.inf).to(case.mask_dtype)
 
 
+def query_of(case: Case) -> Tensor:
+    """Queries of a case, a view of what projections give: `[batch, q_tokens, heads, head_dim]`."""
+    heads = case.kv_heads * case.groups
+    return torch.randn(case.batch, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
+
+
 def errors(case: Case, launch: Launch) -> dict[str, float]:
     """Errors of a case against the reference, each as a share of what it may be."""
     torch.manual_seed(0)
-    keys = quantized(case.keys, "keys", case.key_dim, case)
-    values = quantized(case.values, "values", case.value_dim, case)
-    # A view of what projections give: `[batch, q_tokens, heads, head_dim]`.
-    query = (
-        torch.randn(case.batch, case.q_tokens, case.kv_heads * case.groups, case.key_dim).transpose(1, 2).to(case.dtype)
-    )
-    mask = mask_of(case)
-    out, lse = attend_packed(query, keys, values, mask=mask, **case.options, launch=launch)
-    expected, expected_lse = reference(query, keys, values, mask, case.options)
+    segments, query = states_of(case), query_of(case)
+    mask = mask_of(case, segments)
+    scale = case.options.get("scale", case.key_dim**-0.5)
+    assert kernel.obstacle(query, segments, mask, launch) is None
+    out, lse = kernel.attend_partly(query, segments, mask, scale, launch)
+    expected, expected_lse = reference(query, segments, mask, case.options)
     assert out.dtype == lse.dtype == torch.float32
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert not out[lse == -torch.inf].any()
+    if case.after:
+        rounded = kernel.attend(query, segments, mask, scale, launch)
+        assert rounded.dtype == case.dtype
+        assert rounded.transpose(1, 2).is_contiguous()
+        # The interpreter cuts float32 off to bfloat16, and does not round it.
+        torch.testing.assert_close(rounded, out.to(case.dtype))
     # Operands of products are rounded to the dtype of the states: the queries after scaling, whose errors add up over
     # head_dim in a score, and the weights, of which each output is a mean. With float32 the sums round, and exp2.
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
-    spread = query.double().norm(dim=-1).amax() * case.options.get("scale", case.key_dim**-0.5)
+    spread = query.double().norm(dim=-1).amax() * scale
     score_limit = rounding * (1 + 2 * abs(float(spread)))
-    size = values.dequantized().abs().nan_to_num(0).amax() if values.blocks else torch.tensor(1.0)
+    assert segments.packed is not None
+    values = segments.packed.values
+    sizes = [values.dequantized().nan_to_num(0), *(one.values for one in (*segments.before, *segments.after))]
+    size = max(float(states.abs().amax()) for states in sizes if states.numel()) if segments.tokens else 1.0
     seen = lse != -torch.inf
     return {
         "out": float((out - expected).abs().amax() / (size * (score_limit + rounding))) if out.numel() else 0.0,
@@ -223,7 +333,9 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
 
 def check_cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    import time
     for name, case in CASES.items():
+        print(time.process_time(), name, file=sys.stderr)
         try:
             # As many splits as blocks: merging is part of every case.
             found[name] = errors(case, Launch(programs=10**6, minimum_blocks=1))
@@ -234,26 +346,17 @@ def check_cases() -> dict[str, Any]:
 
 
 def check_merge() -> dict[str, Any]:
-    """Packed and dense tokens, merged, against attention to all of them."""
-    case = Case(**native(4), groups=3, kv_heads=2)
+    """Two sets of tokens, merged, against attention to all of them."""
+    case = Case(**native(4), groups=3, kv_heads=2, before=(9,), after=(20,))
     torch.manual_seed(0)
-    keys, values = quantized(case.keys, "keys", 64, case), quantized(case.values, "values", 64, case)
-    query, new_keys, new_values = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64)
-    packed = attend_packed(query, keys, values)
-    spread_keys, spread_values = (new.repeat_interleave(3, 1) for new in (new_keys, new_values))
-    scores = query @ spread_keys.transpose(2, 3) * 64**-0.5
-    dense = torch.softmax(scores, -1) @ spread_values, torch.logsumexp(scores, -1)
-    out, lse = merge(*zip(packed, dense, strict=True))
-    all_keys, all_values = (
-        torch.cat([side.dequantized(), new], 2).double().repeat_interleave(3, 1)
-        for side, new in ((keys, new_keys), (values, new_values))
-    )
-    scores = query.double() @ all_keys.transpose(2, 3) * 64**-0.5
-    expected = torch.softmax(scores, -1) @ all_values
-    return {
-        "out": float((out - expected).abs().amax()),
-        "lse": float((lse - torch.logsumexp(scores, -1)).abs().amax()),
-    }
+    segments, query = states_of(case), query_of(case)
+    parts = [
+        kernel.attend_partly(query, replace(segments, after=()), None, 0.125),
+        plain.attend_partly(query, KVSegments(segments.after, None, ()), None, 0.125),
+    ]
+    out, lse = plain.merge(*zip(*parts, strict=True))
+    expected, expected_lse = reference(query, segments, None, {"scale": 0.125})
+    return {"out": float((out - expected).abs().amax()), "lse": float((lse - expected_lse).abs().amax())}
 
 
 def check_nan() -> dict[str, Any]:
@@ -267,16 +370,68 @@ def check_nan() -> dict[str, Any]:
     cuts: dict[str, tuple[int, int]] = {"neither": (10, 40), "first": (9, 40), "last": (10, 41), "both": (0, 64)}
     found = {}
     for name, (first, end) in cuts.items():
-        ends = torch.tensor([64, end], dtype=torch.int32)
-        out, lse = attend_packed(query, keys, values, first=first, ends=ends)
+        segments = KVSegments((), PackedSegment(keys, values, first, (64, end)), ())
+        out, lse = kernel.attend_partly(query, segments, None, 0.125)
         found[name] = [bool(out.isnan().any()), bool(lse.isfinite().all())]
     return found
+
+
+def check_resources() -> dict[str, Any]:
+    """Stages of the kernel on devices of less and less shared memory, and what is said if one has too little."""
+    segments, query = states_of(CASES["rotated"]), query_of(CASES["rotated"])
+    found: dict[str, Any] = {"stages": [], "asked": 0}
+
+    def shared_memory(*arguments: Any) -> int:
+        found["asked"] += 1
+        return 1000 * int(arguments[-1]["num_stages"])
+
+    for limit in (3000, 2500, 1000, 900, None):
+        packed = segments.packed
+        assert packed is not None
+        packed.kernel_cache.clear()
+        with (
+            mock.patch.object(plan, "shared_memory_limit", lambda device, limit=limit: limit),
+            mock.patch.object(plan.ATTEND_SPLIT, "shared_memory", shared_memory, create=True),
+        ):
+            obstacle = kernel.obstacle(query, segments)
+            for _ in range(2):
+                assert kernel.obstacle(query, segments) == obstacle
+            variant = plan.plan_of(packed).variant(4, 16, 0)
+            found["stages"].append(obstacle or variant.constants["num_stages"])
+            out = kernel.attend(query, segments, None, 0.125)
+            torch.testing.assert_close(out, plain.attend(query, segments, None, 0.125))
+    return found
+
+
+def check_cache(backend: str, nbits: int) -> dict[str, Any]:
+    """A cache that decodes while blocks are packed: attention to its states, against the dense reference."""
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, head_dim=64
+    )
+    cache = QuantizedCache(backend, config, nbits=nbits, residual_length=32)
+    torch.manual_seed(0)
+    worst, packed_tokens, paths = 0.0, set(), set()
+    for step, new in enumerate((150, *[1] * 10, 3, *[1] * 60)):
+        keys, values = cache.update(torch.randn(1, 2, new, 64), torch.randn(1, 2, new, 64), 0)
+        if not isinstance(keys, PackedStates) or step % 10 not in (0, 1):
+            continue
+        query, mask = torch.randn(1, 4, new, 64), None
+        if new > 1:
+            mask = torch.ones(new, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - new)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        segments = keys.snapshot.segments
+        whole = None if mask is None else mask.expand(1, 4, new, segments.tokens)
+        expected = plain.attend(query, segments, whole, 64**-0.5)
+        worst = max(worst, float((out - expected).abs().amax()))
+        packed_tokens.add(segments.packed.tokens)
+        paths |= set(keys.snapshot.paths.counts)
+    return {"worst": worst, "packed": sorted(packed_tokens), "paths": sorted(paths)}
 
 
 def check_device() -> dict[str, Any]:
     """Devices that are current as the kernels are launched, and those that are made current for a device."""
     case = CASES["4 bits"]
-    keys, values = quantized(case.keys, "keys", 128, case), quantized(case.values, "values", 128, case)
+    segments = states_of(case)
     current: list[str] = []
     launched: list[list[str]] = []
 
@@ -299,39 +454,33 @@ def check_device() -> dict[str, Any]:
             return lambda *arguments, **options: launched.append([*current])
 
     with (
-        mock.patch.object(launch.ATTEND_SPLIT, "function", Kernel()),
-        mock.patch.object(launch.MERGE_SPLITS, "function", Kernel()),
+        mock.patch.object(plan.ATTEND_SPLIT, "function", Kernel()),
+        mock.patch.object(plan.MERGE_SPLITS, "function", Kernel()),
         mock.patch.object(triton_support, "launching_on", Current),
     ):
-        attend_packed(torch.randn(1, 4, 1, 128), keys, values)
+        kernel.attend(torch.randn(1, 4, 1, 128), segments, None, 0.1)
     with mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"):
         contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
     return {"launched": launched, "contexts": contexts}
 
 
 def check_refusals() -> dict[str, Any]:
-    """What `attend_packed` raises for states that do not belong together or are not supported."""
-    case = CASES["4 bits"]
-    keys, values = quantized(case.keys, "keys", 128, case), quantized(case.values, "values", 128, case)
+    """What `obstacle` says of states and queries that the kernel does not take."""
+    segments = states_of(Case(**native(4), **AROUND, key_dim=128, value_dim=128))
+    packed = segments.packed
+    assert packed is not None
+    keys, values = packed.keys, packed.values
     query = torch.randn(1, 4, 1, 128)
-    fewer = replace(values, codes=values.codes[:, :, 1:], parameters=values.parameters[:, :, 1:])
-    calls: dict[str, Any] = {
-        "head_dim": lambda: attend_packed(query[..., :64], keys, values),
-        "heads": lambda: attend_packed(query[:, :3], keys, values),
-        "blocks": lambda: attend_packed(query, keys, fewer),
-        "dtype": lambda: attend_packed(query.bfloat16(), keys, values),
-        "first": lambda: attend_packed(query, keys, values, first=64),
-        "ends": lambda: attend_packed(query, keys, values, ends=ENDS),
-        "mask": lambda: attend_packed(query, keys, values, mask=torch.ones(1, 1, 1, 500, dtype=torch.bool)),
-        "3 bits": lambda: attend_packed(query, replace(keys, format=replace(keys.format, bits=3)), values),
+    of_3_bits = PackedSegment(replace(keys, format=replace(keys.format, bits=3)), values)
+    half = tuple(DenseSegment(segment.keys.half(), segment.values) for segment in segments.after)
+    said = {
+        "taken": kernel.obstacle(query, segments),
+        "nothing packed": kernel.obstacle(query, replace(segments, packed=None)),
+        "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments),
+        "dtype": kernel.obstacle(query.bfloat16(), segments),
+        "dtype of the residual": kernel.obstacle(query, replace(segments, after=half)),
+        "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits)),
     }
-    found: dict[str, Any] = {}
-    for name, call in calls.items():
-        try:
-            call()
-            found[name] = "nothing"
-        except KVLayersError as error:
-            found[name] = str(error)
     kind: dict[str, Any] = {
         "key_head_dim": 128,
         "value_head_dim": 128,
@@ -346,7 +495,7 @@ def check_refusals() -> dict[str, Any]:
         supports(keys.format, values.format, **{**kind, "block_tokens": 48}),
         supports(keys.format, values.format, **{**kind, "value_head_dim": 512}),
     ]
-    return {"raised": found, "supports": [supported, *others]}
+    return {"said": said, "supports": [supported, *others]}
 
 
 if __name__ == "__main__":
@@ -357,5 +506,7 @@ if __name__ == "__main__":
         "nan": check_nan(),
         "device": check_device(),
         "refusals": check_refusals(),
+        "resources": check_resources(),
+        "caches": {"int4": check_cache("native", 4), "fp8": check_cache("fp8", 8)},
     }
     json.dump(found, sys.stdout)

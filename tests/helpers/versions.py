@@ -4,6 +4,7 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +12,7 @@ from packaging.version import Version
 
 import kvlayers
 from kvlayers.upstream import compat
+from kvlayers.utils.triton_support import MINIMUM_VERSION, triton_version
 
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 
@@ -26,6 +28,13 @@ def _since(version: str, what: str) -> pytest.MarkDecorator:
     )
 
 
+TRITON = triton_version()
+"""Version 0 if triton is not installed."""
+
+interprets_kernels = pytest.mark.skipif(
+    Version(MINIMUM_VERSION) > TRITON or (Version("3.7") > TRITON and Version(np.__version__) >= Version("2.4")),
+    reason=f"triton {TRITON} has no interpreter that works with numpy {np.__version__}: see constraints-shared.txt",
+)
 kvlayers_recurrent_layers = pytest.mark.skipif(
     not compat.MODELS_PASS_COLUMNS,
     reason=f"models of transformers {TRANSFORMERS} do not say what their convolutions keep, as kvlayers' layers need, "

@@ -361,23 +361,6 @@ def test_the_notebook_shows_tokens_a_second_and_the_bytes_that_can_be_counted(
     assert all(calls[f"{library}.StaticCache"]["peak"] > reserved for library in ("kvlayers", "transformers"))
 
 
-def test_the_benchmark_for_cuda_runs_and_says_where_it_cannot(
-    benchmark: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import cuda_static
-
-    arguments = ["--quick", "--trials", "1", "--output", str(tmp_path)]
-    assert cuda_static.main([*arguments, "--device", "cpu"]) == 0
-    results = json.loads((tmp_path / "cuda_static.json").read_text())["results"]
-    for calls in results.values():
-        assert set(calls) == set(cuda_static.SERVING)
-        assert all(len(entry["rates"]) == 1 and entry["recompiles"] == 0 for entry in calls.values())
-    if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            cuda_static.main(arguments)
-        assert "needs a CUDA device" in capsys.readouterr().err
-
-
 def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
     benchmark: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

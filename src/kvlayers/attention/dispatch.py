@@ -5,21 +5,23 @@ from collections import Counter
 
 from torch import Tensor
 
-from kvlayers.attention import reference
+from kvlayers.attention import fused, reference
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.utils.autocast import without_autocast
-from kvlayers.utils.triton_support import runs_triton
 
 AnySegments = KVSegments | SharedPrefixSegments
 
 CPU = "a compiled kernel on packed states"
 CUDA = "a Triton kernel on packed states"
 BLOCKS = "plain torch, block by block"
-SHARED = "plain torch, the shared prefix once for all sequences"
+SLABS = "slab by slab"
+SHARED = "the shared prefix once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
+
+PRODUCT = "no kernel takes a single product of eager attention"
 
 
 class PathCounter:
@@ -60,12 +62,13 @@ def attend(
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     with without_autocast(query.device):
         if isinstance(segments, SharedPrefixSegments):
-            paths.record(SHARED)
+            means = fused.description(query, segments.prefix) if fused.serves(query.device) else fused.PLAIN
+            paths.record(f"{means}, {SHARED}")
             return segments.attend(query, mask, scale)
-        if query.device.type == "cuda" or runs_triton(query.device):
+        if fused.serves(query.device):
             obstacle = cuda_kernel.obstacle(query, segments)
-            paths.record(CUDA if obstacle is None else f"{BLOCKS}, as {obstacle}")
-            return (reference.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
+            paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
+            return (fused.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
         use_kernel = _uses_cpu_kernel(query, segments, paths)
         return (cpu_kernel.attend if use_kernel else reference.attend)(query, segments, mask, scale)
 
@@ -74,8 +77,11 @@ def scores(query: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
         if isinstance(segments, SharedPrefixSegments):
-            paths.record(SHARED)
+            paths.record(f"{fused.PLAIN}, {SHARED}")
             return segments.scores(query)
+        if fused.serves(query.device):
+            paths.record(f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
+            return fused.scores(query, segments)
         return (cpu_kernel.scores if _uses_cpu_kernel(query, segments, paths) else reference.scores)(query, segments)
 
 
@@ -83,8 +89,11 @@ def combine(weights: Tensor, segments: AnySegments, paths: PathCounter) -> Tenso
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
         if isinstance(segments, SharedPrefixSegments):
-            paths.record(SHARED)
+            paths.record(f"{fused.PLAIN}, {SHARED}")
             return segments.combine(weights)
+        if fused.serves(weights.device):
+            paths.record(f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
+            return fused.combine(weights, segments)
         use_kernel = _uses_cpu_kernel(weights, segments, paths)
         return (cpu_kernel.combine if use_kernel else reference.combine)(weights, segments)
 

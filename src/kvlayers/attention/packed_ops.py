@@ -22,6 +22,7 @@ from kvlayers.attention.packed_tensor import (
     implements,
     implements_in_graphs,
 )
+from kvlayers.utils.autocast import autocast_dtype
 
 
 def packed_pair(snapshot: Snapshot, kv_heads: int, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -136,8 +137,7 @@ def _mismatch(states: Tensor, packed: Tensor) -> str | None:
 
 def _autocast_converts(states: Tensor) -> bool:
     """Whether autocast would compute in a dtype other than that of the states."""
-    kind = states.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != states.dtype
+    return autocast_dtype(states.device) not in (None, states.dtype)
 
 
 def _needs_gradients(*tensors: Tensor) -> bool:

@@ -88,10 +88,14 @@ class PackedSegment:
         """The states of held tokens, among those of whole blocks."""
         if self.ends is None:
             return states[:, :, self.first :]
-        size = self.keys.block_tokens
-        starts = (self.first, *([0] * (self.blocks - 1)))
-        spans = zip(range(self.blocks), starts, self.ends, strict=True)
-        return torch.cat([states[:, :, block * size + start : block * size + end] for block, start, end in spans], 2)
+        runs = [[self.first, 0]]
+        for block, end in enumerate(self.ends):
+            start = block * self.keys.block_tokens
+            if block and runs[-1][1] != start:
+                runs.append([start, start])
+            runs[-1][1] = start + end
+        held = [states[:, :, start:end] for start, end in runs]
+        return held[0] if len(held) == 1 else torch.cat(held, 2)
 
 
 def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
@@ -153,6 +157,19 @@ class KVSegments:
     def kv_heads(self) -> int:
         """Heads that have keys and values."""
         return self._shape()[1]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        if self.packed is not None:
+            return self.packed.keys.head_dim, self.packed.values.head_dim
+        segment = (*self.before, *self.after)[0]
+        return segment.keys.shape[3], segment.values.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the states."""
+        return (*self.before, *self.after)[0].keys.device if self.packed is None else self.packed.keys.codes.device
 
     def _shape(self) -> torch.Size:
         return (*self.before, *self.after)[0].keys.shape if self.packed is None else self.packed.keys.codes.shape

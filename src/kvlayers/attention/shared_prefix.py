@@ -4,15 +4,85 @@ The prefix is held and read once: the queries of all sequences that share it are
 sequence. The two parts are merged by their log-sum-exp, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention import reference
+from kvlayers.attention import fused, reference
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import Side
+
+MAXIMUM_UNREAD_SEQUENCES = 64
+"""Sequences of several prefixes up to which indices on an accelerator are not read. The queries of all sequences attend
+to each prefix then, which costs little while the kernel is bound by reading keys. With more, waiting costs less."""
+
+
+class PrefixNumbers:
+    """For each sequence of a batch the number of the prefix that it begins with.
+
+    Args:
+        prefixes: how many prefixes there are.
+        numbers: int64 `[batch]` on an accelerator, where nobody reads it, or a tuple if the host knows them.
+    """
+
+    def __init__(self, prefixes: int, numbers: tuple[int, ...] | Tensor) -> None:
+        self.prefixes = prefixes
+        self._numbers = numbers
+        self._on_devices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @functools.cached_property
+    def known(self) -> tuple[int, ...] | None:
+        """The numbers, `None` if only an accelerator knows them."""
+        return None if isinstance(self._numbers, Tensor) else self._numbers
+
+    @functools.cached_property
+    def are_even(self) -> bool:
+        """Whether as many sequences begin with each prefix, and stand next to each other in order."""
+        return bool(self.prefixes) and self.known == of_repeats(self.prefixes, len(self) // self.prefixes)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The numbers, and the numbers of the sequences, both int64 `[batch]`. They are copied once for a device."""
+        if torch.compiler.is_compiling():
+            return self._copies(device)
+        if device not in self._on_devices:
+            self._on_devices[device] = self._copies(device)
+        return self._on_devices[device]
+
+    def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.as_tensor(self._numbers, device=device), torch.arange(len(self), device=device)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Tensors that hold the numbers."""
+        if isinstance(self._numbers, Tensor):
+            yield self._numbers
+        for copies in self._on_devices.values():
+            yield from copies
+
+    def selected(self, indices: Tensor) -> "PrefixNumbers":
+        """The numbers of the sequences at `indices`, int64 `[new_batch]`."""
+        count = indices.shape[0]
+        if self.prefixes == 1:
+            return PrefixNumbers(1, (0,) * count)
+        if not reading_waits(indices) or count > MAXIMUM_UNREAD_SEQUENCES:
+            known = self._numbers.tolist() if isinstance(self._numbers, Tensor) else self._numbers
+            return PrefixNumbers(self.prefixes, tuple(known[row] for row in indices.tolist()))
+        return PrefixNumbers(self.prefixes, self.on(indices.device)[0].index_select(0, indices))
+
+
+def reading_waits(indices: Tensor) -> bool:
+    """Whether the host would have to wait for an accelerator to read a tensor."""
+    return indices.device.type != "cpu"
+
+
+def of_repeats(prefixes: int, repeats: int) -> tuple[int, ...]:
+    """The numbers if `repeats` sequences next to each other begin with each prefix."""
+    return tuple(prefix for prefix in range(prefixes) for _ in range(repeats))
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,12 +92,12 @@ class SharedPrefixSegments:
     Attributes:
         prefix: the prefixes; each is one sequence of its batch.
         own: the tokens of each sequence after its prefix, `None` if there are none yet.
-        prefix_of: for each sequence the index of its prefix.
+        numbers: the prefix of each sequence.
     """
 
     prefix: KVSegments
     own: KVSegments | None
-    prefix_of: tuple[int, ...]
+    numbers: PrefixNumbers
 
     @property
     def tokens(self) -> int:
@@ -37,7 +107,7 @@ class SharedPrefixSegments:
     @property
     def batch(self) -> int:
         """Sequences side by side."""
-        return len(self.prefix_of)
+        return len(self.numbers)
 
     @property
     def kv_heads(self) -> int:
@@ -51,38 +121,45 @@ class SharedPrefixSegments:
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`: a copy for each sequence."""
         shared = self.prefix.dense(side, dtype)
-        shared = shared.index_select(0, torch.tensor(self.prefix_of, device=shared.device))
+        shared = shared.index_select(0, self.numbers.on(shared.device)[0])
         return shared if self.own is None else torch.cat([shared, self.own.dense(side, dtype)], dim=2)
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """Softmax attention; arguments and result are those of `reference.attend`."""
         split = self.prefix.tokens
+        on_accelerator = fused.serves(query.device)
+        if mask is not None and on_accelerator:
+            # Nothing is copied for each head if the mask is the same for all.
+            mask = fused.unexpanded(mask).expand(query.shape[0], -1, query.shape[2], -1)
         shared_mask, own_mask = (None, None) if mask is None else (mask[..., :split], mask[..., split:])
+        attend_partly = fused.attend_partly if on_accelerator else reference.attend_partly
 
         def over_prefix(prefix: KVSegments, rows: Tensor, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-            return reference.attend_partly(rows, prefix, rows_mask, scale)
+            return attend_partly(rows, prefix, rows_mask, scale)
 
         parts = [self._by_prefix(query, shared_mask, over_prefix)]
         if self.own is not None and self.own.tokens:
-            parts.append(reference.attend_partly(query, self.own, own_mask, scale))
+            parts.append(attend_partly(query, self.own, own_mask, scale))
+        if on_accelerator:
+            return fused.merged(parts, mask).to(query.dtype)
         attended, _ = reference.merge([out for out, _ in parts], [logsumexp for _, logsumexp in parts])
         return attended.to(query.dtype)
 
     def scores(self, query: Tensor) -> Tensor:
         """Products with all keys; arguments and result are those of `reference.scores`."""
-        products = self._by_prefix(query, None, lambda prefix, rows, _: (reference.scores(rows, prefix),))[0]
+        products_of = fused.scores if fused.serves(query.device) else reference.scores
+        products = self._by_prefix(query, None, lambda prefix, rows, _: (products_of(rows, prefix),))[0]
         if self.own is None or not self.own.tokens:
             return products
-        return torch.cat([products, reference.scores(query, self.own)], dim=3)
+        return torch.cat([products, products_of(query, self.own)], dim=3)
 
     def combine(self, weights: Tensor) -> Tensor:
         """Weighted sums of all values; arguments and result are those of `reference.combine`."""
         split = self.prefix.tokens
-        sums = self._by_prefix(
-            weights[..., :split], None, lambda prefix, rows, _: (reference.combine(rows, prefix).float(),)
-        )[0]
+        sums_of = fused.combine if fused.serves(weights.device) else reference.combine
+        sums = self._by_prefix(weights[..., :split], None, lambda prefix, rows, _: (sums_of(rows, prefix),))[0]
         if self.own is not None and self.own.tokens:
-            sums = sums + reference.combine(weights[..., split:], self.own).float()
+            sums = sums.float() + sums_of(weights[..., split:], self.own).float()
         return sums.to(weights.dtype)
 
     def _by_prefix(
@@ -92,10 +169,12 @@ class SharedPrefixSegments:
         compute: Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]],
     ) -> Sequence[Tensor]:
         """Results of `compute` for each prefix and the rows, `[batch, heads, queries, any]`, of its sequences."""
-        prefixes = self.prefix.batch
-        if prefixes and self.prefix_of == tuple(sorted(self.prefix_of)) and self._is_even():
+        if self.numbers.are_even:
+            prefixes = self.prefix.batch
             found = compute(self.prefix, _group(rows, prefixes), None if mask is None else _group(mask, prefixes))
-            return [_ungroup(result, len(self.prefix_of)) for result in found]
+            return [_ungroup(result, self.batch) for result in found]
+        if fused.serves(rows.device):
+            return self._of_all_prefixes(rows, mask, compute)
         pieces: list[Sequence[Tensor]] = []
         order: list[int] = []
         for prefix, members in self._members():
@@ -108,13 +187,28 @@ class SharedPrefixSegments:
         back = torch.tensor(order, device=rows.device).argsort()
         return [torch.cat(results).index_select(0, back) for results in zip(*pieces, strict=True)]
 
-    def _is_even(self) -> bool:
-        counts = {self.prefix_of.count(prefix) for prefix in range(self.prefix.batch)}
-        return len(counts) == 1
+    def _of_all_prefixes(
+        self,
+        rows: Tensor,
+        mask: Tensor | None,
+        compute: Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:
+        """As `_by_prefix`: the rows of all sequences go to each prefix, and each sequence takes its own result.
+
+        So nothing depends on numbers that only the accelerator knows.
+        """
+        batch, _, queries, _ = rows.shape
+        prefixes = self.prefix.batch
+        grouped = _group(rows, 1).expand(prefixes, -1, -1, -1)
+        grouped_mask = None if mask is None else _group(mask, 1).expand(prefixes, -1, -1, -1)
+        found = compute(self.prefix, grouped, grouped_mask)
+        numbers, positions = self.numbers.on(rows.device)
+        return [result.unflatten(2, (batch, queries)).transpose(1, 2)[numbers, positions] for result in found]
 
     def _members(self) -> Iterator[tuple[int, list[int]]]:
-        for prefix in sorted(set(self.prefix_of)):
-            yield prefix, [row for row, of in enumerate(self.prefix_of) if of == prefix]
+        known = self.numbers.known or ()
+        for prefix in sorted(set(known)):
+            yield prefix, [row for row, of in enumerate(known) if of == prefix]
 
 
 def _group(rows: Tensor, prefixes: int) -> Tensor:

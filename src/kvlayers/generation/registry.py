@@ -14,6 +14,7 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.upstream import model_types
+from kvlayers.upstream.layer_devices import layer_devices
 from kvlayers.utils.options import checked_device, checked_dtype
 from kvlayers.utils.registry import Registry
 from kvlayers.utils.units import tokens
@@ -35,6 +36,7 @@ class CacheRequest:
         dtype: dtype of the model.
         encoder_length: tokens of the encoder's output, if the model has an encoder.
         attention_mask: mask of the prompt, `[batch, tokens]`, 0 for padding.
+        layer_devices: device of each layer of the decoder, empty if all are on `device`.
     """
 
     config: PretrainedConfig
@@ -45,6 +47,7 @@ class CacheRequest:
     dtype: torch.dtype | None = None
     encoder_length: int | None = None
     attention_mask: torch.Tensor | None = None
+    layer_devices: tuple[torch.device, ...] = ()
 
 
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
@@ -154,6 +157,7 @@ def make_cache(
         None if length_hint is None else tokens(length_hint, "length_hint"),
         checked_device(device) if isinstance(device, str) else device,
         None if dtype is None else checked_dtype(dtype),
+        layer_devices=layer_devices(model_or_config),
     )
     return cache_for(name, request)
 

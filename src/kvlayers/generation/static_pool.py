@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-
 from kvlayers.caches.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
 from kvlayers.caches.static import StaticCache
 from kvlayers.generation.registry import CacheRequest
+from kvlayers.utils.autocast import autocast_dtype
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
 """Classes whose `reset` is known to leave nothing behind. Subclasses from elsewhere may hold more."""
@@ -54,8 +53,8 @@ def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
         idle = _idle.pop(model, None)
     cache = new
     # Under autocast, the dtype of states differs from that of the model.
-    autocast = request.device is not None and torch.is_autocast_enabled(request.device.type)
-    if idle is not None and not autocast and _can_replace(idle, new, request):
+    autocast = None if request.device is None else autocast_dtype(request.device)
+    if idle is not None and autocast is None and _can_replace(idle, new, request):
         cache = idle
     acquired = _acquired.get()
     if acquired is not None:

@@ -6,7 +6,8 @@ Traced, it would be compiled anew whenever a block is packed, or break the graph
 its last, and attention reads the codes as they are held. Of a layer, TorchDynamo sees only the count of tokens.
 
 Every operator is given the handle of a cache. `take_in` and `attend` declare that they write to it, so they stay in the
-order in which the model calls them.
+order in which the model calls them. They run on the host, so they are never captured in a CUDA graph: a replay would
+not take in anything.
 """
 
 import itertools

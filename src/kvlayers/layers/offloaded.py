@@ -17,7 +17,7 @@ from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.buffer import StateForm, memory_of
 from kvlayers.stores.contract import BufferSwap
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
@@ -315,7 +315,10 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return PlannedBytes(host=sum(self.wrapped.planned_nbytes(shape, tokens, sized_for)))
+        used = sum(self.wrapped.planned_nbytes(shape, tokens, sized_for))
+        with memory_of(self.prefetcher.memory.allocated_nbytes):
+            allocated = sum(self.wrapped.planned_nbytes(shape, tokens, sized_for))
+        return PlannedBytes(host=used, spare=allocated - used)
 
     @property
     @override

@@ -96,7 +96,9 @@ class PlannedBytes(NamedTuple):
     Attributes:
         device: bytes that stay on the device.
         host: bytes that are kept on the host, and are on the device only while the layer is attended to.
+        spare: further bytes that the allocator of the host's memory rounds up to, which stay on the host.
     """
 
     device: int = 0
     host: int = 0
+    spare: int = 0

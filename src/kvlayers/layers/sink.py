@@ -80,7 +80,7 @@ class SinkLayer(TokenLayer):
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self.record_past = False
-        self._sinks = Sinks(num_sink_tokens, rotary, padding_of(left_padding))
+        self._sinks = Sinks(num_sink_tokens, rotary).with_padding(padding_of(left_padding))
         self._seen = 0
 
     @override
@@ -124,7 +124,7 @@ class SinkLayer(TokenLayer):
         """
         width = self.num_sink_tokens
         keys, values = (
-            torch.cat([torch.where(are_apart.to(states.device), first, states[:, :, :width]), states[:, :, width:]], 2)
+            torch.cat([torch.where(are_apart, first, states[:, :, :width]), states[:, :, width:]], 2)
             for first, states in zip(sinks, attended, strict=True)
         )
         return keys, values
@@ -170,8 +170,9 @@ class SinkLayer(TokenLayer):
 
     @property
     def left_padding(self) -> Tensor | None:
-        """Tokens of padding before each sequence, int64 `[batch]`; `None` without padding."""
-        return self._sinks.padding
+        """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
+        padding = self._sinks.padding
+        return None if padding is None else padding.cpu()
 
     @left_padding.setter
     def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
@@ -180,7 +181,7 @@ class SinkLayer(TokenLayer):
                 f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first "
                 "token."
             )
-        self._sinks = Sinks(self.num_sink_tokens, self._sinks.rotary, padding_of(padding))
+        self._sinks = self._sinks.emptied().with_padding(padding_of(padding))
 
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:

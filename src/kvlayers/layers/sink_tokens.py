@@ -1,7 +1,7 @@
 """The first tokens of each sequence, and where they stand in front of a window."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ class Sinks:
     Attributes:
         num_tokens: sinks of each sequence.
         rotary: how their keys are rotated to their place, `None` for keys that do not know positions.
-        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
+        padding: tokens of padding before each sequence, int64 `[batch]`, on the device of the keys as soon as there are
+            any; `None` without padding.
         keys: `[batch, kv_heads, num_tokens, key_head_dim]`, rotated as they came; `None` before the first tokens.
         values: `[batch, kv_heads, num_tokens, value_head_dim]`.
         partner: the channels that a rotation mixes into the keys, of the shape of the keys.
-        first_start: position of the first token that is not padding in any sequence.
+        first_start: position before which every token is padding.
         last_start: position from which on no sequence has padding.
     """
 
@@ -39,13 +40,14 @@ class Sinks:
     keys: Tensor | None = None
     values: Tensor | None = None
     partner: Tensor | None = None
-    first_start: int = field(init=False, default=0)
-    last_start: int = field(init=False, default=0)
+    first_start: int = 0
+    last_start: int = 0
 
-    def __post_init__(self) -> None:
-        if self.padding is not None:
-            object.__setattr__(self, "first_start", int(self.padding.min()))
-            object.__setattr__(self, "last_start", int(self.padding.max()))
+    def with_padding(self, padding: Tensor | None) -> "Sinks":
+        """The same sinks behind other padding."""
+        if padding is None:
+            return replace(self, padding=None, first_start=0, last_start=0)
+        return replace(self, padding=padding, first_start=int(padding.min()), last_start=int(padding.max()))
 
     def check_batch(self, batch_size: int) -> None:
         """Raise `StateMismatchError` if the padding is for another number of sequences."""
@@ -72,12 +74,17 @@ class Sinks:
             return self._with_tokens(seen, keys.clone(), values.clone())
 
     def _with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
-        starts = torch.zeros(keys.shape[0], dtype=torch.int64) if self.padding is None else self.padding
-        place = (starts[:, None] + torch.arange(self.num_tokens) - seen).to(keys.device)
+        padding = None if self.padding is None else self.padding.to(keys.device)
+        place = torch.arange(self.num_tokens, device=keys.device)[None] - seen
+        place = place.expand(keys.shape[0], -1) if padding is None else place + padding[:, None]
         taken_keys = _taken(keys, place, None if seen == 0 else self.keys)
         taken_values = _taken(values, place, None if seen == 0 else self.values)
-        partner = None if self.rotary is None else self.rotary.partner(taken_keys)
-        return replace(self, keys=taken_keys, values=taken_values, partner=partner)
+        partner = None
+        if self.rotary is not None:
+            partner = self.rotary.partner(taken_keys)
+            # So that the frequencies are on the device before the first step that evicts a token.
+            self.rotary.turn(0, keys.shape[-1], partner.dtype, keys.device)
+        return replace(self, padding=padding, keys=taken_keys, values=taken_values, partner=partner)
 
     def rotated_before(self, position: int) -> KVPair:
         """Keys and values of the sinks, rotated to stand in front of the token at `position + num_tokens`.
@@ -93,8 +100,9 @@ class Sinks:
 
     def are_apart_before(self, position: int) -> Tensor:
         """For each sequence, whether tokens stand between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
-        starts = torch.zeros(1, dtype=torch.int64) if self.padding is None else self.padding
-        return (position > starts)[:, None, None, None]
+        if self.padding is None or self.keys is None:
+            raise StateMismatchError("expected padded sequences that have tokens, but saw none: give left_padding.")
+        return (position > self.padding)[:, None, None, None]
 
     def selected(self, indices: Tensor) -> "Sinks":
         """The sinks of the sequences at `indices`, int64 `[new_batch]`."""
@@ -102,9 +110,12 @@ class Sinks:
         def rows(states: Tensor | None) -> Tensor | None:
             return None if states is None else states.index_select(0, indices.to(states.device))
 
-        return replace(
-            self, padding=rows(self.padding), keys=rows(self.keys), values=rows(self.values), partner=rows(self.partner)
+        padding = rows(self.padding)
+        chosen = replace(
+            self, padding=padding, keys=rows(self.keys), values=rows(self.values), partner=rows(self.partner)
         )
+        # Both positions hold for a selection too. Those of an accelerator are not read back, which would stall it.
+        return chosen if padding is None or padding.device.type != "cpu" else chosen.with_padding(padding)
 
     def emptied(self) -> "Sinks":
         """Sinks of the same number and rotation, before the first tokens."""
@@ -154,11 +165,13 @@ class Sinks:
                 f"expected a state with the first {self.num_tokens} tokens of each sequence and the padding before "
                 f"them, but saw {shapes}: take the state again."
             )
-        sinks = Sinks(self.num_tokens, self.rotary, None if padding is None else padding.clone().cpu())
+        padding = None if padding is None else padding.clone()
+        sinks = self.emptied().with_padding(padding)
         if keys is None or values is None:
             return sinks
         partner = None if self.rotary is None else self.rotary.partner(keys)
-        return replace(sinks, keys=keys.clone(), values=values.clone(), partner=partner)
+        padding = None if padding is None else padding.to(keys.device)
+        return replace(sinks, padding=padding, keys=keys.clone(), values=values.clone(), partner=partner)
 
 
 def _holds(states: Tensor, tokens: int) -> bool:

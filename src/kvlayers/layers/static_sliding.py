@@ -133,7 +133,9 @@ class StaticSlidingLayer(SlidingLayer):
         for layer in self.followers:
             layer.make_room(query_length)
         bucket = self._store.choose_extent(query_length)
-        return super().mask_sizes(query_length) if bucket is None else (bucket, self._store.offset)
+        if bucket is None:
+            return super().mask_sizes(query_length)
+        return bucket, self._store.mask_offset  # type: ignore[return-value]
 
     @override
     def get_seq_length(self) -> int:

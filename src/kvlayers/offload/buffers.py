@@ -39,6 +39,10 @@ class HostBuffer(TokenBuffer):
         self.memory = memory
         self.device = device
 
+    def __reduce__(self) -> tuple[type[TokenBuffer], tuple[Tensor]]:
+        # Without the spare room of its memory.
+        return TokenBuffer, (self.tensor.clone(),)
+
     @classmethod
     def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HostBuffer":
         """An unfilled buffer with the form and the capacity of another one."""
@@ -58,6 +62,11 @@ class HostBuffer(TokenBuffer):
         with torch.no_grad():
             rows[free : free + count].copy_(self.rows[start : start + count])
         return HostBuffer(rows, self.memory, self.device)
+
+    def extended(self, capacity: int) -> "HostBuffer | None":
+        """A larger buffer in the same memory, `None` if the memory has no room for it."""
+        rows = self.memory.extended(self.rows, capacity) if capacity >= self.capacity else None
+        return None if rows is None else HostBuffer(rows, self.memory, self.device)
 
     @override
     def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
@@ -92,12 +101,10 @@ class StagedBuffer(TokenBuffer):
         first: slot of the host buffer that the first copied token was in.
         free: slots before that token.
         kept: number of tokens that were copied from the host and are still here.
-        is_original: whether this is the memory that the states were copied to, rather than memory that they were moved
-            to since.
         written: ranges of slots, start and end, in which the host buffer lacks these tokens or has others.
     """
 
-    __slots__ = ("first", "free", "host", "is_original", "kept", "rows", "written")
+    __slots__ = ("first", "free", "host", "kept", "rows", "written")
 
     def __init__(
         self,
@@ -113,20 +120,22 @@ class StagedBuffer(TokenBuffer):
         self.host = host
         self.first = first
         self.free = free
-        self.is_original = kept is None
         self.kept = self.capacity if kept is None else kept
         self.written = list(written)
 
     @override
     def write(self, start: int, states: Tensor) -> None:
-        tokens = states.shape[2]
         # Without the prepared views of single slots: this buffer serves a single update.
-        self.read(start, tokens).copy_(states)
-        end = start + tokens
+        self.slots(start, states.shape[2]).copy_(states)
+
+    @override
+    def slots(self, start: int, count: int) -> Tensor:
+        end = start + count
         if self.written and self.written[-1][1] == start:
             self.written[-1] = self.written[-1][0], end
         else:
             self.written.append((start, end))
+        return self.read(start, count)
 
     @override
     def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
@@ -160,6 +169,11 @@ class _FirstSequences(TokenBuffer):
     def write(self, start: int, states: Tensor) -> None:
         super().write(start, states)
         self.whole.written.append((start, start + states.shape[2]))
+
+    @override
+    def slots(self, start: int, count: int) -> Tensor:
+        self.whole.written.append((start, start + count))
+        return super().slots(start, count)
 
 
 def clipped(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:

@@ -1,18 +1,16 @@
 """The copies of one device: layers that are staged there, and tensors that are being written back."""
 
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer, by_tokens, clipped
 from kvlayers.offload.storage import HomeMemory
 from kvlayers.offload.traffic import Traffic
-from kvlayers.offload.transfers import Event, Rows, Transfers
+from kvlayers.offload.transfers import Event, PendingCopy, Rows, Transfers
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contract import BufferSwap
 
@@ -40,13 +38,13 @@ class Staged:
     Attributes:
         version: version of the layer when they were copied.
         buffers: copies, by the identity of the host buffers.
-        ready: the event after which they are there, `None` if there was nothing to copy.
+        copy: the copy to the device, `None` if there was nothing to copy.
         traffic: bytes copied that the meter has not counted yet.
     """
 
     version: int
     buffers: dict[int, StagedBuffer]
-    ready: Event | None
+    copy: PendingCopy | None
     traffic: Traffic
 
 
@@ -56,17 +54,20 @@ class DeviceQueue:
     Attributes:
         transfers: copies states to the device and back.
         staged: layers whose states are on the device or on their way there.
+        brought: an event after everything that was copied to the device, `None` at first.
         written_back: an event after everything that was written back, `None` at first.
+        writing_back: copies to the host that the current stream has not waited for, and what they read.
         last: the layer that was fetched last.
     """
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
         self.staged: weakref.WeakKeyDictionary[Any, Staged] = weakref.WeakKeyDictionary()
-        self.written_back: Event | None = None
+        self.brought: Event = None
+        self.written_back: Event = None
+        self.writing_back: list[PendingCopy] = []
         self.last: weakref.ref[Any] | None = None
         self._followers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
 
     def follow(self, layer: OffloadTarget) -> Any:
         """Record that `layer` follows the last one; return the layer that followed it the last time, if any."""
@@ -77,20 +78,23 @@ class DeviceQueue:
         follower = self._followers.get(layer)
         return None if follower is None else follower()
 
-    def hold_until(self, event: Event, tensors: list[Tensor]) -> None:
-        """Keep tensors alive until they have been written back, for one layer at a time."""
-        self._in_flight.append((event, tensors))
-        while len(self._in_flight) > 1:
-            # The allocator may reuse the memory for anything that is computed from now on.
-            reached, _ = self._in_flight[0]
-            self.transfers.make_stream_wait(reached)
-            self._in_flight.popleft()
-        self.release()
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+        """Copy rows to the same rows of new tensors on the device."""
+        copy = self.transfers.copy_to_device(sources)
+        self.brought = copy.event
+        return copy
 
-    def release(self) -> None:
-        """Release the tensors that have been written back by now."""
-        while self._in_flight and self.transfers.is_reached(self._in_flight[0][0]):
-            self._in_flight.popleft()
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> None:
+        """Copy rows on the device (the second of each pair) to rows on the host, and hold them until then."""
+        copy = self.transfers.copy_to_host(pairs)
+        self.written_back = copy.event
+        self.writing_back.append(copy)
+
+    def finish_writing_back(self) -> None:
+        """Let the current stream wait for what is being written back, and release it."""
+        for copy in self.writing_back:
+            copy.make_stream_wait()
+        self.writing_back.clear()
 
 
 class WriteBack:
@@ -103,7 +107,6 @@ class WriteBack:
 
     Attributes:
         pairs: rows on the host, and the rows on the device to copy to them.
-        sources: tensors that are copied from and that nobody else keeps alive until then.
         moves_buffers: whether a buffer gets a new host buffer, or its first one.
     """
 
@@ -111,7 +114,6 @@ class WriteBack:
         self._memory, self._device, self._wait = memory, device, wait
         self._host_buffers: dict[int, HostBuffer] = {}
         self.pairs: list[tuple[Rows, Rows]] = []
-        self.sources: list[Tensor] = []
         self.moves_buffers = False
 
     def prepare(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
@@ -121,8 +123,6 @@ class WriteBack:
             self.moves_buffers = self.moves_buffers or host is not buffer.host
             for written in clipped(buffer.written, 0, end):
                 self.pairs.append((Rows(host.rows, *written), Rows(buffer.rows, *written)))
-            if not buffer.is_original:
-                self.sources.append(buffer.rows)
         elif not isinstance(buffer, HostBuffer) and not buffer.tracks_gradients:
             self._host_buffers[id(buffer)] = host = HostBuffer.like(buffer, self._memory, self._device)
             self.moves_buffers = True
@@ -130,7 +130,6 @@ class WriteBack:
                 with torch.inference_mode(False), torch.no_grad():
                     rows = by_tokens(buffer.tensor)[start:end].contiguous()
                 self.pairs.append((Rows(host.rows, start, end), Rows(rows, 0, end - start)))
-                self.sources.append(rows)
         return buffer
 
     def host_buffer_of(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
@@ -138,9 +137,13 @@ class WriteBack:
         return self._host_buffers.get(id(buffer), buffer)
 
     def _host_buffer_of_staged(self, buffer: StagedBuffer) -> HostBuffer:
-        """The buffer that it was copied from, or a new one if the tokens have moved or the capacity has changed."""
+        """The buffer that it was copied from, or another if the tokens have moved or the capacity has changed."""
         if buffer.is_aligned:
             return buffer.host
+        has_moved = buffer.first != buffer.free
+        extended = None if has_moved else buffer.host.extended(buffer.capacity)
+        if extended is not None:
+            return extended
         self._wait()
         with torch.inference_mode(False):
             return buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity, buffer.free)

@@ -26,14 +26,15 @@ class Prefetcher:
     It guarantees, for each device:
 
     * An update begins when the layer's states have arrived: the current stream waits for them, the host does not.
-    * States are copied to the device after everything that was written back has arrived, and into memory whose former
-      use on the current stream is over. So nothing is read before it is written, nor overwritten before it is read, and
-      the allocator needs to know of no other stream.
+    * States are copied to the device after everything that the current stream has queued, which includes that it waits
+      for all states that are being written back. So nothing is read before it is written, nor overwritten before it
+      is read.
     * States are written back after they were computed: the copy waits for all work that the current stream has queued.
-    * Tensors that are written back, and do not belong to a staged layer, are released when the current stream has
-      waited for the copy.
+    * Tensors that are written back are released at the next update, when the current stream has waited for the copy.
+      `StreamTransfers` says why memory is then reused in order, whoever has the same streams.
     * All other operations (crop, reorder, fork, state, ...) are done by the host, in offloaded memory, when everything
-      that was written back of the layer has arrived. Copies that were prefetched before are then not used.
+      that was written back of the layer has arrived. An operation that changes states begins when all copies to the
+      device have finished, and copies that were prefetched before are then not used.
 
     All layers of a cache must be updated from one thread at a time. The current stream may change between updates only
     as for any other tensor: if the new one waits for the old one.
@@ -86,11 +87,11 @@ class Prefetcher:
         queue = self.queue(device)
         if queue is None:
             return
-        queue.release()
+        queue.finish_writing_back()
         follower = queue.follow(layer)
         staged = self._staged(queue, layer)
-        if staged.ready is not None:
-            queue.transfers.make_stream_wait(staged.ready)
+        if staged.copy is not None:
+            staged.copy.make_stream_wait()
         self.meter.count(layer.index, staged.traffic)
         staged.traffic = Traffic()
         layer.swap_buffers(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
@@ -127,13 +128,13 @@ class Prefetcher:
         layer.swap_buffers(collect)
         if not on_host:
             return Staged(layer.version, {}, None, Traffic())
-        # Recorded just before the memory is allocated: see the guarantees.
-        after = [queue.transfers.record_computation()] + ([] if queue.written_back is None else [queue.written_back])
-        tensors, ready = queue.transfers.copy_to_device([rows for _, rows in on_host], after)
+        copy = queue.copy_to_device([rows for _, rows in on_host])
         # A tensor that is made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            buffers = {id(host): StagedBuffer(tensor, host) for (host, _), tensor in zip(on_host, tensors, strict=True)}
-        return Staged(layer.version, buffers, ready, Traffic(to_device=sum(rows.nbytes for _, rows in on_host)))
+            buffers = {
+                id(host): StagedBuffer(tensor, host) for (host, _), tensor in zip(on_host, copy.tensors, strict=True)
+            }
+        return Staged(layer.version, buffers, copy, Traffic(to_device=sum(rows.nbytes for _, rows in on_host)))
 
     def write_back(self, layer: OffloadTarget) -> None:
         """Hold the states of a layer in offloaded memory again: copy the new ones.
@@ -161,10 +162,7 @@ class Prefetcher:
                 for on_host, rows in write_back.pairs:
                     on_host.states.copy_(rows.states)
             return
-        after = [queue.transfers.record_computation()]
-        queue.written_back = queue.transfers.copy_to_host(write_back.pairs, after)
-        if write_back.sources:
-            queue.hold_until(queue.written_back, write_back.sources)
+        queue.copy_to_host(write_back.pairs)
         self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in write_back.pairs)))
 
     def synchronize(self, layer: OffloadTarget) -> None:
@@ -172,10 +170,15 @@ class Prefetcher:
         queue = self.queue(layer.device)
         if queue is not None and queue.written_back is not None:
             queue.transfers.wait(queue.written_back)
-            queue.release()
+            queue.finish_writing_back()
 
     def discard(self, layer: OffloadTarget) -> None:
-        """Discard the copies that were prefetched for a layer, because its offloaded states are about to change."""
+        """Discard the copies that were prefetched for a layer, because the host is about to change its states.
+
+        Blocks until earlier copies to the device have finished: copies of this layer may be in use (`layer.keys`).
+        """
         queue = self.queue(layer.device)
         if queue is not None:
+            if queue.brought is not None:
+                queue.transfers.wait(queue.brought)
             self._drop(queue, layer)

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.errors import CapacityError, OptionError
+from kvlayers.upstream import compat
 from kvlayers.utils.units import exact_bytes
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,19 @@ class HomeMemory(ABC):
             CapacityError: there is not enough of this memory.
         """
 
+    def allocated_nbytes(self, nbytes: int) -> int:
+        """Bytes of this memory that a tensor of `nbytes` bytes takes, spare room included."""
+        return nbytes
+
+    def extended(self, tensor: Tensor, length: int) -> Tensor | None:
+        """A tensor from `empty` with another length, in the same memory, `None` if the memory has no room for it.
+
+        Args:
+            tensor: the tensor.
+            length: the new size of the first dimension.
+        """
+        return None
+
     @property
     @abstractmethod
     def holds_host_states(self) -> bool:
@@ -38,14 +52,36 @@ class HomeMemory(ABC):
 
 
 class HostMemory(HomeMemory):
-    """Pinned memory of the host, which devices can copy asynchronously; pageable memory if none can be pinned."""
+    """Pinned memory of the host, which devices can copy asynchronously; pageable memory if none can be pinned.
+
+    torch's allocator of pinned memory rounds up to powers of two. All of what it rounds up to is requested, so that
+    `nbytes` says what is pinned, and a buffer grows within this memory: it is locked and moved only if it doubles.
+
+    Memory that is registered by its exact size (`cudaHostRegister`) would be less, but each growth by an eighth would
+    lock all pages of all layers again, and freeing it would have to wait for the device. torch's allocator keeps what
+    it has locked for the next buffer, and waits by itself for copies that are under way.
+    """
+
+    @override
+    def allocated_nbytes(self, nbytes: int) -> int:
+        return compat.pinned_nbytes(nbytes) if torch.accelerator.is_available() else nbytes
+
+    @override
+    def extended(self, tensor: Tensor, length: int) -> Tensor | None:
+        row_bytes = tensor.stride(0) * tensor.itemsize
+        if not tensor.is_contiguous() or length * row_bytes > tensor.untyped_storage().nbytes():
+            return None
+        with torch.inference_mode(False):
+            return tensor.as_strided((length, *tensor.shape[1:]), tensor.stride())
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
             if torch.accelerator.is_available():
                 try:
-                    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+                    elements = math.prod(shape)
+                    room = self.allocated_nbytes(elements * dtype.itemsize) // dtype.itemsize
+                    return _pinned(room, dtype)[:elements].view(shape)
                 except (RuntimeError, NotImplementedError) as error:
                     _warn_of_unpinned(str(error))
             try:
@@ -111,6 +147,10 @@ class DiskMemory(HomeMemory):
     @override
     def holds_host_states(self) -> bool:
         return True
+
+
+def _pinned(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _allocate_space(file: int, nbytes: int) -> None:

@@ -40,46 +40,66 @@ class Rows:
         return (self.end - self.start) * row
 
 
+class PendingCopy:
+    """Copies that may still be under way, and the memory of the device that they read or write.
+
+    Whoever holds it holds the memory, and lets it go after `make_stream_wait`.
+
+    Attributes:
+        tensors: the tensors on the device.
+        event: an event after the copies, `None` if they have finished.
+    """
+
+    def __init__(self, tensors: list[Tensor], event: Event = None) -> None:
+        self.tensors = tensors
+        self.event = event
+
+    def make_stream_wait(self) -> None:
+        """Let all work that is queued from now on, on the device's current stream, wait for the copies."""
+
+
 class Transfers(ABC):
     """Copies for one device, while it computes.
 
     Work is done in three queues: computation on the device, copies to it, and copies from it. Each queue runs in order;
-    only events order the work of different queues.
+    only events order the work of different queues. The current stream, which computes, must wait for each copy: see
+    `PendingCopy`.
     """
 
     @abstractmethod
-    def record_computation(self) -> Event:
-        """An event after all work that was queued so far on the device's current stream."""
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+        """Copy rows to the same rows of new tensors on the device.
 
-    @abstractmethod
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
-        """Copy rows to the same rows of new tensors on the device, after all events in `after`.
-
-        The new tensors may reuse the memory of tensors that nobody holds any more and that were used before `after`.
+        The copies come after all work that was queued so far on the current stream. The new tensors may reuse memory
+        that this work has used.
         """
 
     @abstractmethod
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        """Copy rows on the device (the second of each pair) to rows on the host (the first), after all `after`."""
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+        """Copy rows on the device (the second of each pair) to rows on the host (the first).
 
-    @abstractmethod
-    def make_stream_wait(self, event: Event) -> None:
-        """Let all work that is queued from now on, on the device's current stream, wait for an event."""
+        The copies come after all work that was queued so far on the current stream.
+        """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
         """Block until an event is reached."""
 
-    @abstractmethod
-    def is_reached(self, event: Event) -> bool:
-        """Whether an event has been reached."""
-
 
 class StreamTransfers(Transfers):
     """Two streams beside the current one, ordered by events; nothing waits for the whole device.
 
+    torch takes streams from a pool of 32, so another cache or the user may have the same ones. This does no harm,
+    because no memory belongs to them: all tensors are allocated on the current stream, as those of the model are. The
+    allocator reuses memory in the order of the stream that it was allocated on, and the current stream waits for each
+    copy before the memory goes. If it could not (the cache goes while a copy is under way, or the current stream is
+    another one by now), `record_stream` lets the allocator wait. Always to call `record_stream` would be simpler, but
+    the allocator then keeps memory until the host sees that a copy has finished. The host is far ahead of the device,
+    so the device would hold all layers instead of two.
+
     Raises:
         RuntimeError: the device has no streams.
+        NotImplementedError: its allocator knows of one stream alone.
         ValueError: it is not the accelerator of this process.
     """
 
@@ -87,45 +107,66 @@ class StreamTransfers(Transfers):
         self.device = device
         self._inbound = torch.Stream(device=device)
         self._outbound = torch.Stream(device=device)
-        # Some devices can create streams, but have no current stream.
-        self.wait(self.record_computation())
+        # Some devices can create streams, but have no current stream, or cannot record one.
+        self.wait(torch.accelerator.current_stream(device).record_event())
+        torch.empty(1, device=device).record_stream(self._inbound)
 
     @override
-    def record_computation(self) -> Event:
-        return torch.accelerator.current_stream(self.device).record_event()
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+        # Allocated before the other stream waits, since the memory may be in use until then.
+        tensors = [_empty_like(rows, self.device) for rows in sources]
+        targets = [Rows(tensor, rows.start, rows.end) for tensor, rows in zip(tensors, sources, strict=True)]
+        return self._copy(self._inbound, list(zip(targets, sources, strict=True)), tensors)
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
-        for event in after:
-            self._inbound.wait_event(event)
-        # Allocated on this stream, because the allocator reuses memory in the order of the stream.
-        with _on(self._inbound):
-            copies = [_copied(rows, self.device, non_blocking=True) for rows in sources]
-        return copies, self._inbound.record_event()
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+        return self._copy(self._outbound, pairs, [rows.tensor for _, rows in pairs])
 
-    @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        for event in after:
-            self._outbound.wait_event(event)
-        with _on(self._outbound):
-            for on_host, rows in pairs:
-                on_host.states.copy_(rows.states, non_blocking=True)
-        written = self._outbound.record_event()
-        # Streams come from a pool, and another cache may use this one too: its memory is reused in this order.
-        self._inbound.wait_event(written)
-        return written
-
-    @override
-    def make_stream_wait(self, event: Event) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(event)
+    def _copy(self, stream: torch.Stream, pairs: Sequence[tuple[Rows, Rows]], tensors: list[Tensor]) -> PendingCopy:
+        current = torch.accelerator.current_stream(self.device)
+        stream.wait_event(current.record_event())
+        # Made before the first copy, so that it keeps the memory even if a later one fails.
+        copy = _StreamCopy(tensors, stream, current)
+        with _on(stream), torch.no_grad():
+            for target, source in pairs:
+                target.states.copy_(source.states, non_blocking=True)
+        copy.event = stream.record_event()
+        return copy
 
     @override
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+
+class _StreamCopy(PendingCopy):
+    """Copies on a stream, with memory that was allocated on another one.
+
+    Attributes:
+        stream: the stream that copies.
+        owner: the stream that the memory belongs to.
+    """
+
+    def __init__(self, tensors: list[Tensor], stream: torch.Stream, owner: torch.Stream) -> None:
+        super().__init__(tensors)
+        self.stream, self.owner = stream, owner
+        self._owner_waits = False
+
     @override
-    def is_reached(self, event: Event) -> bool:
-        return bool(event.query())
+    def make_stream_wait(self) -> None:
+        current = torch.accelerator.current_stream(self.owner.device)
+        current.wait_event(self.event)
+        if current == self.owner:
+            self._owner_waits = True
+        else:
+            self._record(current)
+
+    def __del__(self) -> None:
+        if not self._owner_waits:
+            self._record(self.stream)
+
+    def _record(self, stream: torch.Stream) -> None:
+        for tensor in self.tensors:
+            tensor.record_stream(stream)
 
 
 class BlockingTransfers(Transfers):
@@ -135,29 +176,23 @@ class BlockingTransfers(Transfers):
         self.device = device
 
     @override
-    def record_computation(self) -> Event:
-        return None
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+        tensors = [_empty_like(rows, self.device) for rows in sources]
+        with torch.no_grad():
+            for tensor, rows in zip(tensors, sources, strict=True):
+                tensor[rows.start : rows.end].copy_(rows.states)
+        return PendingCopy(tensors)
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
-        return [_copied(rows, self.device, non_blocking=False) for rows in sources], None
-
-    @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        for on_host, rows in pairs:
-            on_host.states.copy_(rows.states)
-
-    @override
-    def make_stream_wait(self, event: Event) -> None:
-        pass
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+        with torch.no_grad():
+            for on_host, rows in pairs:
+                on_host.states.copy_(rows.states)
+        return PendingCopy([])
 
     @override
     def wait(self, event: Event) -> None:
         pass
-
-    @override
-    def is_reached(self, event: Event) -> bool:
-        return True
 
 
 def transfers_for(device: torch.device) -> Transfers | None:
@@ -171,11 +206,10 @@ def transfers_for(device: torch.device) -> Transfers | None:
         return BlockingTransfers(device)
 
 
-def _copied(rows: Rows, device: torch.device, non_blocking: bool) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        tensor = torch.empty(rows.tensor.shape, dtype=rows.tensor.dtype, device=device)
-        tensor[rows.start : rows.end].copy_(rows.states, non_blocking=non_blocking)
-    return tensor
+def _empty_like(rows: Rows, device: torch.device) -> Tensor:
+    # A tensor that is made in inference mode could not be written to outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(rows.tensor.shape, dtype=rows.tensor.dtype, device=device)
 
 
 @contextlib.contextmanager

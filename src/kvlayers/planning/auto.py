@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 import transformers
@@ -39,32 +40,40 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
         CapacityError: no cache is within the memory.
     """
     memory = _budget(request)
-    device = request.device or torch.device("cpu")
-    names = [name for name in KINDS if device.type != "cpu" or name not in ELSEWHERE]
+    devices = _devices(request)
+    on_cpu = all(device.type == "cpu" for device in devices)
+    names = [name for name in KINDS if not on_cpu or name not in ELSEWHERE]
     plain = dataclasses.replace(request, options={})
     try:
         plan = plan_for(plain, memory, names)
     except ConfigError as error:
         logger.warning("'%s' takes '%s', since the model cannot be planned: %s", AUTO, WITHOUT_PLAN, error)
         return cache_for(WITHOUT_PLAN, plain)
-    _say(plan, memory, device)
+    _say(plan, devices)
     return cache_for(plan.recommended.name, plain)
 
 
-def _budget(request: CacheRequest) -> int:
+def _devices(request: CacheRequest) -> list[torch.device]:
+    """The devices that compute the layers, each once."""
+    return list(dict.fromkeys(request.layer_devices)) or [request.device or torch.device("cpu")]
+
+
+def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
+    """Bytes that the cache may take: for all devices together if they are given, otherwise of each device."""
     others = sorted(request.options.keys() - {"memory"})
     if others:
         raise OptionError(f"'{AUTO}' has only the option `memory`, got {others}: name the cache that has them.")
     memory = request.options.get("memory")
     if memory is None:
-        return int(SHARE_FOR_CACHE * free_memory(request.device or torch.device("cpu")))
+        free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
+        return free if request.layer_devices else sum(free.values())
     budget = amount_of_bytes(memory, "memory")
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise OptionError(f"`memory` must be a whole number of bytes, at least 1, got {memory!r}.")
     return budget
 
 
-def _say(plan: Plan, memory: int, device: torch.device) -> None:
+def _say(plan: Plan, devices: Sequence[torch.device]) -> None:
     best = plan.recommended
     logger.log(
         logging.INFO if best.is_exact and not best.host_bytes else logging.WARNING,
@@ -73,7 +82,7 @@ def _say(plan: Plan, memory: int, device: torch.device) -> None:
         best.name,
         plan.context_length,
         plan.batch_size,
-        readable_bytes(memory),
-        device,
+        readable_bytes(plan.memory or 0),
+        ", ".join(map(str, devices)),
         best.reason,
     )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvlayers.caches.base import Cache
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
@@ -22,7 +24,7 @@ class CacheBytes:
 
     Attributes:
         resident: bytes that are always on the device.
-        host: bytes that are kept on the host.
+        host: bytes that are kept on the host, with what the allocator of pinned memory rounds up to.
         staged: the most of the host's bytes that are on the device at once: those of the layer that is attended to, and
             of the next one.
     """
@@ -30,6 +32,9 @@ class CacheBytes:
     resident: int
     host: int
     staged: int
+
+    def __add__(self, other: "CacheBytes") -> "CacheBytes":
+        return CacheBytes(self.resident + other.resident, self.host + other.host, self.staged + other.staged)
 
     @property
     def total(self) -> int:
@@ -70,15 +75,23 @@ class CacheArithmetic:
         make: makes a cache for a model from a length hint.
         shapes: shapes of the layers of the model's decoder.
         encoder_length: tokens of the encoder's output, if the model has an encoder.
+        devices: device of each layer, empty if all are on one device.
 
     Raises:
         OptionError: the layers' sizes are neither the length hint nor independent of it.
         UnsupportedLayerError: the cache is of another package.
     """
 
-    def __init__(self, make: Callable[[int], Any], shapes: Sequence[LayerShape], encoder_length: int | None) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], Any],
+        shapes: Sequence[LayerShape],
+        encoder_length: int | None,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         sample, longer = make(SAMPLE_HINT), make(SAMPLE_HINT + 1)
         self._encoder_length = encoder_length or 0
+        self._devices = devices
         self._decoder = _sample_layers(_decoder_part(sample), _decoder_part(longer), shapes)
         self._cross: list[_SampleLayer] = []
         if _is_pair(sample):
@@ -101,9 +114,19 @@ class CacheArithmetic:
             UnsupportedLayerError: it is not known what a layer holds.
             CapacityError: a layer reserves a number of its own, which is smaller.
         """
-        decoder = _summed([sample.nbytes(tokens) for sample in self._decoder])
-        cross = _summed([sample.nbytes(self._encoder_length) for sample in self._cross])
-        return CacheBytes(decoder.resident + cross.resident, decoder.host + cross.host, decoder.staged + cross.staged)
+        return sum(self.nbytes_by_device(tokens).values(), CacheBytes(0, 0, 0))
+
+    def nbytes_by_device(self, tokens: int) -> dict[torch.device | None, CacheBytes]:
+        """As `nbytes`, for each device by itself; the device is `None` if all layers are on one."""
+        found: dict[torch.device | None, CacheBytes] = {}
+        for samples, held in ((self._decoder, tokens), (self._cross, self._encoder_length)):
+            by_device: dict[torch.device | None, list[PlannedBytes]] = {}
+            devices: Sequence[torch.device | None] = self._devices or [None] * len(samples)
+            for sample, device in zip(samples, devices, strict=False):
+                by_device.setdefault(device, []).append(sample.nbytes(held))
+            for device, layers in by_device.items():
+                found[device] = found.get(device, CacheBytes(0, 0, 0)) + _summed(layers)
+        return found
 
 
 def fidelity_of(cache: Any) -> Fidelity:
@@ -159,4 +182,5 @@ def _summed(layers: Sequence[PlannedBytes]) -> CacheBytes:
     # The first layer follows the last one, at the next token.
     following = [*travelling[1:], *travelling[:1]] if len(travelling) > 1 else [0] * len(travelling)
     staged = max((one + other for one, other in zip(travelling, following, strict=True)), default=0)
-    return CacheBytes(sum(layer.device for layer in layers), sum(travelling), staged)
+    host = sum(layer.host + layer.spare for layer in layers)
+    return CacheBytes(sum(layer.device for layer in layers), host, staged)

@@ -24,7 +24,8 @@ class PlannedCache:
         nbytes: the `nbytes` of the cache: each byte once, where it is kept.
         device_bytes: the most bytes that the device must have room for. For an offloaded cache these are the layers
             that stay on the device, and the two others whose states are there at once.
-        host_bytes: bytes that are kept on the host.
+        host_bytes: bytes that are kept on the host. On a machine with an accelerator they are pinned, and include what
+            torch's allocator rounds up to.
         bytes_per_token: bytes that each further token adds to `nbytes`, the mean of the next 4096.
         longest_context: the most tokens whose `device_bytes` are within the budget; `None` if any number is, or if
             there is no budget.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -20,7 +20,7 @@ from kvlayers.planning.recommend import best_of, nothing_fits, why_not, why_reco
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_dtype
-from kvlayers.utils.units import amount_of_bytes, tokens
+from kvlayers.utils.units import amount_of_bytes, readable_bytes, tokens
 
 AUTO = "auto"
 """The name of the cache that a plan recommends."""
@@ -75,13 +75,15 @@ def plan(
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """
     of_model = model_types.config_of(config)
+    budget = None if memory is None else _count(amount_of_bytes(memory, "memory"), "memory", "bytes")
     wanted = _Wanted(
         of_model,
         _count(tokens(context_length, "context_length"), "context_length", "tokens"),
         _count(batch_size, "batch_size", "sequences"),
         _dtype_of(model_types.decoder_config(of_model), dtype),
-        None if memory is None else _count(amount_of_bytes(memory, "memory"), "memory", "bytes"),
+        budget,
         _encoder_length(of_model, encoder_length),
+        memory_by_device={} if budget is None else {None: budget},
     )
     caches, refused = wanted.caches(cache_names() if names is None else _checked(names))
     if names is not None and refused:
@@ -89,12 +91,12 @@ def plan(
     return wanted.plan(caches, refused)
 
 
-def plan_for(request: CacheRequest, memory: int, names: Sequence[str]) -> Plan:
+def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], names: Sequence[str]) -> Plan:
     """A plan for a cache that is about to be made, over those of `names` that the model supports.
 
     Args:
         request: what the cache is for; its `length_hint` is the context.
-        memory: bytes of the device that the cache may take.
+        memory: bytes that the cache may take, of the device or of each device in `request.layer_devices`.
         names: names of caches.
 
     Raises:
@@ -109,20 +111,28 @@ def plan_for(request: CacheRequest, memory: int, names: Sequence[str]) -> Plan:
     encoder_length = request.encoder_length
     if encoder_length is None and request.config.is_encoder_decoder:
         encoder_length = request.length_hint
+    budgets: dict[torch.device | None, int] = {None: memory} if isinstance(memory, int) else dict(memory.items())
     wanted = _Wanted(
         request.config,
         request.length_hint,
         request.batch_size or 1,
         _dtype_of(model_types.decoder_config(request.config), request.dtype),
-        memory,
+        sum(budgets.values()),
         encoder_length,
+        () if isinstance(memory, int) else request.layer_devices,
+        budgets,
     )
     return wanted.plan(*wanted.caches(names))
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What caches are planned for: the arguments of `plan`, checked."""
+    """What caches are planned for: the arguments of `plan`, checked.
+
+    Attributes:
+        layer_devices: device of each layer, empty if all are on one device.
+        memory_by_device: the budget of each device, of `None` if all layers are on one; empty for no budget.
+    """
 
     config: PretrainedConfig
     context_length: int
@@ -130,6 +140,8 @@ class _Wanted:
     dtype: torch.dtype
     memory: int | None
     encoder_length: int | None
+    layer_devices: Sequence[torch.device] = ()
+    memory_by_device: Mapping[torch.device | None, int] = field(default_factory=dict)
 
     def caches(self, names: Sequence[str]) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
         """The caches that the model supports, without reasons, and the errors of the others."""
@@ -145,8 +157,8 @@ class _Wanted:
                 continue
             try:
                 make = functools.partial(_cache_for, name, request)
-                arithmetic = CacheArithmetic(make, shapes, self.encoder_length)
-                caches.append(_planned(name, arithmetic, self.context_length, self.memory))
+                arithmetic = CacheArithmetic(make, shapes, self.encoder_length, self.layer_devices)
+                caches.append(_planned(name, arithmetic, self.context_length, self.memory_by_device))
             except KVLayersError as error:
                 refused[name] = error
         return caches, refused
@@ -162,7 +174,7 @@ class _Wanted:
                 cache,
                 reason=why_recommended(cache, caches, self.memory)
                 if cache is best
-                else why_not(cache, best, self.memory),
+                else cache.reason or why_not(cache, best),
             )
             for cache in caches
         )
@@ -183,29 +195,43 @@ def _cache_for(name: str, request: CacheRequest, length_hint: int) -> transforme
     return cache_for(name, dataclasses.replace(request, length_hint=length_hint))
 
 
-def _planned(name: str, arithmetic: CacheArithmetic, context_length: int, memory: int | None) -> PlannedCache:
+def _planned(
+    name: str, arithmetic: CacheArithmetic, context_length: int, memory: Mapping[torch.device | None, int]
+) -> PlannedCache:
     costs = arithmetic.nbytes(context_length)
+    missing, device = _missing(arithmetic, context_length, memory)
+    where = "" if device is None else f" of {device}"
     # Nearly all caches grow nearly evenly.
-    guess = context_length * (memory or 0) // max(costs.device, 1)
+    guess = context_length * sum(memory.values()) // max(costs.device, 1)
     return PlannedCache(
         name=name,
         nbytes=costs.total,
         device_bytes=costs.device,
         host_bytes=costs.host,
         bytes_per_token=_bytes_per_token(arithmetic, costs, context_length),
-        longest_context=(
-            None if memory is None else longest_context(lambda tokens: _fits(arithmetic, tokens, memory), guess)
-        ),
+        longest_context=(longest_context(lambda tokens: _fits(arithmetic, tokens, memory), guess) if memory else None),
         fidelity=arithmetic.fidelity,
         bits=arithmetic.bits,
-        fits=memory is None or costs.device <= memory,
-        reason="",
+        fits=missing <= 0,
+        reason=f"it needs {readable_bytes(missing)} more than the budget{where}." if missing > 0 else "",
     )
 
 
-def _fits(arithmetic: CacheArithmetic, tokens: int, memory: int) -> bool:
+def _missing(
+    arithmetic: CacheArithmetic, tokens: int, memory: Mapping[torch.device | None, int]
+) -> tuple[int, torch.device | None]:
+    """Bytes beyond the budget of the device that lacks most, and this device; 0 or fewer if the cache fits."""
+    lacking = [
+        (costs.device - memory[device], device)
+        for device, costs in arithmetic.nbytes_by_device(tokens).items()
+        if memory
+    ]
+    return max(lacking, key=lambda found: found[0], default=(0, None))
+
+
+def _fits(arithmetic: CacheArithmetic, tokens: int, memory: Mapping[torch.device | None, int]) -> bool:
     try:
-        return arithmetic.nbytes(tokens).device <= memory
+        return _missing(arithmetic, tokens, memory)[0] <= 0
     except CapacityError:
         return False
 

@@ -60,10 +60,8 @@ def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory:
     return f"no exact cache on the device fits, and it has the most bits, {cache.bits:.3g}, of any{within}."
 
 
-def why_not(cache: PlannedCache, best: PlannedCache, memory: int | None) -> str:
-    """The reason to use the best cache instead of this one."""
-    if memory is not None and not cache.fits:
-        return f"it needs {readable_bytes(cache.device_bytes - memory)} more than the budget."
+def why_not(cache: PlannedCache, best: PlannedCache) -> str:
+    """The reason to use the best cache instead of this one, which fits too."""
     if cache.fidelity == "evicting":
         return "it evicts tokens that the model would attend to."
     if _is_coarse(cache) and not _is_coarse(best):
@@ -94,6 +92,12 @@ def nothing_fits(
         if furthest.longest_context
         else ""
     )
+    if least.device_bytes <= memory:
+        # There is enough memory, but not where the layers are.
+        return CapacityError(
+            f"{context_length} tokens do not fit. The smallest cache is '{least.name}', and {least.reason[:-1]}: allow "
+            f"more there{shorter}."
+        )
     return CapacityError(
         f"`memory` must be at least {exact_bytes(least.device_bytes)} for {context_length} tokens, which "
         f"'{least.name}' takes, got {exact_bytes(memory)}: allow more{shorter}."

@@ -1,5 +1,6 @@
 """The contract of a quantizer, which turns a block of states into codes, and of the backend that makes it."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -93,6 +94,24 @@ def check_groups(groups: QuantizedGroups, code_format: CodeFormat, states: Tenso
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KernelSearch:
+    """How the kernels of this package find the codes of a quantizer; see `native`.
+
+    Attributes:
+        clips: fractions of the range that are tried as the part to cut off at either end; the first is 0.
+        refits: how often the best range is fitted to its own codes.
+        largest_stretch: the most by which the scale is stretched in the end, as a fraction of it.
+        largest_state: states above this magnitude are clipped, divided by the square root of the channels that are
+            mixed if states are rotated.
+    """
+
+    clips: tuple[float, ...] = (0.0,)
+    refits: int = 0
+    largest_stretch: float = 0.0
+    largest_state: float = math.inf
+
+
 class Quantizer(ABC):
     """Turns keys, or values, into codes. It has no state: equal inputs give equal codes.
 
@@ -102,6 +121,17 @@ class Quantizer(ABC):
 
     def __init__(self, code_format: CodeFormat) -> None:
         self.format = code_format
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        # Another `quantize` finds other codes: the kernels of its parent class must not take its place.
+        if "quantize" in cls.__dict__ and "kernel_search" not in cls.__dict__:
+            cls.kernel_search = Quantizer.kernel_search  # type: ignore[method-assign]
+
+    @property
+    def kernel_search(self) -> KernelSearch | None:
+        """How kernels find the same codes as `quantize`; `None` if only `quantize` can find them."""
+        return None
 
     @abstractmethod
     def quantize(self, states: Tensor) -> QuantizedGroups:

@@ -6,20 +6,27 @@ so no state is ever clipped.
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.quantizers.contract import (
     DEFAULT_GROUP_SIZE,
     Backend,
     CodeFormat,
+    KernelSearch,
     QuantizedGroups,
     Quantizer,
     SideOptions,
     channel_group,
 )
-from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, smallest_positive, ungrouped
+from kvlayers.quantizers.grouping import (
+    GROUP_DIMS,
+    LARGEST_FLOAT8,
+    grouped,
+    largest_float8_scale,
+    smallest_positive,
+    ungrouped,
+)
 from kvlayers.quantizers.registry import register_quantizer
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Fp8Quantizer(Quantizer):
@@ -29,12 +36,17 @@ class Fp8Quantizer(Quantizer):
         code_format: the meaning of the codes.
     """
 
+    @property
+    @override
+    def kernel_search(self) -> KernelSearch:
+        return KernelSearch()
+
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`. The codes are the bytes of float8 numbers."""
         groups = grouped(states, self.format)
-        scale = _rounded_up(groups.abs().amax(GROUP_DIMS, keepdim=True).float() / LARGEST, states.dtype)
+        scale = _rounded_up(groups.abs().amax(GROUP_DIMS, keepdim=True).float() / LARGEST_FLOAT8, states.dtype)
         # Rounding may make a quotient larger than the largest float8, which would have no code.
-        codes = (groups.float() / scale.float()).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        codes = (groups.float() / scale.float()).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
         return QuantizedGroups(ungrouped(codes.view(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
 
 
@@ -43,13 +55,7 @@ def _rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     nearest = numbers.to(dtype)
     one_more_bit = numbers * (1 + torch.finfo(dtype).eps)
     above = torch.where(nearest.float() < numbers, one_more_bit.to(dtype), nearest)
-    return above.clamp(smallest_positive(dtype), _largest_scale(dtype))
-
-
-def _largest_scale(dtype: torch.dtype) -> float:
-    """The largest scale whose product with the largest float8 is finite in a dtype."""
-    numbers = torch.finfo(dtype)
-    return numbers.max / LARGEST * (1 - numbers.eps)
+    return above.clamp(smallest_positive(dtype), largest_float8_scale(dtype))
 
 
 @register_quantizer("fp8")

@@ -32,6 +32,15 @@ def smallest_positive(dtype: torch.dtype) -> float:
     return numbers.smallest_normal * numbers.eps if dtype == torch.float16 else numbers.smallest_normal
 
 
+LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def largest_float8_scale(dtype: torch.dtype) -> float:
+    """The largest scale whose product with the largest float8 is finite in a dtype."""
+    numbers = torch.finfo(dtype)
+    return numbers.max / LARGEST_FLOAT8 * (1 - numbers.eps)
+
+
 def one_group_a_row(states: Tensor, code_format: CodeFormat) -> Tensor:
     """Rearrange `[batch, kv_heads, tokens, head_dim]` to `[groups, states of a group]`."""
     return grouped(states, code_format).transpose(-3, -2).flatten(-2).flatten(0, -2)

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.quantizers import search
 from kvlayers.quantizers.contract import (
     DEFAULT_GROUP_SIZE,
     Backend,
     CodeFormat,
+    KernelSearch,
     QuantizedGroups,
     Quantizer,
     SideOptions,
@@ -59,6 +61,9 @@ LARGEST_STATE = 2.0**124
 CPU_STATES_AT_ONCE = 1 << 17
 """States that are quantized at once: with all intermediate results they fit into the cache of a CPU."""
 
+ACCELERATOR_STATES_AT_ONCE = 1 << 24
+"""States that are quantized at once on other devices, where every operation has to be launched."""
+
 
 @dataclass(frozen=True)
 class _Grid:
@@ -86,6 +91,11 @@ class NativeQuantizer(Quantizer):
         code_format: the meaning of the codes.
     """
 
+    @property
+    @override
+    def kernel_search(self) -> KernelSearch:
+        return KernelSearch(CLIPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
+
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`.
 
@@ -94,7 +104,8 @@ class NativeQuantizer(Quantizer):
         by the square root of the number of channels that are mixed (8188 for float16 and head_dim 64).
         """
         tokens = states.shape[-2]
-        step = CPU_STATES_AT_ONCE * tokens // max(1, states.numel())
+        at_once = CPU_STATES_AT_ONCE if states.device.type == "cpu" else ACCELERATOR_STATES_AT_ONCE
+        step = at_once * tokens // max(1, states.numel())
         step = max(1, step // self.format.group_tokens) * self.format.group_tokens
         pieces = [self._quantize_piece(states[..., start : start + step, :]) for start in range(0, tokens, step)]
         if len(pieces) == 1:

@@ -1,23 +1,17 @@
-"""Keys, or values, as blocks of packed codes: the layout that stores write and attention kernels read.
+"""Keys, or values, as blocks of packed codes, in the layout of `block_layout`."""
 
-A block holds `block_tokens` tokens as rows of codes, packed by `packing`. Keys have one row per channel, along the
-tokens; values have one row per token, along the channels. So attention sums over the rows in both products, and the
-codes that it unpacks at once are neighbouring columns of its result.
-"""
-
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.cuda.launch import read_blocks
+from kvlayers.quantizers.cuda.support import read_obstacle
 from kvlayers.quantizers.hadamard import rotate
-from kvlayers.quantizers.packing import pack, row_bytes, unpack
-
-
-def _oriented(side: Side, of_tokens: int, of_channels: int) -> tuple[int, int]:
-    """The numbers for the rows and for the columns of a block."""
-    return (of_channels, of_tokens) if side == "keys" else (of_tokens, of_channels)
+from kvlayers.quantizers.packing import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -41,30 +35,35 @@ class PackedSide:
     head_dim: int
     block_tokens: int
 
+    @functools.cached_property
+    def layout(self) -> BlockLayout:
+        """The layout of the blocks."""
+        return BlockLayout(self.format, self.side, self.head_dim, self.block_tokens)
+
     @property
     def rows(self) -> int:
         """Rows of a block: channels of keys, tokens of values."""
-        return _oriented(self.side, self.block_tokens, self.head_dim)[0]
+        return self.layout.rows
 
     @property
     def columns(self) -> int:
         """Columns of a block: tokens of keys, channels of values."""
-        return _oriented(self.side, self.block_tokens, self.head_dim)[1]
+        return self.layout.columns
 
     @property
     def row_group(self) -> int:
         """Neighbouring rows that share a scale."""
-        return _oriented(self.side, self.format.group_tokens, self.format.group_channels)[0]
+        return self.layout.row_group
 
     @property
     def column_group(self) -> int:
         """Neighbouring columns that share a scale."""
-        return _oriented(self.side, self.format.group_tokens, self.format.group_channels)[1]
+        return self.layout.column_group
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of codes."""
-        return row_bytes(self.columns, self.format.bits)
+        return self.layout.row_bytes
 
     @property
     def blocks(self) -> int:
@@ -89,7 +88,12 @@ class PackedSide:
         return (states.transpose(-1, -2) if self.side == "keys" else states).flatten(2, 3)
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """The states, `[batch, kv_heads, blocks * block_tokens, head_dim]` of a dtype, rotated back."""
+        """The states, `[batch, kv_heads, blocks * block_tokens, head_dim]` of a dtype, rotated back.
+
+        Where Triton runs it is one launch.
+        """
+        if read_obstacle(self.layout, dtype, self.codes.device) is None:
+            return read_blocks(self.codes, self.parameters, self.layout, dtype)
         states = self.dequantized()
         return (rotate(states) if self.format.rotated else states).to(dtype)
 
@@ -114,6 +118,5 @@ def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, bloc
 
 def side_bytes(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, itemsize: int) -> int:
     """Bytes that a block takes for each head: codes, and parameters of `itemsize` bytes."""
-    rows, columns = _oriented(side, block_tokens, head_dim)
-    groups = block_tokens // code_format.group_tokens * (head_dim // code_format.group_channels)
-    return rows * row_bytes(columns, code_format.bits) + code_format.parameters * groups * itemsize
+    layout = BlockLayout(code_format, side, head_dim, block_tokens)
+    return layout.code_bytes + layout.parameters * itemsize

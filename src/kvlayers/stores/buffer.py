@@ -1,6 +1,8 @@
 """A tensor with room for tokens: the memory of keys, or of values."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +51,27 @@ def form_of(states: Tensor) -> StateForm:
     return tuple.__new__(StateForm, (batch, kv_heads, head_dim, states.dtype, states.device))
 
 
+_allocated_nbytes: ContextVar[Callable[[int], int]] = ContextVar("_allocated_nbytes", default=int)
+
+
+@contextlib.contextmanager
+def memory_of(allocated_nbytes: Callable[[int], int]) -> Iterator[None]:
+    """Let `nbytes_of` say what memory takes whose allocator rounds up.
+
+    Args:
+        allocated_nbytes: from the bytes of a buffer to the bytes that are allocated for it.
+    """
+    token = _allocated_nbytes.set(allocated_nbytes)
+    try:
+        yield
+    finally:
+        _allocated_nbytes.reset(token)
+
+
 def nbytes_of(form: StateForm, tokens: int) -> int:
-    """Bytes of `tokens` tokens of this form, for all sequences and heads."""
+    """Bytes of a buffer for `tokens` tokens of this form, for all sequences and heads."""
     batch, kv_heads, head_dim, dtype, _ = form
-    return batch * kv_heads * tokens * head_dim * dtype.itemsize
+    return _allocated_nbytes.get()(batch * kv_heads * tokens * head_dim * dtype.itemsize)
 
 
 MAXIMUM_PIECES = 8
@@ -117,6 +136,10 @@ class TokenBuffer:
             # Read lazily, because compiled code makes buffers too, and cannot read it.
             self._offset = int(self.tensor.storage_offset())
         return self._offset
+
+    def slots(self, start: int, count: int) -> Tensor:
+        """As `read`, for a caller that is about to write to all of these slots itself."""
+        return self.read(start, count)
 
     def write(self, start: int, states: Tensor) -> None:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the slots from `start` on."""

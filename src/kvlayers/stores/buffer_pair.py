@@ -185,7 +185,8 @@ class BufferPair(TokenStore):
             return states.clone()
         storage = states.untyped_storage().data_ptr()
         buffers = (self._keys, self._values)
-        if any(buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):
+        # All tensors without memory, such as meta tensors, are at address 0.
+        if storage and any(buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):
             return states.clone()
         return states
 

@@ -5,7 +5,7 @@ from typing_extensions import Self, override
 
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
-from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
 
 GROWTH_DIVISOR = 8
@@ -127,3 +127,24 @@ class DenseStore(ContiguousStore):
     def shrink(self, tokens: int) -> None:
         if self._capacity - self.prefix_room > self.grown_capacity(tokens) and not self._tracks_gradients:
             self._allocate(self.grown_capacity(tokens))
+
+    # Slots ahead of the held tokens: they are written first and held later, at once
+
+    def prepare_slots(self, tokens: int) -> None:
+        """Make sure that nobody reads or writes the next `tokens` slots. Held tokens move to new memory or not at all.
+
+        The form of the store must be known.
+        """
+        self.reserve(self.length + tokens)
+        if self._copy_on_write is not None:
+            self._copy_unless_writable(self._end, self._end + tokens)
+
+    def slots_ahead(self, skipped: int, tokens: int) -> KVPair:
+        """Prepared slots to write to: `tokens` of them, after the first `skipped`."""
+        keys, values = self._buffers()
+        start = self._end + skipped
+        return keys.slots(start, tokens), values.slots(start, tokens)
+
+    def hold(self, tokens: int) -> None:
+        """Hold the tokens that were written to prepared slots."""
+        self._advance(tokens)

@@ -10,7 +10,10 @@ from typing_extensions import Self
 
 from kvlayers.attention.segments import PackedSegment
 from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
+from kvlayers.quantizers.cuda.launch import pack_blocks
+from kvlayers.quantizers.cuda.support import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, KVPair
@@ -23,8 +26,11 @@ GROWTH_DIVISOR = 128
 MINIMUM_GROWTH = 0
 """Fewest blocks by which they grow: moving a few blocks is cheap, and a spare block is not."""
 
-BLOCKS_AT_ONCE = 16
-"""Blocks that are quantized together, which bounds the temporary memory of a long prefill."""
+CPU_BLOCKS_AT_ONCE = 16
+"""Blocks that are quantized together on a CPU, which bounds the temporary memory of a long prefill."""
+
+ACCELERATOR_BLOCKS_AT_ONCE = 256
+"""Blocks that are quantized together on other devices: kernels need no temporary memory, but launches take time."""
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -47,7 +53,11 @@ class PackedBlocks:
         hint: int | None = None,
     ) -> None:
         self._quantizers = quantizers
-        self._head_dims = {side: form.head_dim for side, form in zip(SIDES, forms, strict=True)}
+        self._layouts = {
+            side: BlockLayout(quantizers[side].format, side, form.head_dim, block_tokens)
+            for side, form in zip(SIDES, forms, strict=True)
+        }
+        self._dtype, self._device = forms[0].dtype, forms[0].device
         self.block_tokens = block_tokens
         self._packed: dict[Side, DenseStore] = {}
         for side, form in zip(SIDES, forms, strict=True):
@@ -67,35 +77,62 @@ class PackedBlocks:
         """Tokens held."""
         return self._tokens
 
-    def reserve(self, blocks: int) -> None:
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks to quantize together."""
+        return CPU_BLOCKS_AT_ONCE if self._device.type == "cpu" else ACCELERATOR_BLOCKS_AT_ONCE
+
+    def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
         for store in self._packed.values():
-            store.reserve(len(self._ends) + blocks)
+            store.prepare_slots(blocks)
 
     @torch.no_grad()
-    def quantized(self, keys: Tensor, values: Tensor) -> dict[Side, KVPair]:
-        """Codes and parameters of states `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks."""
-        finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
-        packed: dict[Side, KVPair] = {}
-        for side, states in zip(SIDES, (keys, values), strict=True):
-            quantizer = self._quantizers[side]
-            with without_autocast(states.device):
-                groups = quantizer.quantize(torch.where(finite, states, 0))
-            check_groups(groups, quantizer.format, states)
-            codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
-            if side == "values":
-                parameters = self._marked(parameters, finite)
-            packed[side] = codes, parameters
-        return packed
+    def write(self, skipped: int, keys: Tensor, values: Tensor) -> None:
+        """Quantize states into the room that was made, after `skipped` blocks of it. Nobody reads them until `hold`.
 
-    def append(self, packed: dict[Side, KVPair]) -> None:
-        """Append what `quantized` returned. There must be room for it."""
-        for side, (codes, parameters) in packed.items():
-            self._packed[side].validate(codes, parameters)
-            self._packed[side].append(codes, parameters)
-        new = packed["keys"][0].shape[2]
-        self._ends += [self.block_tokens] * new
-        self._tokens += self.block_tokens * new
+        Args:
+            skipped: blocks that were written already.
+            keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
+            values: likewise, of the same tokens.
+        """
+        blocks = keys.shape[2] // self.block_tokens
+        finite: Tensor | None = None
+        for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
+            codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
+            search = self._quantizers[side].kernel_search
+            if codes.device == states.device and search is not None and self.obstacle(side) is None:
+                pack_blocks(states, partner, codes, parameters, self._layouts[side], search)
+                continue
+            if finite is None:
+                finite = (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
+            found = self._quantized(side, states, finite)
+            codes.copy_(found[0])
+            parameters.copy_(found[1])
+
+    def hold(self, blocks: int) -> None:
+        """Hold blocks that were written."""
+        for store in self._packed.values():
+            store.hold(blocks)
+        self._ends += [self.block_tokens] * blocks
+        self._tokens += self.block_tokens * blocks
+
+    def obstacle(self, side: Side) -> str | None:
+        """Why no kernel packs one side, `None` if one does."""
+        search = self._quantizers[side].kernel_search
+        if search is None:
+            return "there is no kernel for this backend"
+        partner = self._layouts["values" if side == "keys" else "keys"]
+        return pack_obstacle(self._layouts[side], partner.head_dim, self._dtype, self._device, search)
+
+    def _quantized(self, side: Side, states: Tensor, finite: Tensor) -> KVPair:
+        """Codes and parameters of states of whole blocks, and of which tokens are finite `[..., tokens, 1]`."""
+        quantizer = self._quantizers[side]
+        with without_autocast(states.device):
+            groups = quantizer.quantize(torch.where(finite, states, 0))
+        check_groups(groups, quantizer.format, states)
+        codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
+        return codes, self._marked(parameters, finite) if side == "values" else parameters
 
     def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
         """Parameters of values, set to NaN for tokens that are not finite."""
@@ -126,9 +163,8 @@ class PackedBlocks:
 
     def _side(self, side: Side, blocks: int) -> PackedSide:
         codes, parameters = self._packed[side].newest(blocks)
-        return PackedSide(
-            codes, parameters, self._quantizers[side].format, side, self._head_dims[side], self.block_tokens
-        )
+        layout = self._layouts[side]
+        return PackedSide(codes, parameters, layout.format, side, layout.head_dim, self.block_tokens)
 
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens. A block is dropped with the last of its tokens."""

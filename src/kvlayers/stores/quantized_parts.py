@@ -8,9 +8,10 @@ from typing_extensions import Self
 
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.errors import StateMismatchError
+from kvlayers.stores.buffer import form_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore
-from kvlayers.stores.packed_blocks import BLOCKS_AT_ONCE, PackedBlocks
+from kvlayers.stores.packed_blocks import PackedBlocks
 
 RESIDUAL_GROWTH_DIVISOR = 16
 """A full residual behind packed blocks grows by its size divided by this."""
@@ -87,11 +88,11 @@ class QuantizedParts:
         states = [*([self.residual.newest(held)] if held else []), (keys, values)]
         size = blocks.block_tokens
         packed = sinks + count * size
-        # Everything that can fail comes first, and goes into new memory: held and returned states stay valid.
-        quantized = [
-            blocks.quantized(*_tokens_of(states, sinks + done * size, min(BLOCKS_AT_ONCE, count - done) * size))
-            for done in range(0, count, BLOCKS_AT_ONCE)
-        ]
+        # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
+        blocks.prepare(count)
+        at_once = blocks.blocks_at_once
+        for done in range(0, count, at_once):
+            blocks.write(done, *_tokens_of(states, sinks + done * size, min(at_once, count - done) * size))
         new_sinks = self.sinks
         if sinks:
             new_sinks = self.sinks.fork()
@@ -99,12 +100,13 @@ class QuantizedParts:
         rest = held + keys.shape[2] - packed
         residual = residual_after_blocks(size)
         residual.length_hint = residual_length_hint(residual_length + size, length_hint, self.old_tokens + packed, rest)
-        append_states(residual, _tokens_of(states, packed, rest))
-        blocks.reserve(count)
+        residual.reserve_form(form_of(keys), form_of(values))
+        residual.prepare_slots(rest)
+        _copy_tokens(states, packed, rest, residual.slots_ahead(0, rest))
+        residual.hold(rest)
         before = blocks.tokens
         try:
-            for codes in quantized:
-                blocks.append(codes)
+            blocks.hold(count)
         except BaseException:
             # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
             blocks.truncate(before)
@@ -203,8 +205,8 @@ def append_states(store: DenseStore, states: KVPair) -> None:
     store.append(*states)
 
 
-def _tokens_of(parts: list[KVPair], start: int, count: int) -> KVPair:
-    """Keys and values of `count` tokens from `start`, counted over all parts."""
+def _pieces_of(parts: list[KVPair], start: int, count: int) -> list[KVPair]:
+    """Keys and values of `count` tokens from `start`, counted over all parts, as views of the parts."""
     found: list[KVPair] = []
     for keys, values in parts:
         tokens = keys.shape[2]
@@ -212,10 +214,24 @@ def _tokens_of(parts: list[KVPair], start: int, count: int) -> KVPair:
         if begin < end:
             found.append((keys[:, :, begin:end], values[:, :, begin:end]))
         start -= tokens
+    return found
+
+
+def _tokens_of(parts: list[KVPair], start: int, count: int) -> KVPair:
+    """Keys and values of `count` tokens from `start`, counted over all parts: views if one part has them all."""
+    found = _pieces_of(parts, start, count)
     if len(found) == 1:
         return found[0]
-    if not found:
-        keys, values = parts[0]
-        return keys[:, :, :0], values[:, :, :0]
     keys, values = (torch.cat(side, dim=2) for side in zip(*found, strict=True))
     return keys, values
+
+
+@torch.no_grad()
+def _copy_tokens(parts: list[KVPair], start: int, count: int, to: KVPair) -> None:
+    """Copy keys and values of `count` tokens from `start`, counted over all parts."""
+    found = _pieces_of(parts, start, count)
+    for target, *side in zip(to, *found, strict=True):
+        if len(side) == 1:
+            target.copy_(side[0])
+        elif side:
+            torch.cat(side, dim=2, out=target)

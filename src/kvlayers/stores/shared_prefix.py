@@ -11,7 +11,7 @@ from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import Snapshot, Version, as_dense
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.attention.shared_prefix import SharedPrefixSegments
+from kvlayers.attention.shared_prefix import PrefixNumbers, SharedPrefixSegments, of_repeats
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -49,7 +49,7 @@ class SharedStore(TokenStore):
         if key_form is None or value_form is None or not prefix.length:
             raise StateMismatchError("The prefix must have at least one token to share: update the layer first.")
         self._prefix: DenseStore | None = prefix
-        self._prefix_of = tuple(row for row in range(key_form.batch_size) for _ in range(repeats))
+        self._numbers = PrefixNumbers(key_form.batch_size, of_repeats(key_form.batch_size, repeats))
         self._own = DenseStore(minimum_growth=MINIMUM_GROWTH)
         self._own.reserve_form(_of_batch(key_form, repeats), _of_batch(value_form, repeats))
         self._version = Version()
@@ -172,13 +172,14 @@ class SharedStore(TokenStore):
         own = None
         if self._own.length:
             own = KVSegments((DenseSegment(*self._own.newest(self._own.length)),), None, ())
-        return SharedPrefixSegments(self._prefix_segments, own, self._prefix_of)
+        return SharedPrefixSegments(self._prefix_segments, own, self._numbers)
 
     def _materialize(self) -> None:
         """Give each sequence a copy of its prefix."""
         if self._prefix is None:
             return
-        whole = self._prefix.selected(torch.tensor(self._prefix_of))
+        (_, key_form), _ = self._sides()
+        whole = self._prefix.selected(self._numbers.on(key_form.device)[0])
         if self._own.length:
             own = self._own.newest(self._own.length)
             whole.validate(*own)
@@ -225,15 +226,15 @@ class SharedStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        prefix, prefix_of = self._prefix, self._prefix_of
+        prefix, numbers = self._prefix, self._numbers
         if prefix is not None:
-            prefix_of = tuple(prefix_of[row] for row in indices.tolist())
-            used = sorted(set(prefix_of))
-            if len(used) < max(self._prefix_of) + 1:
+            numbers = numbers.selected(indices)
+            used = sorted(set(numbers.known or range(numbers.prefixes)))
+            if len(used) < numbers.prefixes:
                 prefix = prefix.selected(torch.tensor(used))
-                prefix_of = tuple(map(used.index, prefix_of))
+                numbers = PrefixNumbers(len(used), tuple(map(used.index, numbers.known or ())))
         self._own.select(indices)
-        self._prefix, self._prefix_of = prefix, prefix_of
+        self._prefix, self._numbers = prefix, numbers
         self._invalidate_snapshots()
 
     @override
@@ -300,6 +301,7 @@ class SharedStore(TokenStore):
         yield from self._own.held_tensors()
         if self._prefix is not None:
             yield from self._prefix.held_tensors()
+        yield from self._numbers.held_tensors()
 
 
 def _of_batch(form: StateForm, repeats: int) -> StateForm:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.masking import MaskExtent
-from kvlayers.stores.slots import SPECIALIZED_SIZES, device_count, is_static_int, slots_of, symbolic_number
+from kvlayers.stores.slots import SPECIALIZED_SIZES, TracedCount, device_count, is_static_int, slots_of, symbolic_number
 from kvlayers.upstream import compat
 
 
@@ -71,6 +71,14 @@ class SlotCountingStore(ContiguousStore):
             if self._offset_on_device is not None:
                 self._offset_on_device.add_(further)
             self._symbolic_offset = symbolic_number(offset)
+
+    @property
+    def mask_offset(self) -> "int | TracedCount":
+        """`offset`, by which compiled code makes masks without a CUDA graph for each number."""
+        compiling = torch.compiler.is_dynamo_compiling() and not compat.may_be_exporting()
+        if not compiling or self._offset_on_device is None:
+            return self.offset
+        return TracedCount(self.offset, self._offset_on_device)
 
     def total_on_device(self) -> Tensor:
         """`total` as compiled code knows it: a new int64 tensor without a dimension."""

@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +110,47 @@ def symbolic_number(number: int) -> Tensor:
     if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
+
+
+class TracedCount:
+    """A count that compiled code adds: to tensors as a tensor, and to numbers as a number.
+
+    A number that reaches a tensor would be an input of the compiled code, and a CUDA graph would be recorded for each
+    number. Code that only compares it (a mask of padding is long enough, or it is not) needs the number.
+
+    Args:
+        number: the count.
+        on_device: the same count as a tensor without a dimension.
+    """
+
+    __slots__ = ("number", "on_device")
+
+    def __init__(self, number: int, on_device: Tensor) -> None:
+        self.number = number
+        self.on_device = on_device
+
+    def __add__(self, other: int) -> int:
+        return self.number + other
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        arguments = [argument._beside(args) if isinstance(argument, TracedCount) else argument for argument in args]
+        return func(*arguments, **({} if kwargs is None else kwargs))
+
+    def _beside(self, arguments: tuple[Any, ...]) -> Tensor | int:
+        """The count as it is among the arguments of a function: a tensor if one of them is a tensor."""
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                return self.on_device.to(argument.device)
+        return self.number
 
 
 def is_static_int(number: int) -> bool:

@@ -3,6 +3,7 @@
 Each flag says since when ("From x on"), or until when ("Before x"), something is so.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -143,6 +144,23 @@ current_device_index = (
     torch.accelerator.current_device_index if _NAMES_ITS_INDEX else torch.accelerator.current_device_idx
 )
 set_device_index = torch.accelerator.set_device_index if _NAMES_ITS_INDEX else torch.accelerator.set_device_idx
+
+LIMITS_PINNED_ROUNDING = Version("2.13") <= TORCH
+"""From torch 2.13 on, settings of the allocator can limit which sizes of pinned memory it rounds up to a power of two.
+Before, it rounds all sizes."""
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """Bytes to request for `nbytes` bytes of pinned memory, so that torch's allocator does not round up.
+
+    If the settings are not known, this is a power of two, to which no allocator of torch adds anything.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings() if LIMITS_PINNED_ROUNDING else ""
+    limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", settings)
+    if not nbytes or any(nbytes > int(limit) << 20 for limit in limits):
+        return nbytes
+    return 1 << (nbytes - 1).bit_length()
+
 
 TELLS_EXPORTING = Version("2.7") <= TORCH
 """From torch 2.7 on, torch says whether code is traced for export rather than for compilation."""

@@ -1,12 +1,20 @@
-"""Keeps kvlayers' own arithmetic in the dtype it is written in, even under autocast."""
+"""Which dtype autocast computes in, and how kvlayers keeps its own arithmetic in the dtype that it is written in."""
 
 import contextlib
 
 import torch
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on a device, `None` if it is off, or if the device knows no autocast."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products on a device have the dtype of their operands."""
-    if not torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,78 +1,77 @@
-"""Attention on a CUDA device: the Triton kernel reads the packed segment, torch the dense ones; results are merged."""
+"""Attention on a CUDA device to packed tokens, and to the tokens in full precision around them, in two launches."""
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda import launch, support
-from kvlayers.attention.reference import merge
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
-from kvlayers.quantizers.hadamard import rotate
-from kvlayers.utils.triton_support import device_obstacle
+from kvlayers.attention import reference
+from kvlayers.attention.cuda.launch import SplitCall, kind_of
+from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, SegmentPlan, plan_of
+from kvlayers.attention.cuda.specs import MAXIMUM_ROWS as ROWS_OF_A_PROGRAM
+from kvlayers.attention.cuda.specs import rows_of_program
+from kvlayers.attention.segments import KVSegments
+from kvlayers.errors import StateMismatchError
 
-MAXIMUM_ROWS = 4 * launch.MAXIMUM_ROWS
+MAXIMUM_ROWS = 4 * ROWS_OF_A_PROGRAM
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
 
 
-def obstacle(query: Tensor, segments: KVSegments) -> str | None:
-    """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can."""
+def obstacle(
+    query: Tensor, segments: KVSegments, mask: Tensor | None = None, launch: Launch = DEFAULT_LAUNCH
+) -> str | None:
+    """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can.
+
+    The first answer for a kind of states compiles the kernel, to see how much shared memory it needs.
+    """
     packed = segments.packed
-    if (reason := device_obstacle(query.device)) is not None:
-        return reason
     if packed is None:
         return "no token is packed yet"
-    if query.shape[1] // segments.kv_heads * query.shape[2] > MAXIMUM_ROWS:
+    plan = plan_of(packed, launch)
+    if plan.obstacle is not None:
+        return plan.obstacle
+    if query.shape[1] // plan.kv_heads * query.shape[2] > MAXIMUM_ROWS:
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
-    if query.dtype != packed.keys.parameters.dtype:
-        return f"queries are {query.dtype}, and scales {packed.keys.parameters.dtype}"
-    supported = support.supports(
-        packed.keys.format,
-        packed.values.format,
-        key_head_dim=packed.keys.head_dim,
-        value_head_dim=packed.values.head_dim,
-        block_tokens=packed.keys.block_tokens,
-        dtype=query.dtype,
-        device=query.device,
-    )
-    return None if supported else "the kernel does not support such codes"
+    if query.dtype != plan.dtype:
+        return f"queries are {query.dtype}, and scales {plan.dtype}"
+    for states in segments.dense_states():
+        if states.dtype != query.dtype:
+            return f"queries are {query.dtype}, and states in full precision {states.dtype}"
+    rows = rows_of_program(query.shape[1] // plan.kv_heads * query.shape[2])
+    variant = plan.variant(query.shape[1], rows, kind_of(mask))
+    if variant.constants is None:
+        SplitCall(query, segments, plan, mask, 1.0)
+    return variant.obstacle
 
 
-def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; arguments and result are those of `reference.attend`."""
-    parts = []
-    position = 0
-    for segment in segments.in_order:
-        segment_mask = None if mask is None else mask[..., position : position + segment.tokens]
-        position += segment.tokens
-        if isinstance(segment, DenseSegment):
-            parts.append(_attend_dense(query, segment, segment_mask, scale))
-        else:
-            parts.append(_attend_packed(query, segment, segment_mask, scale))
-    outs, logsumexps = zip(*parts, strict=True)
-    return merge(outs, logsumexps)[0].to(query.dtype)
+def attend(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, launch: Launch = DEFAULT_LAUNCH
+) -> Tensor:
+    """Softmax attention; arguments and result are those of `reference.attend`. Call `obstacle` first.
+
+    The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
+    """
+    call = SplitCall(query, segments, _plan(segments, launch), mask, scale)
+    if call.variant.obstacle is not None:
+        # Only if `obstacle` was not given the mask.
+        return reference.attend(query, segments, mask, scale)
+    return call.run(query.dtype, logsumexp=False)[0]
 
 
-def _attend_packed(query: Tensor, segment: PackedSegment, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    if segment.keys.format.rotated:
-        # Products stay the same if both sides are rotated, so keys need not be rotated back.
-        query = rotate(query.float()).to(query.dtype)
-    ends = segment.kernel_cache.get("triton ends")
-    if segment.ends is not None and ends is None:
-        ends = segment.kernel_cache["triton ends"] = torch.tensor(segment.ends, dtype=torch.int32, device=query.device)
-    out, logsumexp = launch.attend_packed(
-        query, segment.keys, segment.values, first=segment.first, ends=ends, mask=mask, scale=scale
-    )
-    return (rotate(out) if segment.values.format.rotated else out), logsumexp
+def attend_partly(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, launch: Launch = DEFAULT_LAUNCH
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, for segments that are only a part of the tokens that the queries attend to.
+
+    Returns:
+        Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
+        `[batch, heads, queries]`, as `reference.merge` takes them.
+    """
+    call = SplitCall(query, segments, _plan(segments, launch), mask, scale)
+    if call.variant.obstacle is not None:
+        return reference.attend_partly(query, segments, mask, scale)
+    return call.run(torch.float32, logsumexp=True)
 
 
-def _attend_dense(query: Tensor, segment: DenseSegment, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = query.shape
-    kv_heads = segment.keys.shape[1]
-    rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, -1).float() * scale
-    scores = (rows @ segment.keys.float().transpose(2, 3)).reshape(batch, heads, queries, segment.tokens)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    logsumexp = torch.logsumexp(scores, dim=-1)
-    # A row that sees no token has -inf as its sum, and -inf - -inf is not a number.
-    weights = torch.exp(scores - logsumexp.masked_fill(logsumexp == -torch.inf, 0).unsqueeze(-1))
-    out = weights.reshape(batch, kv_heads, -1, segment.tokens) @ segment.values.float()
-    return out.reshape(batch, heads, queries, -1), logsumexp
+def _plan(segments: KVSegments, launch: Launch) -> SegmentPlan:
+    if segments.packed is None:
+        raise StateMismatchError("No token is packed: call obstacle() first.")
+    return plan_of(segments.packed, launch)

@@ -18,39 +18,48 @@ tokens of a part, so that weights are an operand of the next product in the regi
 from __future__ import annotations
 
 try:
-    import triton
     import triton.language as tl
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
-    triton = tl = None
+    tl = None
 
-jit = triton.jit if triton is not None else lambda function: function
+from kvlayers.attention.cuda.triton_hadamard import jit
 
 
 @jit
-def unpack_tile(
-    words, TILE: tl.constexpr, BITS: tl.constexpr, FLOATING: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
-):
+def unpack_tile(words, TILE: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.constexpr):
     """Codes of a tile in the dtype of a product: integers minus `2**(bits - 1)`, float8 divided by 256."""
-    SHIFT: tl.constexpr = (TILE % 2) * 8 + (TILE // 2) * BITS
-    if len(ASSEMBLY) > 0:
+    SHIFT: tl.constexpr = (TILE % 2) * 8 + (TILE // 2) * SIDE.bits
+    if len(SIDE.assembly) > 0:
         # Not every version of triton takes a dtype that is an argument.
         if DTYPE == tl.bfloat16:
             codes = tl.inline_asm_elementwise(
-                asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.bfloat16, is_pure=True, pack=2
+                asm=SIDE.assembly[TILE], constraints="=r,r", args=[words], dtype=tl.bfloat16, is_pure=True, pack=2
             )
         else:
             codes = tl.inline_asm_elementwise(
-                asm=ASSEMBLY[TILE], constraints="=r,r", args=[words], dtype=tl.float16, is_pure=True, pack=2
+                asm=SIDE.assembly[TILE], constraints="=r,r", args=[words], dtype=tl.float16, is_pure=True, pack=2
             )
-    elif FLOATING:
+    elif SIDE.floating:
         # The exponent of float8 within that of float16: right apart from their biases, for subnormal numbers too.
         byte = (words >> SHIFT).to(tl.uint16)
         bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
         codes = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(DTYPE)
     else:
-        code = (words >> SHIFT).to(tl.uint16) & ((1 << BITS) - 1)
-        codes = (code.to(tl.float32) - (1 << (BITS - 1))).to(DTYPE)
+        code = (words >> SHIFT).to(tl.uint16) & ((1 << SIDE.bits) - 1)
+        codes = (code.to(tl.float32) - (1 << (SIDE.bits - 1))).to(DTYPE)
     return codes
+
+
+@jit
+def scaled_codes(codes, scale, parameters, places, held, SIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """States in a dtype, from the codes of a tile and the scale of each."""
+    if SIDE.floating:
+        states = codes.to(tl.float32) * (256 * scale)
+    else:
+        zeros: tl.constexpr = SIDE.row_groups * SIDE.column_groups
+        zero = tl.load(parameters + zeros + places, mask=held, other=0.0).to(tl.float32)
+        states = (codes.to(tl.float32) + (1 << (SIDE.bits - 1))) * scale + zero
+    return states.to(DTYPE)
 
 
 @jit
@@ -77,48 +86,28 @@ def times_scale(query, scale, EMULATED: tl.constexpr):
 
 
 @jit
-def score_tile(
-    query,
-    words,
-    offset,
-    parameters,
-    channels,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+def score_tile(query, words, offset, parameters, channels, TILE: tl.constexpr, SPEC: tl.constexpr):
     """Scores of a tile `[rows, words]`, plus an offset of each row.
 
     If all tokens of a block share the scales, the query has been multiplied by them already.
     """
-    codes = unpack_tile(words, TILE, BITS, FLOATING, query.dtype, ASSEMBLY)
-    if not FOLD:
-        tokens = (TILE // 2) * (2 * WORDS) + 2 * tl.arange(0, WORDS) + TILE % 2
-        GROUPS: tl.constexpr = (HEAD_DIM // ROW_GROUP) * (BLOCK_TOKENS // COLUMN_GROUP)
-        places = (channels // ROW_GROUP)[:, None] * (BLOCK_TOKENS // COLUMN_GROUP) + (tokens // COLUMN_GROUP)[None, :]
-        held = channels[:, None] < HEAD_DIM
+    SIDE: tl.constexpr = SPEC.keys
+    codes = unpack_tile(words, TILE, SIDE, query.dtype)
+    if not SIDE.folded:
+        tokens = (TILE // 2) * (2 * SIDE.words) + 2 * tl.arange(0, SIDE.words) + TILE % 2
+        places = (channels // SIDE.row_group)[:, None] * SIDE.column_groups + (tokens // SIDE.column_group)[None, :]
+        held = channels[:, None] < SIDE.head_dim
         scale = tl.load(parameters + places, mask=held, other=0.0).to(tl.float32)
-        if FLOATING:
-            states = codes.to(tl.float32) * (256 * scale)
-        else:
-            zero = tl.load(parameters + GROUPS + places, mask=held, other=0.0).to(tl.float32)
-            states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
-        codes = states.to(query.dtype)
-    return add_product(query, codes, tl.broadcast_to(offset[:, None], [query.shape[0], WORDS]), EMULATED)
+        codes = scaled_codes(codes, scale, parameters, places, held, SIDE, query.dtype)
+    start = tl.broadcast_to(offset[:, None], [query.shape[0], SIDE.words])
+    return add_product(query, codes, start, SPEC.emulated)
 
 
 @jit
-def tokens_of_part(PART: tl.constexpr, JOINED: tl.constexpr, WORDS: tl.constexpr):
+def tokens_of_part(PART: tl.constexpr, SPEC: tl.constexpr):
     """Tokens of a block that the columns of a part of the scores belong to."""
-    if JOINED:
+    WORDS: tl.constexpr = SPEC.keys.words
+    if SPEC.joined:
         tokens = PART * (2 * WORDS) + tl.arange(0, 2 * WORDS)
     else:
         tokens = (PART // 2) * (2 * WORDS) + 2 * tl.arange(0, WORDS) + PART % 2
@@ -126,67 +115,53 @@ def tokens_of_part(PART: tl.constexpr, JOINED: tl.constexpr, WORDS: tl.constexpr
 
 
 @jit
-def load_key_parameters(
-    parameters,
-    channels,
-    FLOATING: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+def load_key_parameters(parameters, channels, SIDE: tl.constexpr):
     """Scale and zero of each channel of a block whose tokens share them."""
-    held = channels < HEAD_DIM
-    scale = tl.load(parameters + channels // ROW_GROUP, mask=held, other=0.0)
+    held = channels < SIDE.head_dim
+    scale = tl.load(parameters + channels // SIDE.row_group, mask=held, other=0.0)
     zero = scale
-    if not FLOATING:
-        zero = tl.load(parameters + HEAD_DIM // ROW_GROUP + channels // ROW_GROUP, mask=held, other=0.0)
+    if not SIDE.floating:
+        zero = tl.load(parameters + SIDE.row_groups + channels // SIDE.row_group, mask=held, other=0.0)
     return scale, zero
 
 
 @jit
-def load_value_parameters(
-    parameters,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    WORDS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
+def load_value_parameters(parameters, SPEC: tl.constexpr):
     """Scales of the tokens of a block, then their zeros, for each group of channels, as `split_by_part` takes them."""
-    GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
+    SIDE: tl.constexpr = SPEC.values
+    WORDS: tl.constexpr = SPEC.keys.words
     loaded = ()
-    for number in tl.static_range(1 if FLOATING else 2):
-        if JOINED:
-            for part in tl.static_range(PARTS):
-                places = (tokens_of_part(part, JOINED, WORDS) // ROW_GROUP) * GROUPS
-                for group in tl.static_range(GROUPS):
-                    place = parameters + number * (BLOCK_TOKENS // ROW_GROUP) * GROUPS + group
+    for number in tl.static_range(1 if SIDE.floating else 2):
+        if SPEC.joined:
+            for part in tl.static_range(tl.constexpr(SPEC.parts)):
+                places = (tokens_of_part(part, SPEC) // SIDE.row_group) * SIDE.column_groups
+                for group in tl.static_range(tl.constexpr(SIDE.column_groups)):
+                    place = parameters + number * SIDE.row_groups * SIDE.column_groups + group
                     loaded = loaded + (tl.load(place + places),)
         else:
             # One load for two parts, whose tokens alternate.
-            for pair in tl.static_range(PARTS // 2):
+            for pair in tl.static_range(SPEC.parts // 2):
                 tokens = pair * (2 * WORDS) + 2 * tl.arange(0, WORDS)[:, None] + tl.arange(0, 2)[None, :]
-                places = (tokens // ROW_GROUP) * GROUPS
-                for group in tl.static_range(GROUPS):
-                    place = parameters + number * (BLOCK_TOKENS // ROW_GROUP) * GROUPS + group
+                places = (tokens // SIDE.row_group) * SIDE.column_groups
+                for group in tl.static_range(tl.constexpr(SIDE.column_groups)):
+                    place = parameters + number * SIDE.row_groups * SIDE.column_groups + group
                     loaded = loaded + (tl.load(place + places),)
     return loaded
 
 
 @jit
-def split_by_part(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, GROUPS: tl.constexpr):
+def split_by_part(loaded, NUMBER: tl.constexpr, SPEC: tl.constexpr):
     """Scales, or zeros, for each part, and in it for each group of channels."""
+    GROUPS: tl.constexpr = SPEC.values.column_groups
     numbers = ()
-    if JOINED:
-        for place in tl.static_range(PARTS * GROUPS):
-            numbers = numbers + (loaded[NUMBER * PARTS * GROUPS + place].to(tl.float32),)
+    if SPEC.joined:
+        for place in tl.static_range(SPEC.parts * GROUPS):
+            numbers = numbers + (loaded[NUMBER * SPEC.parts * GROUPS + place].to(tl.float32),)
     else:
-        for pair in tl.static_range(PARTS // 2):
+        for pair in tl.static_range(SPEC.parts // 2):
             of_odd = ()
             for group in tl.static_range(GROUPS):
-                even, odd = tl.split(loaded[(NUMBER * (PARTS // 2) + pair) * GROUPS + group])
+                even, odd = tl.split(loaded[(NUMBER * (SPEC.parts // 2) + pair) * GROUPS + group])
                 numbers = numbers + (even.to(tl.float32),)
                 of_odd = of_odd + (odd.to(tl.float32),)
             numbers = numbers + of_odd
@@ -194,33 +169,26 @@ def split_by_part(loaded, NUMBER: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.
 
 
 @jit
-def zero_unseen(numbers, seen, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+def zero_unseen(numbers, seen, SPEC: tl.constexpr):
     """Scales, or zeros, set to 0 for tokens that are not seen: they may be nan, which no weight of 0 removes."""
     kept = ()
-    for part in tl.static_range(PARTS):
-        for group in tl.static_range(GROUPS):
-            kept = kept + (tl.where(seen[part], numbers[part * GROUPS + group], 0.0),)
+    for part in tl.static_range(tl.constexpr(SPEC.parts)):
+        for group in tl.static_range(SPEC.values.column_groups):
+            kept = kept + (tl.where(seen[part], numbers[part * SPEC.values.column_groups + group], 0.0),)
     return kept
 
 
 @jit
-def sum_of_centres(
-    shares,
-    scales,
-    zeros,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    BOOST: tl.constexpr,
-):
+def sum_of_centres(shares, scales, zeros, GROUP: tl.constexpr, SPEC: tl.constexpr):
     """The part of the sums of a group of channels that does not depend on codes, `[rows]`.
 
     It is the weighted state of code `2**(bits - 1)`.
     """
     sums = tl.zeros(shares[0].shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        centre = (zeros[part * GROUPS + GROUP] + (1 << (BITS - 1)) * scales[part * GROUPS + GROUP]) * BOOST
+    for part in tl.static_range(tl.constexpr(SPEC.parts)):
+        scale = scales[part * SPEC.values.column_groups + GROUP]
+        zero = zeros[part * SPEC.values.column_groups + GROUP]
+        centre = (zero + (1 << (SPEC.values.bits - 1)) * scale) * SPEC.boost
         sums += shares[part] * centre[None, :]
     return tl.sum(sums, axis=1)
 
@@ -236,47 +204,31 @@ def add_weighted_tile(
     seen,
     INDEX: tl.constexpr,
     FIRST_CHANNEL: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    CUT: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    SPEC: tl.constexpr,
     DTYPE: tl.constexpr,
-    BOOST: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
 ):
     """`sums` plus the weighted values of a part of the tokens, for every second channel of a tile.
 
     If blocks are cut, `seen` are the tokens that count; `scales` are already 0 for the others.
     """
-    codes = unpack_tile(words, INDEX, BITS, FLOATING, DTYPE, ASSEMBLY)
-    if FOLD:
-        scale = scales[FIRST_SCALE + FIRST_CHANNEL // COLUMN_GROUP]
-        if FLOATING:
+    SIDE: tl.constexpr = SPEC.values
+    codes = unpack_tile(words, INDEX, SIDE, DTYPE)
+    if SIDE.folded:
+        scale = scales[PART * SIDE.column_groups + FIRST_CHANNEL // SIDE.column_group]
+        if SIDE.floating:
             weights = shares * (256 * scale)[None, :]
         else:
-            weights = shares * (BOOST * scale)[None, :]
-        sums = add_product(weights.to(DTYPE), codes, sums, EMULATED)
+            weights = shares * (SPEC.boost * scale)[None, :]
+        sums = add_product(weights.to(DTYPE), codes, sums, SPEC.emulated)
     else:
-        GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
-        columns = tl.arange(0, COLUMNS)
+        columns = tl.arange(0, SPEC.columns)
         channels = FIRST_CHANNEL + 2 * columns + INDEX % 2
-        held = ((channels < HEAD_DIM) & (columns < WORDS))[None, :]
-        if CUT:
+        held = ((channels < SIDE.head_dim) & (columns < SIDE.words))[None, :]
+        if SPEC.first or SPEC.ends:
             held = held & seen[:, None]
-        place = parameters + (tokens // ROW_GROUP)[:, None] * GROUPS + (channels // COLUMN_GROUP)[None, :]
-        scale = tl.load(place, mask=held, other=0.0).to(tl.float32)
-        if FLOATING:
-            states = codes.to(tl.float32) * (256 * scale)
-        else:
-            zero = tl.load(place + (BLOCK_TOKENS // ROW_GROUP) * GROUPS, mask=held, other=0.0).to(tl.float32)
-            states = (codes.to(tl.float32) + (1 << (BITS - 1))) * scale + zero
-        sums = add_product(shares.to(DTYPE), states.to(DTYPE), sums, EMULATED)
+        places = (tokens // SIDE.row_group)[:, None] * SIDE.column_groups + (channels // SIDE.column_group)[None, :]
+        scale = tl.load(parameters + places, mask=held, other=0.0).to(tl.float32)
+        states = scaled_codes(codes, scale, parameters, places, held, SIDE, DTYPE)
+        sums = add_product(shares.to(DTYPE), states, sums, SPEC.emulated)
     return sums

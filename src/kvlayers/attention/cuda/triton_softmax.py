@@ -1,8 +1,12 @@
-"""Steps of the Triton kernels that turn scores into weights, and weights into sums of values."""
+"""Steps of the Triton kernels that turn scores into weights. Importing this module imports triton.
+
+Scores are in units of log2(e), so that `exp2` takes them as they are. The scores of a block come in *parts*, a tuple of
+tensors `[rows, tokens]`.
+"""
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
-# ruff: noqa: N803, N806, RUF005, SIM108
+# ruff: noqa: N803, N806, RUF005
 # Compile-time constants are in capitals, as in triton itself; and its language lacks some of Python.
 
 from __future__ import annotations
@@ -12,130 +16,31 @@ try:
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
     tl = None
 
-from kvlayers.attention.cuda.triton_codes import (
-    add_weighted_tile,
-    jit,
-    score_tile,
-    sum_of_centres,
-    tokens_of_part,
-)
+from kvlayers.attention.cuda.triton_hadamard import jit
 
 
 @jit
-def find_seen_tokens(
-    ends,
-    block,
-    lead,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    WORDS: tl.constexpr,
-    ENDS: tl.constexpr,
-):
-    """For each part, which of its tokens are held: neither evicted (the first `lead`) nor beyond the block's end."""
-    seen_of_parts = ()
-    for part in tl.static_range(PARTS):
-        tokens = tokens_of_part(part, JOINED, WORDS)
-        seen = tokens >= lead
-        if ENDS:
-            seen = seen & (tokens < tl.load(ends + block))
-        seen_of_parts = seen_of_parts + (seen,)
-    return seen_of_parts
+def rows_of_program(SPEC: tl.constexpr):
+    """Rows of queries that a program takes, among those of its kv head."""
+    return tl.program_id(2) * SPEC.rows + tl.arange(0, SPEC.rows)
 
 
 @jit
-def score_block(
-    query,
-    words,
-    offset,
-    parameters,
-    channels,
-    seen_of_parts,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    CUT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """Scores of a block for each part of its tokens, before the mask; -inf for tokens that are not seen."""
-    scores = ()
-    for part in tl.static_range(PARTS):
-        for half in tl.static_range(2 if JOINED else 1):
-            tile = score_tile(
-                query,
-                words,
-                offset,
-                parameters,
-                channels,
-                (2 * part if JOINED else part) + half,
-                BITS,
-                FLOATING,
-                FOLD,
-                ROW_GROUP,
-                COLUMN_GROUP,
-                HEAD_DIM,
-                BLOCK_TOKENS,
-                WORDS,
-                ASSEMBLY,
-                EMULATED,
-            )
-            if half == 0:
-                of_part = tile
-            else:
-                of_part = tl.reshape(tl.join(of_part, tile), [query.shape[0], 2 * WORDS])
-        if CUT:
-            of_part = tl.where(seen_of_parts[part][None, :], of_part, float("-inf"))
-        scores = scores + (of_part,)
-    return scores
-
-
-@jit
-def mask_scores(
-    scores,
-    seen_of_parts,
-    mask,
-    rows_of_mask,
-    mask_token,
-    start,
-    asked,
-    scale,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    CUT: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Scores of each part under a mask, bool (kind 1) or additive (kind 2, which also scales them).
+def mask_part(scores, seen, mask, rows_of_mask, columns, mask_token, scale, KIND: tl.constexpr):
+    """Scores `[rows, tokens]` under a mask, bool (kind 1) or additive (kind 2, which also scales them).
 
     Args:
-        mask: pointer to the mask of the sequence.
+        seen: `[rows, tokens]`, which entries of the mask may be read.
+        mask: pointer to the mask.
         rows_of_mask: offset of the row of each query in it.
-        start: column of the mask that belongs to the first token of the block.
-        asked: rows that hold a query.
+        columns: columns of the mask that belong to the tokens.
     """
-    masked = ()
-    for part in tl.static_range(PARTS):
-        tokens = tokens_of_part(part, JOINED, WORDS)
-        asking = asked[:, None] & (tokens < BLOCK_TOKENS)[None, :]
-        if CUT:
-            asking = asking & seen_of_parts[part][None, :]
-        addend = tl.load(
-            mask + rows_of_mask[:, None] + (start + tokens)[None, :].to(tl.int64) * mask_token,
-            mask=asking,
-            other=0,
-        )
-        if KIND == 1:
-            masked = masked + (tl.where(addend != 0, scores[part], float("-inf")),)
-        else:
-            masked = masked + (scores[part] * scale + addend.to(tl.float32) * 1.4426950408889634,)
+    places = rows_of_mask[:, None] + columns[None, :].to(tl.int64) * mask_token
+    entries = tl.load(mask + places, mask=seen, other=0)
+    if KIND == 1:
+        masked = tl.where(entries != 0, scores, float("-inf"))
+    else:
+        masked = scores * scale + entries.to(tl.float32) * 1.4426950408889634
     return masked
 
 
@@ -167,126 +72,23 @@ def row_sums(shares, PARTS: tl.constexpr):
 
 
 @jit
-def add_values_of_block(
-    sums,
-    decay,
-    shares,
-    codes,
-    scales,
-    zeros,
-    parameters,
-    seen_of_parts,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    KEY_WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILES: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FOLD: tl.constexpr,
-    CUT: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    COLUMN_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BOOST: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """The sums of all tiles times `decay`, plus the values of a block weighted by `shares`.
-
-    Args:
-        codes: pointer to the value codes of the block.
-        parameters: pointer to its value parameters.
-    """
-    GROUPS: tl.constexpr = HEAD_DIM // COLUMN_GROUP
-    ROW_BYTES: tl.constexpr = CHUNKS * WORDS * 2
-    columns = tl.arange(0, COLUMNS)
-    new_sums = ()
-    for chunk in tl.static_range(CHUNKS):
-        words_of_parts = ()
-        for part in tl.static_range(PARTS):
-            place = codes + chunk * WORDS
-            place += tokens_of_part(part, JOINED, KEY_WORDS)[:, None] * (CHUNKS * WORDS) + columns[None, :]
-            if COLUMNS == WORDS:
-                words_of_parts = words_of_parts + (tl.load(place),)
-            else:
-                held = (columns < WORDS)[None, :]
-                words_of_parts = words_of_parts + (tl.load(place, mask=held, other=0),)
-        for index in tl.static_range(TILES):
-            tile = sums[chunk * TILES + index] * decay[:, None]
-            if FOLD and not FLOATING:
-                tile += sum_of_centres(
-                    shares,
-                    scales,
-                    zeros,
-                    ((index // 2) * ROW_BYTES + chunk * (2 * WORDS)) // COLUMN_GROUP,
-                    GROUPS,
-                    PARTS,
-                    BITS,
-                    BOOST,
-                )[:, None]
-            for part in tl.static_range(PARTS):
-                tile = add_weighted_tile(
-                    tile,
-                    shares[part],
-                    words_of_parts[part],
-                    scales,
-                    parameters,
-                    tokens_of_part(part, JOINED, KEY_WORDS),
-                    seen_of_parts[part],
-                    index,
-                    (index // 2) * ROW_BYTES + chunk * (2 * WORDS),
-                    part * GROUPS,
-                    BITS,
-                    FLOATING,
-                    FOLD,
-                    CUT,
-                    ROW_GROUP,
-                    COLUMN_GROUP,
-                    HEAD_DIM,
-                    BLOCK_TOKENS,
-                    WORDS,
-                    COLUMNS,
-                    DTYPE,
-                    BOOST,
-                    ASSEMBLY,
-                    EMULATED,
-                )
-            new_sums = new_sums + (tile,)
-    return new_sums
+def finite_base(largest):
+    """The number to subtract from scores: a row that has seen no token yet would get nan from its -inf."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @jit
-def store_split(
-    outs,
-    lses,
-    rows,
-    asked,
-    sums,
-    largest,
-    total,
-    HEAD_DIM: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILES: tl.constexpr,
-    WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIVISOR: tl.constexpr,
-):
-    """Store the attended values and the log-sum-exp of one split, for result rows `rows`."""
-    lse = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
-    tl.store(lses + rows, lse, mask=asked)
-    share_of_sum = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+def logsumexp_of(largest, total):
+    """The log-sum-exp of each row, `-inf` if it has seen no token."""
+    return tl.where(total > 0, largest + tl.log2(total), float("-inf"))
+
+
+@jit
+def normalised(sums, total, DIVISOR: tl.constexpr):
+    """Sums `[rows, channels]` divided by the total of the weights, 0 for a row that has seen no token."""
+    seen = total > 0
+    share_of_sum = 1.0 / tl.where(seen, total, 1.0)
     if DIVISOR != 1.0:
         share_of_sum = share_of_sum / DIVISOR
-    for chunk in tl.static_range(CHUNKS):
-        for index in tl.static_range(TILES):
-            channels = (index // 2) * (CHUNKS * WORDS * 2) + chunk * (2 * WORDS) + 2 * tl.arange(0, COLUMNS) + index % 2
-            tl.store(
-                outs + rows[:, None] * HEAD_DIM + channels[None, :],
-                sums[chunk * TILES + index] * share_of_sum[:, None],
-                mask=asked[:, None] & ((channels < HEAD_DIM) & (tl.arange(0, COLUMNS) < WORDS))[None, :],
-            )
+    # Sums of values that are nan are nan even if all weights are 0.
+    return tl.where(seen[:, None], sums * share_of_sum[:, None], 0.0)

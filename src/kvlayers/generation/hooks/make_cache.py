@@ -13,6 +13,7 @@ from kvlayers.generation import assisted, registry, static_pool, validate_cache
 from kvlayers.generation.call_arguments import sequences_per_prompt
 from kvlayers.stores.masking import MaskMode
 from kvlayers.upstream import compat, generate_calls, model_types
+from kvlayers.upstream.layer_devices import layer_devices
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """Decoding modes whose steps transformers compiles. With a chunked prefill, it compiles the prefill in every mode."""
@@ -57,6 +58,7 @@ def for_call(
         dtype=model.dtype,
         encoder_length=None if encoder is None else encoder[0].shape[1],
         attention_mask=validate_cache.padding_mask(model_kwargs),
+        layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
     if isinstance(cache, Cache) and cache.rotates_keys:

@@ -8,6 +8,7 @@ import torch
 
 from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
+from kvlayers.utils.autocast import autocast_dtype
 
 
 def model_identity(model: torch.nn.Module) -> str:
@@ -21,9 +22,9 @@ def model_identity(model: torch.nn.Module) -> str:
         ConfigError: the weights are not in memory.
     """
     weights = weights_id(model)
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    return canonical([weights, autocast, list(_adapters(model))])
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    autocast = autocast_dtype(device)
+    return canonical([weights, None if autocast is None else str(autocast), list(_adapters(model))])
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:

@@ -1,0 +1,214 @@
+"""What is prepared once for a packed segment, and used for each launch until the next block is packed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.attention.cuda.specs import MergeSpec, SplitSpec, merge_spec, side_spec, split_spec, warps_of_program
+from kvlayers.attention.cuda.support import supports
+from kvlayers.attention.segments import DenseSegment, PackedSegment
+from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the work is divided on a device. No number changes the result, apart from the order of sums.
+
+    Attributes:
+        programs: programs for each multiprocessor; with fewer, memory bandwidth stays unused.
+        minimum_blocks: fewest blocks of a split, so that its partial result is small beside the codes it reads.
+        stages: blocks in the copy pipeline, including the current one; fewer if shared memory is too small.
+        warps: warps of a program; `None` for one per 16 rows, and at least four if a head_dim is above 128 or states
+            are float32.
+        assembly: whether inline assembly unpacks two codes at a time.
+    """
+
+    programs: int = 8
+    minimum_blocks: int = 2
+    stages: int = 3
+    warps: int | None = None
+    assembly: bool = True
+
+
+DEFAULT_LAUNCH = Launch()
+
+DENSE_TOKENS = 64
+"""Fewest tokens in full precision of a split."""
+
+ATTEND_SPLIT = TritonKernel("kvlayers.attention.cuda.triton_kernels", "attend_split")
+MERGE_SPLITS = TritonKernel("kvlayers.attention.cuda.triton_kernels", "merge_splits")
+
+
+class Variant:
+    """A compiled variant of the split kernel.
+
+    Attributes:
+        constants: its compile-time constants; `None` until `fit`.
+        obstacle: why it cannot be launched, `None` if it can.
+    """
+
+    __slots__ = ("_options", "_spec", "constants", "obstacle")
+
+    def __init__(self, spec: SplitSpec, launch: Launch, dtype: torch.dtype) -> None:
+        self._spec = spec
+        warps = launch.warps or warps_of_program(spec, dtype)
+        # Fused multiply-add is not the default of every version of triton.
+        self._options = {"num_warps": warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+        self.constants: dict[str, Any] | None = None
+        self.obstacle: str | None = None
+
+    def fit(
+        self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]
+    ) -> None:
+        """Find out with how many stages `limit` bytes of shared memory suffice. This compiles the kernel."""
+        constants = {"SPEC": self._spec, **self._options}
+        needed = 0
+        while limit is not None:
+            needed = ATTEND_SPLIT.shared_memory(device, grid, arguments, constants)
+            if needed <= limit or constants["num_stages"] == 1:
+                break
+            constants["num_stages"] -= 1
+        if limit is not None and needed > limit:
+            self.obstacle = f"the kernel needs {needed} bytes of shared memory, and the GPU has {limit}"
+        self.constants = constants
+
+
+_variants: dict[tuple[torch.device, int | None, SplitSpec, Launch], Variant] = {}
+
+
+class SegmentPlan:
+    """Arguments and constants for one packed segment.
+
+    Attributes:
+        obstacle: why the kernel cannot take the segment, `None` if it can.
+        device: device of the codes.
+        dtype: dtype of the parameters.
+        kv_heads: heads that have keys and values.
+        tensors: codes and parameters of the keys and of the values, and the ends of the blocks.
+        strides: batch, head and block strides of the first four tensors.
+        blocks: number of blocks.
+        block_tokens: tokens of a block.
+        tokens: tokens that are held.
+        first: tokens at the front of the first block that have been evicted.
+        value_dim: channels of a value.
+        multiprocessors: multiprocessors of the device.
+        shared_memory: bytes of shared memory that a program can have there, `None` if there is no limit.
+        before: dense segments in front, and what `dense_arguments` gave for them.
+    """
+
+    def __init__(self, segment: PackedSegment, launch: Launch) -> None:
+        keys, values = segment.keys, segment.values
+        self.device, self.dtype = keys.codes.device, keys.parameters.dtype
+        self.obstacle = device_obstacle(self.device)
+        if self.obstacle is None and not supports(
+            keys.format,
+            values.format,
+            key_head_dim=keys.head_dim,
+            value_head_dim=values.head_dim,
+            block_tokens=keys.block_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        ):
+            self.obstacle = "the kernel does not support such codes"
+        if self.obstacle is not None:
+            return
+        self.launch = launch
+        self.kv_heads, self.blocks = keys.codes.shape[1], segment.blocks
+        self.block_tokens, self.tokens, self.first = keys.block_tokens, segment.tokens, segment.first
+        self.value_dim = values.head_dim
+        self.multiprocessors, self.shared_memory = multiprocessors(self.device), shared_memory_limit(self.device)
+        key_codes, value_codes = _words(keys.codes), _words(values.codes)
+        of_packed = key_codes, keys.parameters, value_codes, values.parameters
+        self.strides = tuple(stride for tensor in of_packed for stride in tensor.stride()[:3])
+        # Pointers of the right type stand for what is never read.
+        ends = _ends_of(segment) if segment.ends is not None else key_codes
+        self.tensors = (*of_packed, ends)
+        self.before: tuple[tuple[DenseSegment, ...], tuple[Any, ...]] | None = None
+        self._segment = segment
+        self._starts: Tensor | None = None
+        self._specs = tuple(
+            side_spec(side.format, side.side, side.head_dim, self.block_tokens, self.dtype, launch.assembly)
+            for side in (keys, values)
+        )
+        self._variants: dict[tuple[int, int, int], Variant] = {}
+        self._merges: dict[tuple[int, bool], dict[str, Any]] = {}
+
+    def starts(self) -> Tensor:
+        """int32 `[blocks]`: the tokens that are held in front of each block, by which masks are indexed."""
+        if self._segment.ends is None:
+            return self.tensors[4]
+        if self._starts is None:
+            ends = self.tensors[4]
+            self._starts = torch.cumsum(ends, 0, dtype=torch.int32) - ends
+            self._starts[1:] -= self.first
+        return self._starts
+
+    def variant(self, heads: int, rows: int, mask: int) -> Variant:
+        """The split kernel for a number of query heads, of rows of a program, and a kind of mask."""
+        variant = self._variants.get((heads, rows, mask))
+        if variant is None:
+            keys, values = self._specs
+            first, ends = self.first > 0, self._segment.ends is not None
+            spec = split_spec(
+                keys, values, self.block_tokens, self.dtype, self.kv_heads, heads // self.kv_heads, rows, mask, first, ends
+            )
+            key = self.device, self.shared_memory, spec, self.launch
+            variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
+            self._variants[heads, rows, mask] = variant
+        return variant
+
+    def merge(self, heads: int, logsumexp: bool) -> dict[str, Any]:
+        """The constants of the merge kernel for a number of query heads."""
+        constants = self._merges.get((heads, logsumexp))
+        if constants is None:
+            spec: MergeSpec = merge_spec(heads, self._specs[1], logsumexp)
+            constants = self._merges[heads, logsumexp] = {"SPEC": spec, "num_warps": 4}
+        return constants
+
+    def blocks_per_split(self, programs_of_a_split: int) -> int:
+        """Blocks of a split, so that all multiprocessors are busy."""
+        launch = self.launch
+        wanted = -(-self.multiprocessors * launch.programs // programs_of_a_split)
+        splits = min(wanted, -(-self.blocks // launch.minimum_blocks))
+        return max(1, -(-self.blocks // max(1, splits)))
+
+
+def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:
+    """The plan of a segment, made once for as long as its blocks do not change."""
+    plan: SegmentPlan | None = segment.kernel_cache.get("triton")
+    if plan is None or plan.obstacle is None and plan.launch is not launch:
+        plan = segment.kernel_cache["triton"] = SegmentPlan(segment, launch)
+    return plan
+
+
+def dense_arguments(segments: tuple[DenseSegment, ...]) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+    """Keys, values, their batch, head and token strides, and the number of tokens, of neighbouring segments."""
+    if len(segments) == 1:
+        keys, values = segments[0].keys, segments[0].values
+    else:
+        keys, values = (torch.cat([segment.side(side) for segment in segments], 2) for side in ("keys", "values"))
+    if keys.stride(3) != 1:
+        keys = keys.contiguous()
+    if values.stride(3) != 1:
+        values = values.contiguous()
+    return keys, values, (*keys.stride()[:3], *values.stride()[:3]), keys.shape[2]
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Codes as words of two bytes: a view, or a copy if the codes start within a word."""
+    *strides, _ = codes.stride()
+    if codes.storage_offset() % 2 or any(stride % 2 for stride in strides):
+        codes = codes.contiguous()
+    return codes.view(torch.int16)
+
+
+def _ends_of(segment: PackedSegment) -> Tensor:
+    """The ends of the blocks as a tensor, filled on its device: copying them from the host would wait for it."""
+    size = segment.keys.block_tokens
+    ends = torch.full((segment.blocks,), size, dtype=torch.int32, device=segment.keys.codes.device)
+    for block, end in enumerate(segment.ends or ()):
+        if end != size:
+            ends[block].fill_(end)
+    return ends

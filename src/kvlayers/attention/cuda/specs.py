@@ -1,0 +1,261 @@
+"""Numbers that the Triton kernels are compiled for, in a few objects rather than fifty parameters.
+
+Triton keeps compiled kernels on disk under the text of their constants. So whatever a kernel reads must be a field and
+never a property, which the text would not show. Objects are compared by identity, because triton compares them at every
+launch: the functions below return the same object for the same numbers.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kvlayers.attention.cuda.unpacking import unpacking_instructions
+from kvlayers.quantizers.contract import CodeFormat, Side
+from kvlayers.quantizers.hadamard import rotation_size
+from kvlayers.quantizers.packing import row_bytes
+from kvlayers.utils.triton_support import is_interpreted
+
+MAXIMUM_ROWS = 64
+"""Query heads of a group times query tokens that one program takes; more rows are divided among programs."""
+
+NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
+
+_TENSOR_CORE_ROWS = 16
+_MAXIMUM_SUMS = 8
+_SPLITS_MERGED_AT_ONCE = 16
+_DENSE_BYTES = 8192
+"""Bytes of the keys in full precision that a program reads at once: more would not fit into registers."""
+
+_FLOAT16_BOOSTS = {2: 1.0, 4: 4.0, 8: 64.0}
+"""Factor of the value scales in float16, for each width of a code: weights times small scales would be subnormal.
+
+A scale is at most the range of float16 divided by the largest code, so it stays finite.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class SideSpec:
+    """How keys, or values, are coded.
+
+    Attributes:
+        bits: bits of a code.
+        floating: whether codes are float8.
+        head_dim: channels of a token.
+        row_group: neighbouring rows that share a scale.
+        column_group: neighbouring columns that share a scale.
+        row_groups: groups in a column of codes.
+        column_groups: groups in a row of codes.
+        folded: whether scales are multiplied into the queries, or into the weights, rather than into the codes.
+        chunks: parts that rows are read in, so that all columns of a tile share a scale.
+        words: words of two bytes in a row, or in a chunk of it.
+        tiles: codes of a word: 16 / bits.
+        rotation: binary logarithm of the channels that a Hadamard matrix mixes; 0 if states are not rotated.
+        assembly: for each tile, PTX that unpacks it; empty to unpack without.
+    """
+
+    bits: int
+    floating: bool
+    head_dim: int
+    row_group: int
+    column_group: int
+    row_groups: int
+    column_groups: int
+    folded: bool
+    chunks: int
+    words: int
+    tiles: int
+    rotation: int
+    assembly: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitSpec:
+    """What `attend_split` is compiled for.
+
+    Attributes:
+        keys: how keys are coded.
+        values: how values are coded.
+        block_tokens: tokens of a packed block.
+        kv_heads: heads that have keys and values.
+        groups: query heads of each kv head.
+        rows: rows of queries that a program takes.
+        key_channels: head_dim of the keys, padded to a power of two.
+        value_channels: head_dim of the values, padded to a power of two.
+        columns: words of values, padded to a power of two.
+        joined: whether two tiles of scores are one part, because one has too few columns for the next product.
+        parts: parts of the scores of a block.
+        mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
+        first: whether tokens at the front of the first block have been evicted.
+        ends: whether there are blocks that are not full.
+        boost: factor of the value scales.
+        divisor: factor of the sums that is to be undone.
+        unfold: factor of the scores of packed keys.
+        dense_tokens: tokens in full precision that are read at once.
+        emulated: whether triton interprets the kernel.
+    """
+
+    keys: SideSpec
+    values: SideSpec
+    block_tokens: int
+    kv_heads: int
+    groups: int
+    rows: int
+    key_channels: int
+    value_channels: int
+    columns: int
+    joined: bool
+    parts: int
+    mask: int
+    first: bool
+    ends: bool
+    boost: float
+    divisor: float
+    unfold: float
+    dense_tokens: int
+    emulated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MergeSpec:
+    """What `merge_splits` is compiled for.
+
+    Attributes:
+        heads: query heads.
+        head_dim: channels of a value.
+        channels: the same, padded to a power of two.
+        rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
+        at_once: splits that are read at once.
+        logsumexp: whether the log-sum-exp is stored.
+    """
+
+    heads: int
+    head_dim: int
+    channels: int
+    rotation: int
+    at_once: int
+    logsumexp: bool
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=None)
+def side_spec(
+    code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype, assembly: bool
+) -> SideSpec:
+    """The spec of one side, whose parameters are of a dtype."""
+    rows, columns = (head_dim, block_tokens) if side == "keys" else (block_tokens, head_dim)
+    of_tokens, of_channels = code_format.group_tokens, code_format.group_channels
+    row_group, column_group = (of_channels, of_tokens) if side == "keys" else (of_tokens, of_channels)
+    size = row_bytes(columns, code_format.bits)
+    folded, chunks = column_group == block_tokens, 1
+    if side == "values":
+        folded, chunks = _fold_of_values(head_dim, column_group, size, code_format.bits)
+    unpacking = ()
+    if assembly and not is_interpreted():
+        unpacking = unpacking_instructions(code_format.bits, code_format.floating, dtype)
+    return SideSpec(
+        bits=code_format.bits,
+        floating=code_format.floating,
+        head_dim=head_dim,
+        row_group=row_group,
+        column_group=column_group,
+        row_groups=rows // row_group,
+        column_groups=columns // column_group,
+        folded=folded,
+        chunks=chunks,
+        words=size // 2 // chunks,
+        tiles=16 // code_format.bits,
+        rotation=rotation_size(head_dim).bit_length() - 1 if code_format.rotated else 0,
+        assembly=unpacking,
+    )
+
+
+def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bool, int]:
+    """Whether value scales can be multiplied into the weights, and the number of parts that rows are read in for that.
+
+    They can if all channels of a tile of codes share a scale: the channels of one slot of a row, or of a part of it.
+    A padded row has tiles without a scale.
+    """
+    if size * 8 != head_dim * bits:
+        return False, 1
+    if group % size == 0:
+        return True, 1
+    chunks = size // group
+    if size % group == 0 and group % 2 == 0 and chunks * 16 // bits <= _MAXIMUM_SUMS:
+        return True, chunks
+    return False, 1
+
+
+@functools.lru_cache(maxsize=None)
+def split_spec(
+    keys: SideSpec,
+    values: SideSpec,
+    block_tokens: int,
+    dtype: torch.dtype,
+    kv_heads: int,
+    groups: int,
+    rows: int,
+    mask: int,
+    first: bool,
+    ends: bool,
+) -> SplitSpec:
+    """The spec of `attend_split` for `rows` rows of queries of a dtype."""
+    boost = _FLOAT16_BOOSTS[values.bits] if dtype == torch.float16 else 1.0
+    joined = keys.words < 16
+    widest = power_of_two(max(keys.head_dim, values.head_dim))
+    return SplitSpec(
+        keys=keys,
+        values=values,
+        block_tokens=block_tokens,
+        kv_heads=kv_heads,
+        groups=groups,
+        rows=rows,
+        key_channels=max(16, power_of_two(keys.head_dim)),
+        value_channels=max(16, power_of_two(values.head_dim)),
+        columns=max(8, power_of_two(values.words)),
+        joined=joined,
+        parts=keys.tiles // 2 if joined else keys.tiles,
+        mask=mask,
+        first=first,
+        ends=ends,
+        boost=boost,
+        divisor=boost if values.folded and not values.floating else 1.0,
+        # Codes of float8 are 256 times the numbers that the kernel unpacks. It makes up for that when it applies scales.
+        unfold=256.0 if keys.floating and keys.folded else 1.0,
+        dense_tokens=min(64, max(16, _DENSE_BYTES // (widest * dtype.itemsize))),
+        emulated=is_interpreted(),
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def merge_spec(heads: int, values: SideSpec, logsumexp: bool) -> MergeSpec:
+    """The spec of `merge_splits` for packed values."""
+    return MergeSpec(
+        heads=heads,
+        head_dim=values.head_dim,
+        channels=power_of_two(values.head_dim),
+        rotation=values.rotation,
+        at_once=_SPLITS_MERGED_AT_ONCE,
+        logsumexp=logsumexp,
+    )
+
+
+def rows_of_program(rows: int) -> int:
+    """Rows that a program takes of `rows` rows of queries."""
+    return min(MAXIMUM_ROWS, max(_TENSOR_CORE_ROWS, power_of_two(rows)))
+
+
+def warps_of_program(spec: SplitSpec, dtype: torch.dtype) -> int:
+    """Warps of a program, so that registers suffice: one for each 16 rows, or two if a head_dim is above 64.
+
+    Wider states than those of 128 channels in half precision take at least four.
+    """
+    head_dim, tiles = max(spec.keys.head_dim, spec.values.head_dim), spec.rows // _TENSOR_CORE_ROWS
+    if head_dim > 128 or dtype == torch.float32:
+        return max(tiles, 4)
+    # Words of 2 bits give products of 8 columns, which two warps would both compute.
+    return tiles if head_dim <= 64 or spec.joined else 2 * tiles

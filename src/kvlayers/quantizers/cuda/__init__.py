@@ -1,0 +1,1 @@
+"""Triton kernels that quantize states into packed blocks, and read them back."""

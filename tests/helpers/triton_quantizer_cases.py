@@ -1,0 +1,329 @@
+"""Cases of the kernels that pack and read blocks, run by `test_triton_quantizers` in a process of its own.
+
+Triton decides when a kernel is defined whether it is compiled or interpreted, so `TRITON_INTERPRET` is to be set
+before anything imports triton: not in the process of other tests.
+"""
+
+import contextlib
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+from kvlayers.quantizers import CodeFormat, QuantizedGroups, Side, SideOptions, backend
+from kvlayers.quantizers import packed_side as side_module
+from kvlayers.quantizers.packed_side import PackedSide, pack_side
+from kvlayers.quantizers.packing import unpack
+from kvlayers.stores import packed_blocks as blocks_module
+from kvlayers.stores.buffer import form_of
+from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
+from kvlayers.utils.triton_support import TritonKernel
+
+BLOCK_TOKENS = 64
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Pack and read blocks as on a device without Triton."""
+
+    def obstacle(*_: Any) -> str:
+        return "a test"
+
+    with (
+        mock.patch.object(blocks_module, "pack_obstacle", obstacle),
+        mock.patch.object(side_module, "read_obstacle", obstacle),
+    ):
+        yield
+
+
+def usual(states: Tensor, side: Side) -> Tensor:
+    """Channels of many sizes."""
+    return states * torch.linspace(0.1, 4, states.shape[-1])
+
+
+def constant(states: Tensor, side: Side) -> Tensor:
+    """Groups of equal states, once they are rotated: keys of one token, values of one channel."""
+    return states[:, :, :1].expand_as(states) if side == "keys" else states * (torch.arange(states.shape[-1]) == 0)
+
+
+def huge(states: Tensor, side: Side) -> Tensor:
+    """Up to the limit of float16."""
+    return states.clamp(-3, 3) * (65504 / 3)
+
+
+def hugest(states: Tensor, side: Side) -> Tensor:
+    """Up to the limit of bfloat16 and float32."""
+    return states.clamp(-3, 3) * (3e38 / 3)
+
+
+def at_the_limit(states: Tensor, side: Side) -> Tensor:
+    """Tokens whose rotation adds up, beside usual ones."""
+    return torch.where((torch.arange(states.shape[2]) % 3 == 0)[:, None], 3e38, states)
+
+
+def tiny(states: Tensor, side: Side) -> Tensor:
+    """About the smallest numbers of float16."""
+    return states * 2e-7
+
+
+def zeros(states: Tensor, side: Side) -> Tensor:
+    """Nothing."""
+    return states * 0
+
+
+def not_finite(states: Tensor, side: Side) -> Tensor:
+    """Tokens with NaN in a key, and with infinity in a value."""
+    states = states.clone()
+    if side == "keys":
+        states[:, :, 3, 5] = torch.nan
+        states[:, :, 40, 0] = torch.inf
+    else:
+        states[:, :, 41] = -torch.inf
+        states[:, -1, 63, 1] = torch.nan
+    return states
+
+
+@dataclass
+class Packing:
+    """States to pack."""
+
+    name: str = "native"
+    bits: int = 4
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 64
+    value_head_dim: int | None = None
+    kind: Callable[[Tensor, Side], Tensor] = usual
+    batch: int = 1
+    kv_heads: int = 1
+    blocks: int = 1
+    key_group: int | None = None
+    value_group: int | None = None
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 80, 96, 128)
+FORMATS = (("native", 2), ("native", 3), ("native", 4), ("native", 8), ("fp8", 8))
+
+PACKINGS: dict[str, Packing] = {
+    f"{name} {bits}, {str(dtype).removeprefix('torch.')}, head_dim {head_dim}": Packing(name, bits, dtype, head_dim)
+    # Each format in each dtype and head_dim, not in each pair of them.
+    for of_format, (name, bits) in enumerate(FORMATS)
+    for of_dtype, dtype in enumerate(DTYPES)
+    for of_dim, head_dim in enumerate(HEAD_DIMS)
+    if (of_format + of_dtype + of_dim) % 3 == 0
+}
+for kind, dtype in (
+    (constant, torch.bfloat16),
+    (huge, torch.float16),
+    (hugest, torch.bfloat16),
+    (hugest, torch.float32),
+    (tiny, torch.float16),
+    (zeros, torch.bfloat16),
+    (not_finite, torch.bfloat16),
+):
+    for name, bits in (("native", 4), ("native", 8), ("fp8", 8)):
+        packing = Packing(name, bits, dtype, 16, kind=kind, kv_heads=2)
+        PACKINGS[f"{name} {bits}, {str(dtype).removeprefix('torch.')}, {kind.__name__}"] = packing
+PACKINGS |= {
+    "several sequences, heads and blocks": Packing(batch=2, kv_heads=2, blocks=3, head_dim=16),
+    "other head_dims of keys and values": Packing(head_dim=128, value_head_dim=64, bits=3),
+    "head_dim 256 at the limit": Packing(head_dim=256, dtype=torch.bfloat16, kind=at_the_limit),
+    "head_dim 124": Packing(head_dim=124),
+    "head_dim 100": Packing(head_dim=100, bits=2),
+    "head_dim 7": Packing(head_dim=7, bits=3),
+    "small groups": Packing(key_group=16, value_group=8, head_dim=32),
+    "small groups of no power of two": Packing(value_group=12, head_dim=96, bits=2, dtype=torch.bfloat16),
+    "small groups of float8": Packing("fp8", 8, key_group=32, value_group=12, head_dim=36),
+}
+
+
+def states_of(case: Packing) -> tuple[Tensor, Tensor]:
+    """Keys and values as projections give them: `[batch, tokens, kv_heads, head_dim]` in memory."""
+    torch.manual_seed(0)
+    keys, values = (
+        torch.randn(case.batch, case.blocks * BLOCK_TOKENS, case.kv_heads, head_dim).transpose(1, 2)
+        for head_dim in (case.head_dim, case.value_head_dim or case.head_dim)
+    )
+    return case.kind(keys, "keys").to(case.dtype), case.kind(values, "values").to(case.dtype)
+
+
+def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
+    """Blocks of the states, written in two parts if there are several."""
+    quantizers = {
+        side: backend(case.name).quantizer(SideOptions(side, case.bits, None, group), states.shape[3])
+        for side, states, group in zip(SIDES, (keys, values), (case.key_group, case.value_group), strict=True)
+    }
+    blocks = PackedBlocks(quantizers, (form_of(keys), form_of(values)), BLOCK_TOKENS)
+    blocks.prepare(case.blocks)
+    first = BLOCK_TOKENS
+    blocks.write(0, keys[:, :, :first], values[:, :, :first])
+    if case.blocks > 1:
+        blocks.write(1, keys[:, :, first:], values[:, :, first:])
+    blocks.hold(case.blocks)
+    return blocks
+
+
+def codes_of(side: PackedSide) -> Tensor:
+    return unpack(torch.unflatten(side.codes, -1, (side.rows, side.row_bytes)), side.format.bits, side.columns)
+
+
+def squared_error(side: PackedSide, states: Tensor, finite: Tensor) -> float:
+    """Of finite states, in units of their largest."""
+    exact = states.double()[finite]
+    largest = exact.abs().amax().clamp(min=1e-300)
+    return float(((side.states(torch.float32).double()[finite] - exact) / largest).square().sum())
+
+
+def check_packing(case: Packing) -> dict[str, Any]:
+    """Blocks that kernels packed beside those that the CPU packed."""
+    keys, values = states_of(case)
+    blocks = packed(case, keys, values)
+    with without_kernels():
+        expected = packed(case, keys, values)
+    finite = keys.isfinite().all(-1) & values.isfinite().all(-1)
+    ours, other = blocks.segment(), expected.segment()
+    assert ours is not None
+    assert other is not None
+    found: dict[str, Any] = {"obstacles": [blocks.obstacle(side) for side in SIDES]}
+    for side, states in zip(SIDES, (keys, values), strict=True):
+        one, two = ours.side(side), other.side(side)
+        with without_kernels():
+            errors = [squared_error(each, states, finite) for each in (one, two)]
+            dense = one.states(case.dtype)
+        read = one.states(case.dtype)
+        # Rounded once to the dtype, from sums of float32 over head_dim, which take another order.
+        allowed = 2 * max(torch.finfo(case.dtype).eps, 1e-6) * dense.double().abs().nan_to_num(0).amax()
+        found[side] = {
+            "codes": float((codes_of(one) == codes_of(two)).double().mean()),
+            "errors": errors,
+            "nan": torch.equal(one.parameters.isnan(), two.parameters.isnan()),
+            "any nan": bool(one.parameters.isnan().any()),
+            "read": bool(((read.double() - dense.double()).abs().nan_to_num(0) <= allowed).all())
+            and torch.equal(read.isnan(), dense.isnan()),
+        }
+    return found
+
+
+READINGS: dict[str, tuple[CodeFormat, int, int, torch.dtype]] = {
+    "keys by tokens": (CodeFormat(4, 1, 32), 64, 64, torch.bfloat16),
+    "3 bits": (CodeFormat(3, 64, 1), 80, 64, torch.float32),
+    "groups of tokens": (CodeFormat(2, 32, 1), 48, 96, torch.float16),
+    "8 bits by tokens": (CodeFormat(8, 1, 25), 25, 64, torch.float32),
+    "rotated by tokens": (CodeFormat(3, 1, 12, rotated=True), 36, 96, torch.bfloat16),
+    "float8, every code": (CodeFormat(8, 1, 4, floating=True), 12, 64, torch.float32),
+    "float8 of tokens": (CodeFormat(8, 32, 1, floating=True), 12, 64, torch.bfloat16),
+}
+
+
+def check_reading(code_format: CodeFormat, head_dim: int, block_tokens: int, dtype: torch.dtype) -> list[bool]:
+    """Whether states of random codes are those of the torch code, for keys and for values."""
+    torch.manual_seed(0)
+    shape = (2, 2, 2 * block_tokens, head_dim)
+    grid = (*shape[:2], shape[2] // code_format.group_tokens, head_dim // code_format.group_channels)
+    codes = torch.randint(0, 2**code_format.bits, shape, dtype=torch.uint8)
+    zero = None if code_format.floating else torch.randn(grid).to(dtype)
+    groups = QuantizedGroups(codes, torch.rand(grid).add(0.5).to(dtype), zero)
+    same = []
+    for side in SIDES:
+        found = pack_side(groups, code_format, side, block_tokens)
+        # The second block alone: a view of larger buffers.
+        one = PackedSide(*(part[:, 1:, 1:] for part in found), code_format, side, head_dim, block_tokens)
+        read = one.states(dtype)
+        with without_kernels():
+            dense = one.states(dtype)
+        allowed = 2 * torch.finfo(dtype).eps * dense.double().abs().nan_to_num(0).amax()
+        close = (read.double() - dense.double()).abs().nan_to_num(0) <= allowed
+        same.append(bool(close.all()) and torch.equal(read.isnan(), dense.isnan()))
+    return same
+
+
+def cache_of(**options: Any) -> Any:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+    )
+    return kvlayers.QuantizedCache(config=config, residual_length=32, sink_tokens=4, **options)
+
+
+@torch.no_grad()
+def decoded(passes: list[tuple[Tensor, Tensor]], **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The state of a cache after a prompt and decoded tokens, a fork and a crop; and states that were returned."""
+    cache = cache_of(**options)
+    returned = []
+    for number, states in enumerate(passes):
+        if number == 40:
+            other = copy.deepcopy(cache)
+            fork = cache.fork()
+        keys, values = cache.update(*states, 0)
+        if number in (0, 39, 100):
+            returned += [keys, values]
+    # The fork packs its next block into the slots after the shared ones, after the cache has done so.
+    for states in passes[40:100]:
+        fork.update(*states, 0)
+        other.update(*states, 0)
+    same = all(
+        torch.equal(tensor, other.layers[0].store.state()[name])
+        for name, tensor in fork.layers[0].store.state().items()
+    )
+    assert same, "the fork differs"
+    dense = [states.dense() if hasattr(states, "dense") else states.clone() for states in returned]
+    cache.crop(150)
+    cache.update(*passes[1], 0)
+    return cache.layers[0].store.state(), dense
+
+
+def check_cache(**options: Any) -> dict[str, Any]:
+    """A cache that kernels pack and read beside one that the CPU packs and reads."""
+    torch.manual_seed(0)
+    passes = [(torch.randn(2, 2, tokens, 16), torch.randn(2, 2, tokens, 16)) for tokens in (200, *[1] * 140, 70)]
+    launched = []
+    launch = TritonKernel.launch
+
+    def counted(kernel: TritonKernel, *arguments: Any) -> None:
+        launched.append(kernel.name)
+        launch(kernel, *arguments)
+
+    with mock.patch.object(TritonKernel, "launch", counted):
+        state, returned = decoded(passes, **options)
+    with without_kernels():
+        expected, expected_returned = decoded(passes, **options)
+    assert list(state) == list(expected)
+    # Sums of 16 channels in another order.
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    return {
+        "launched": {name: launched.count(name) for name in sorted(set(launched))},
+        "codes": {name: float((state[name] == expected[name]).double().mean()) for name in state if "codes" in name},
+        "others": [
+            name for name in state if "codes" not in name and not torch.allclose(state[name], expected[name], **close)
+        ],
+        "returned": [float((one - two).abs().amax()) for one, two in zip(returned, expected_returned, strict=True)],
+    }
+
+
+def tried(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a check gives, or the error that it raises."""
+    try:
+        return check(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    json.dump(
+        {
+            "packings": {name: tried(check_packing, case) for name, case in PACKINGS.items()},
+            "readings": {name: tried(check_reading, *case) for name, case in READINGS.items()},
+            "caches": {
+                "native 4": tried(check_cache, nbits=4),
+                "fp8": tried(check_cache, backend="fp8", nbits=8),
+            },
+        },
+        sys.stdout,
+    )

@@ -1,0 +1,318 @@
+"""Whatever is delayed, accesses to offloaded states come in order. Without any one mark of order there is a race."""
+
+import gc
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+from fake_device import DEVICE, IS_SUPPORTED
+from kvlayers import OffloadedLayer, Prefetcher
+from kvlayers.layers import TokenLayer
+from kvlayers.offload import transfers
+from kvlayers.offload.device_queue import DeviceQueue
+from kvlayers.stores.dense import DenseStore
+from race_detector import FakeStream, Race, RaceDetector
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
+
+KV_HEADS, HEAD_DIM = 2, 8
+LAYERS: dict[str, Callable[[], TokenLayer]] = {
+    "dynamic": lambda: kvlayers.DynamicLayer(store=DenseStore(minimum_growth=4)),
+    "window": lambda: kvlayers.SlidingLayer(12),
+    "static": lambda: kvlayers.StaticLayer(80, max_batch_size=2),
+    "quantized": lambda: kvlayers.QuantizedLayer(
+        kvlayers.Quantization(nbits=4, residual_length=8, sink_tokens=2, q_group_size=8)
+    ),
+}
+
+
+@pytest.fixture
+def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
+    """The device of the tests has streams, whose races raise `Race`."""
+    # As a quantizer's constants would: made once, and brought to the device by a copy that the host waits for.
+    Model("quantized").forward(9)
+    with RaceDetector().installed(monkeypatch) as detector:
+        yield detector
+        gc.collect()
+
+
+class Model:
+    """Some layers of attention over offloaded states."""
+
+    def __init__(self, kind: str) -> None:
+        prefetcher = Prefetcher(transfers=transfers.transfers_for)
+        self.layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(3)]
+
+    def forward(self, tokens: int, times: int = 1) -> None:
+        for _ in range(times):
+            for layer in self.layers:
+                # Made on the device: the host waits for nothing.
+                keys, values = (torch.ones(2, KV_HEADS, tokens, HEAD_DIM, device=DEVICE) for _ in range(2))
+                query = torch.ones(2, 2 * KV_HEADS, tokens, HEAD_DIM, device=DEVICE)
+                scaled_dot_product_attention(query, *layer.update(keys, values), enable_gqa=True)
+
+    def each(self, act: Callable[[OffloadedLayer], Any]) -> None:
+        for layer in self.layers:
+            act(layer)
+
+    def fork(self) -> "Model":
+        twin = Model.__new__(Model)
+        twin.layers = [layer.fork() for layer in self.layers]
+        twin.use_another_prefetcher()
+        return twin
+
+    def use_another_prefetcher(self) -> None:
+        prefetcher = self.layers[0].prefetcher.for_another_cache()
+        self.each(lambda layer: layer.use_prefetcher(prefetcher))
+
+
+def decode_and_change(kind: str) -> None:
+    """A prompt and tokens; what the host does in between; and the cache goes while its copies are under way."""
+    model = Model(kind)
+    model.each(lambda layer: layer.activate_past_recording())
+    model.forward(9)
+    model.forward(1, times=8)
+    read = [layer.keys for layer in model.layers]
+    model.each(lambda layer: layer.crop(-2))
+    model.each(lambda layer: layer.deactivate_past_recording())
+    model.forward(1, times=3)
+    model.each(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
+    model.forward(1, times=12)
+    model.each(lambda layer: layer.state())
+    model.forward(1)
+    twin = model.fork()
+    model.forward(1)
+    twin.forward(1, times=2)
+    model.use_another_prefetcher()
+    model.each(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
+    model.forward(1, times=2)
+    del model, twin, read
+    gc.collect()
+    torch.ones(1, device=DEVICE)
+
+
+def decode_and_pickle(kind: str) -> None:
+    model = Model(kind)
+    model.forward(9)
+    pickle.dumps(model.layers)
+
+
+def streams_take_turns(detector: RaceDetector) -> None:
+    """Two streams decode in turn, each after the other one, and each reuses what memory it may in between."""
+    model = Model("dynamic")
+    turn, other = FakeStream(detector, "one stream"), FakeStream(detector, "the other stream")
+    turn.join(detector.current.clock)
+    for tokens in (9, 1, 1, 1):
+        with turn:
+            model.forward(tokens)
+        with other:
+            torch.ones(1, device=DEVICE)
+        other.wait_event(turn.record_event())
+        turn, other = other, turn
+    del model
+    gc.collect()
+    for stream in (turn, other):
+        with stream:
+            torch.ones(1, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_nothing_races(detector: RaceDetector, kind: str) -> None:
+    decode_and_change(kind)
+    assert detector.current.clock.keys() >= {detector.current, *detector.pool[:2]}
+
+
+def test_the_current_stream_may_change(detector: RaceDetector) -> None:
+    streams_take_turns(detector)
+
+
+@pytest.mark.parametrize("pool", [1, 2, 3])
+def test_the_user_may_have_the_same_streams(monkeypatch: pytest.MonkeyPatch, pool: int) -> None:
+    with RaceDetector(pool).installed(monkeypatch) as detector:
+        allocate_on_streams_of_the_pool(monkeypatch, detector)
+        decode_and_change("dynamic")
+        for stream in detector.pool:
+            with stream:
+                decode_and_change("static")
+
+
+def allocate_on_streams_of_the_pool(patch: pytest.MonkeyPatch, detector: RaceDetector) -> None:
+    """The user has the streams that copy, and allocates on them after every update."""
+    update = OffloadedLayer.update
+
+    def update_and_allocate(self: OffloadedLayer, *states: torch.Tensor) -> Any:
+        attended = update(self, *states)
+        for stream in detector.pool:
+            with stream:
+                torch.ones(1, device=DEVICE)
+        return attended
+
+    patch.setattr(OffloadedLayer, "update", update_and_allocate)
+
+
+def test_memory_outlives_a_copy_that_fails_halfway(detector: RaceDetector) -> None:
+    made = transfers.StreamTransfers(DEVICE)
+    source = torch.ones(4, 2, device=DEVICE)
+    pairs = [(transfers.Rows(torch.empty(4, width), 0, 4), transfers.Rows(source, 0, 4)) for width in (2, 3)]
+    try:
+        made.copy_to_host(pairs)
+    except RuntimeError as error:
+        assert "must match" in str(error)
+    else:
+        pytest.fail("the second copy is of another shape")
+    del source, pairs
+    gc.collect()
+    torch.ones(1, device=DEVICE)
+
+
+# Without a mark of order
+
+INBOUND, OUTBOUND = 0, 1
+
+
+def no_wait_for_computation(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Copies in one direction begin without waiting for the current stream."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        wait_event = FakeStream.wait_event
+
+        def wait(self: FakeStream, event: Any) -> None:
+            if not is_of(self, direction):
+                wait_event(self, event)
+
+        patch.setattr(FakeStream, "wait_event", wait)
+
+    return remove
+
+
+def no_wait_for_copies(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """The current stream does not wait for copies in one direction."""
+    return skipped(transfers._StreamCopy, "make_stream_wait", lambda copy: is_of(copy.stream, direction))
+
+
+def events_come_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """The events of copies in one direction do not come after the last copy."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        record_event = FakeStream.record_event
+
+        def record(self: FakeStream) -> Any:
+            event = record_event(self)
+            if is_of(self, direction):
+                event.clock[self] -= 1
+            return event
+
+        patch.setattr(FakeStream, "record_event", record)
+
+    return remove
+
+
+def memory_goes_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """The allocator is not told of copies in one direction that are under way when the cache goes."""
+    return skipped(transfers._StreamCopy, "__del__", lambda copy: is_of(copy.stream, direction))
+
+
+def host_does_not_wait(function: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The host does not wait for copies in one function of the package."""
+
+    def called_by(transfers: Any) -> bool:
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_name != function:
+            frame = frame.f_back
+        return frame.f_back is not None
+
+    return skipped(transfers.StreamTransfers, "wait", called_by)
+
+
+def skipped(owner: type, method: str, when: Callable[[Any], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A method does nothing in some cases."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, method)
+        patch.setattr(owner, method, lambda self, *given: None if when(self) else original(self, *given))
+
+    return remove
+
+
+def is_of(stream: FakeStream, direction: int) -> bool:
+    """Whether a stream copies in one direction: a cache takes two of the pool, first the one to the device."""
+    pool = stream.detector.pool
+    return stream in pool and pool.index(stream) % 2 == direction
+
+
+def staged_in_memory_of_the_copying_stream(patch: pytest.MonkeyPatch) -> None:
+    copy_to_device = transfers.StreamTransfers.copy_to_device
+    stage = transfers._empty_like
+
+    def copy(self: transfers.StreamTransfers, sources: Any) -> Any:
+        def empty_like(*given: Any) -> torch.Tensor:
+            with transfers._on(self._inbound):
+                return stage(*given)
+
+        patch.setattr(transfers, "_empty_like", empty_like)
+        return copy_to_device(self, sources)
+
+    patch.setattr(transfers.StreamTransfers, "copy_to_device", copy)
+
+
+MARKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "copies to the device wait for computation": no_wait_for_computation(INBOUND),
+    "copies to the host wait for computation": no_wait_for_computation(OUTBOUND),
+    "computation waits for states to arrive": no_wait_for_copies(INBOUND),
+    "computation waits for states that are written back": no_wait_for_copies(OUTBOUND),
+    "events of copies to the device come after the copies": events_come_early(INBOUND),
+    "events of copies to the host come after the copies": events_come_early(OUTBOUND),
+    "writing back is finished before an update": skipped(DeviceQueue, "finish_writing_back", lambda queue: True),
+    "the allocator waits for copies to the device": memory_goes_early(INBOUND),
+    "the allocator waits for copies to the host": memory_goes_early(OUTBOUND),
+    "operations of the host wait for states that are written back": host_does_not_wait("_on_host"),
+    "operations of the host wait for states that are read": host_does_not_wait("discard"),
+    "a fork waits": host_does_not_wait("fork"),
+    "another prefetcher waits": host_does_not_wait("use_prefetcher"),
+    "a saved state waits": host_does_not_wait("state"),
+    "a pickle waits": host_does_not_wait("__getstate__"),
+    "a buffer that grows waits": host_does_not_wait("_host_buffer_of_staged"),
+}
+
+SCENARIOS: dict[str, tuple[Callable[[str], None], str]] = {
+    "a buffer that grows waits": (decode_and_change, "dynamic"),
+    "a pickle waits": (decode_and_pickle, "dynamic"),
+}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_every_mark_of_order_is_needed(detector: RaceDetector, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+    decode, kind = SCENARIOS.get(mark, (decode_and_change, "static"))
+    decode(kind)
+    MARKS[mark](monkeypatch)
+    with pytest.raises(Race):
+        decode(kind)
+
+
+def test_the_allocator_must_be_told_of_another_current_stream(
+    detector: RaceDetector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = transfers._StreamCopy._record
+    monkeypatch.setattr(
+        transfers._StreamCopy,
+        "_record",
+        lambda self, stream: record(self, stream) if stream in detector.pool else None,
+    )
+    with pytest.raises(Race):
+        streams_take_turns(detector)
+
+
+def test_staged_states_may_not_be_in_memory_of_a_stream_that_the_user_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with RaceDetector().installed(monkeypatch) as detector:
+        allocate_on_streams_of_the_pool(monkeypatch, detector)
+        staged_in_memory_of_the_copying_stream(monkeypatch)
+        with pytest.raises(Race):
+            decode_and_change("dynamic")

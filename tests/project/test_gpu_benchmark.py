@@ -1,0 +1,185 @@
+"""The script for a GPU runs on a CPU, keeps to its budget, and goes on after a failure."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import versions
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ON_CPU = ["--device", "cpu", "--quick"]
+
+pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    threads = torch.get_num_threads()
+    yield gpu
+    torch.set_num_threads(threads)
+
+
+def steps_in(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
+    written = json.loads((folder / f"{stage}.json").read_text())
+    assert {"device", "versions", "installed", "budget"} <= set(written)
+    return {step["name"]: step for step in written["steps"]}
+
+
+def test_every_check_passes_on_the_interpreted_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    # Triton decides at its import whether it interprets: a process of its own.
+    ran = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), "check", *ON_CPU, "--output", str(tmp_path)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    steps = steps_in(tmp_path, "check")
+    assert {step["status"] for step in steps.values()} == {"done"}
+    paths = [part["paths"] for part in steps["attention over packed states"]["details"].values()]
+    assert paths == [["a Triton kernel on packed states"]] * len(paths)
+    assert steps["tests for CUDA"]["figures"][0]["value"] > 0
+
+
+@pytest.mark.parametrize("stage", ["speed", "rest"])
+def test_every_measurement_runs(gpu: Any, stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([stage, *ON_CPU, "--output", str(tmp_path)]) == 0
+    steps = steps_in(tmp_path, stage)
+    assert {step["status"] for step in steps.values()} == {"done"}
+    assert all(step["figures"] for step in steps.values())
+    shown = capsys.readouterr().out
+    assert all(figure["what"] in shown for step in steps.values() for figure in step["figures"])
+
+
+def test_bad_arguments_are_refused(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = ["--output", str(tmp_path)]
+    refused = {
+        "--budget must be positive, got 0": [*ON_CPU, "--budget", "0"],
+        "--only must be one of": [*ON_CPU, "--only", "nothing"],
+        "--device cpu goes with --quick": ["--device", "cpu"],
+    }
+    if not torch.cuda.is_available():
+        refused["needs a CUDA device"] = []
+    for message, arguments in refused.items():
+        with pytest.raises(SystemExit):
+            gpu.main(["check", *arguments, *output])
+        assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def stages(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs steps as a stage; returns their entries by name, and the exit code."""
+    from lib import gpu_stage
+
+    def run(*steps: Any, budget: float = 500) -> tuple[dict[str, Any], int]:
+        monkeypatch.setitem(gpu.STAGES, "check", steps)
+        code = gpu.main(["check", *ON_CPU, "--budget", str(budget), "--output", str(tmp_path)])
+        return steps_in(tmp_path, "check"), code
+
+    run.stage = gpu_stage  # type: ignore[attr-defined]
+    return run
+
+
+def test_a_failure_does_not_stop_the_rest(stages: Any) -> None:
+    stage = stages.stage
+
+    def fails(setup: Any) -> Any:
+        raise RuntimeError("the kernel is missing")
+
+    def is_wrong(setup: Any) -> Any:
+        found = stage.Findings()
+        found.add("error", 0.5, "", "0.1")
+        found.expect(False, "the error is 0.5")
+        return found
+
+    entries, code = stages(
+        stage.Step("fails", 1, fails),
+        stage.Step("is wrong", 1, is_wrong),
+        stage.Step("has parts", 1, is_wrong, parts=("one", "two")),
+        stage.Step("is right", 1, lambda setup: stage.Findings()),
+        stage.Step("for a GPU", 1, fails, needs_cuda="streams"),
+    )
+    assert {name: entry["status"] for name, entry in entries.items()} == {
+        "fails": "failed",
+        "is wrong": "wrong",
+        "has parts": "wrong",
+        "is right": "done",
+        "for a GPU": "skipped",
+    }
+    assert code == 3
+    assert entries["fails"]["error"].startswith("RuntimeError: the kernel is missing")
+    assert entries["has parts"]["wrong"] == ["one: the error is 0.5", "two: the error is 0.5"]
+    assert entries["for a GPU"]["error"] == "needs a CUDA device: streams"
+
+
+def test_a_step_that_does_not_fit_the_budget_is_skipped(stages: Any) -> None:
+    stage = stages.stage
+
+    def nothing(setup: Any) -> Any:
+        return stage.Findings()
+
+    entries, code = stages(stage.Step("long", 6000, nothing), stage.Step("short", 20, nothing), budget=60)
+    assert [entry["status"] for entry in entries.values()] == ["skipped", "done"]
+    assert "of the budget are left" in entries["long"]["error"]
+    assert code == 0
+
+
+def test_a_process_without_its_device_lets_others_go_on(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stages.stage
+    asked = []
+
+    def lost(setup: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def ran_elsewhere(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        if "second" in command:
+            findings = Path(command[command.index("--findings") + 1])
+            findings.write_text(json.dumps({"figures": [], "wrong": [], "details": {"part": "elsewhere"}}))
+        return subprocess.CompletedProcess(command, 1, "", "no device either")
+
+    monkeypatch.setattr(stage.Setup, "synchronize", lost)
+    monkeypatch.setattr(stage.subprocess, "run", ran_elsewhere)
+    steps = [stage.Step(name, 1, lambda setup: stage.Findings()) for name in ("first", "second", "third")]
+    entries, code = stages(*steps)
+    assert [entry["status"] for entry in entries.values()] == ["done", "done", "wrong"]
+    assert entries["second"]["details"] == {"part": "elsewhere"}
+    assert "no device either" in entries["third"]["wrong"][0]
+    assert len(asked) == 2
+    assert code == 1
+
+
+def test_a_step_runs_in_a_process_of_its_own(gpu: Any, tmp_path: Path) -> None:
+    findings = tmp_path / "findings.json"
+    arguments = ["check", *ON_CPU, "--only", "codes", "--part", "int4", "--findings", str(findings)]
+    assert gpu.main([*arguments, "--output", str(tmp_path)]) == 0
+    assert {"figures", "wrong", "details"} == set(json.loads(findings.read_text()))
+
+
+def test_a_cache_with_other_logits_is_named(gpu: Any) -> None:
+    from lib import gpu_model, gpu_stage
+
+    expected = [torch.randn(2, 50)]
+    for name, seen, lines in (
+        (gpu_model.DYNAMIC, expected[0], 0),
+        (gpu_model.DYNAMIC, -expected[0], 2),
+        (gpu_model.DYNAMIC, torch.full((2, 50), torch.nan), 2),
+        (gpu_model.INT4, -expected[0], 1),
+        ("transformers quanto", -expected[0], 0),
+    ):
+        found = gpu_stage.Findings()
+        gpu_model.compare_logits(found, name, expected, [seen])
+        assert len(found.wrong) == lines, found.wrong

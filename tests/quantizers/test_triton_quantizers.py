@@ -1,0 +1,161 @@
+"""The kernels that pack and read blocks do what the CPU does. Run by Triton's interpreter."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+import fresh_process
+from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend
+from kvlayers.quantizers.block_layout import BlockLayout
+from kvlayers.quantizers.contract import KernelSearch
+from kvlayers.quantizers.cuda import support
+from kvlayers.quantizers.cuda.support import pack_obstacle, read_obstacle
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import MINIMUM_VERSION, DeviceFacts, TritonKernel, triton_version
+from triton_quantizer_cases import PACKINGS, READINGS
+
+# Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
+with_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or triton_version() < Version(MINIMUM_VERSION),
+    reason=f"triton {MINIMUM_VERSION} or later is not installed",
+)
+META = torch.device("meta")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    """What the cases gave, in a process in which triton interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    cases = Path(__file__).parents[1] / "helpers" / "triton_quantizer_cases.py"
+    ran = subprocess.run(
+        [sys.executable, str(cases)], capture_output=True, text=True, env=environment, timeout=250, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize("name", PACKINGS)
+def test_kernels_pack_the_codes_that_the_cpu_packs(interpreted: dict[str, Any], name: str) -> None:
+    found = interpreted["packings"][name]
+    assert isinstance(found, dict), found
+    assert found["obstacles"] == [None, None]
+    for side in ("keys", "values"):
+        # A code differs where rounding moves a state over the border between two, or the search to another range.
+        assert found[side]["codes"] > 0.998
+        error, expected = found[side]["errors"]
+        assert error <= expected * 1.002 + 1e-12
+        assert found[side]["nan"]
+    assert found["values"]["any nan"] == ("not_finite" in name)
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize("name", PACKINGS)
+def test_kernels_read_the_states_of_blocks_that_they_packed(interpreted: dict[str, Any], name: str) -> None:
+    found = interpreted["packings"][name]
+    assert isinstance(found, dict), found
+    assert [found[side]["read"] for side in ("keys", "values")] == [True, True]
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize("name", READINGS)
+def test_kernels_read_blocks_of_every_format(interpreted: dict[str, Any], name: str) -> None:
+    assert interpreted["readings"][name] == [True, True]
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize("name", ["native 4", "fp8"])
+def test_a_cache_that_kernels_pack_holds_what_the_cpu_would(interpreted: dict[str, Any], name: str) -> None:
+    found = interpreted["caches"][name]
+    assert isinstance(found, dict), found
+    assert found["launched"]["pack_block"] >= 2
+    assert found["launched"]["read_block"] >= 2
+    assert min(found["codes"].values()) > 0.998
+    assert found["others"] == []
+    # States of unit size, in float32.
+    assert max(found["returned"]) < 1e-4
+
+
+def test_kernels_are_not_imported_before_they_are_launched() -> None:
+    code = "import sys, kvlayers.quantizers.cuda.launch; sys.exit('cuda.triton_blocks' in str(sys.modules.keys()))"
+    ran = fresh_process.run(code)
+    assert ran.returncode == 0, ran.stderr
+
+
+SEARCH = KernelSearch()
+NATIVE = CodeFormat(4, 64, 1, rotated=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "packing", "reading"),
+    [
+        (BlockLayout(NATIVE, "keys", 128, 64), torch.bfloat16, None, None),
+        (BlockLayout(NATIVE, "keys", 512, 64), torch.bfloat16, "the head_dim is 512", "the head_dim is 512"),
+        (BlockLayout(NATIVE, "keys", 64, 64), torch.float64, "states are of torch.float64", "states are of"),
+        (BlockLayout(CodeFormat(1, 64, 1), "keys", 64, 64), torch.float32, "codes of 1 bit", "codes of 1 bit"),
+        (BlockLayout(CodeFormat(4, 1, 64), "keys", 64, 64), torch.float32, "across the rows", None),
+        (BlockLayout(CodeFormat(4, 48, 1), "keys", 64, 96), torch.float32, "a block has 96 tokens", None),
+        (BlockLayout(CodeFormat(4, 512, 1), "keys", 64, 512), torch.float32, "takes 512 columns", None),
+        (BlockLayout(CodeFormat(4, 1, 3), "values", 255, 64), torch.float32, "takes 512 columns", None),
+    ],
+)
+def test_what_no_kernel_does_is_said(
+    layout: BlockLayout, dtype: torch.dtype, packing: str | None, reading: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None))
+    for expected, found in (
+        (packing, pack_obstacle(layout, 64, dtype, META, SEARCH)),
+        (reading, read_obstacle(layout, dtype, META)),
+    ):
+        assert (found is None) == (expected is None)
+        assert expected is None or expected in str(found)
+
+
+def test_a_device_without_triton_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts("it is too old"))
+    layout = BlockLayout(NATIVE, "keys", 128, 64)
+    assert pack_obstacle(layout, 128, torch.bfloat16, META, SEARCH) == "it is too old"
+    assert read_obstacle(layout, torch.bfloat16, META) == "it is too old"
+
+
+def test_a_kernel_that_needs_more_shared_memory_than_there_is_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cached in (support._pack_memory_obstacle, support._read_memory_obstacle):
+        cached.cache_clear()
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_000))
+    monkeypatch.setattr(TritonKernel, "shared_memory", lambda *arguments: 10_001)
+    layout = BlockLayout(NATIVE, "keys", 120, 64)
+    expected = "the kernel needs 10001 bytes of shared memory, and the device has 10000"
+    assert pack_obstacle(layout, 120, torch.bfloat16, META, SEARCH) == expected
+    assert read_obstacle(layout, torch.bfloat16, META) == expected
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_001))
+    assert pack_obstacle(layout, 120, torch.bfloat16, META, SEARCH) is None
+    assert read_obstacle(layout, torch.bfloat16, META) is None
+
+
+def test_kernels_search_only_for_quantizers_that_say_how() -> None:
+    class Another(NativeQuantizer):
+        def quantize(self, states: Tensor) -> QuantizedGroups:
+            raise NotImplementedError
+
+    class Renamed(NativeQuantizer):
+        pass
+
+    native: Quantizer = backend("native").quantizer(SideOptions("keys", 4), 64)
+    assert native.kernel_search is not None
+    assert Renamed(NATIVE).kernel_search == native.kernel_search
+    # A subclass that finds other codes must not be replaced by the kernels of its parent.
+    assert Another(NATIVE).kernel_search is None

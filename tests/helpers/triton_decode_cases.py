@@ -334,6 +334,7 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
 def check_cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     import time
+
     for name, case in CASES.items():
         print(time.process_time(), name, file=sys.stderr)
         try:

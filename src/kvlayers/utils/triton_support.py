@@ -161,6 +161,9 @@ class TritonKernel:
 
         Arguments are those of `launch`.
         """
+        limit = shared_memory_limit(device)
+        if limit is None:
+            return None
         try:
             needed = self.shared_memory(device, grid, arguments, constants)
         except (torch.OutOfMemoryError, MemoryError):
@@ -170,7 +173,6 @@ class TritonKernel:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             logger.warning("triton cannot compile %s for %s, so another path is taken: %s", self.name, device, reason)
             return f"triton cannot compile the kernel ({reason})"
-        limit = shared_memory_limit(device)
-        if limit is None or needed <= limit:
+        if needed <= limit:
             return None
         return f"the kernel needs {needed} bytes of shared memory, and the GPU has {limit}"

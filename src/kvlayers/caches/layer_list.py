@@ -86,7 +86,7 @@ class LayerList(ABC):
     @property
     def is_compileable(self) -> bool:
         """Whether generate() may compile the forward pass around this cache."""
-        return bool(self.layers) and all(layer.is_compileable for layer in self.adapted_layers())
+        return len(self.layers) > 0 and all(layer.is_compileable for layer in self.adapted_layers())
 
     @property
     def is_croppable(self) -> bool:

@@ -155,7 +155,7 @@ class StaticSlidingLayer(SlidingLayer):
             if kept >= self.sliding_window - 1:
                 kept = self.sliding_window - 1
             attended = store.extend_and_evict(key_states, value_states, past, kept)
-            self._seen = seen + tokens
+            store.set_total(seen + tokens)
             return attended
         self.make_room(tokens)
         return store.extend(key_states, value_states, past)

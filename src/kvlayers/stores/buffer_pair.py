@@ -142,9 +142,13 @@ class BufferPair(TokenStore):
         self._key_form = self._value_form = None
         self._is_invalid = True
 
+    def _set_end(self, end: int) -> None:
+        self._end = end
+
     def _release(self) -> None:
         self._set_buffers(None, None)
-        self._start = self._end = self._capacity = 0
+        self._start = self._capacity = 0
+        self._set_end(0)
         self._tracks_gradients = False
 
     @override

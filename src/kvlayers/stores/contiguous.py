@@ -155,8 +155,8 @@ class ContiguousStore(BufferPair):
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
         """Hold these tensors themselves as full buffers."""
         self._set_buffers(TokenBuffer(keys), TokenBuffer(values))
-        self._start, self._end = 0, keys.shape[2]
-        self._capacity = self._end
+        self._start, self._capacity = 0, keys.shape[2]
+        self._set_end(self._capacity)
         # Tensors of a traced program must not be written to, just like tensors that autograd follows.
         self._tracks_gradients = keys.requires_grad or values.requires_grad or compat.is_exporting()
 
@@ -185,14 +185,15 @@ class ContiguousStore(BufferPair):
 
     @override
     def truncate(self, length: int) -> None:
-        self._end = self._start + length
+        self._set_end(self._start + length)
         if self._tracks_gradients:
             # No spare room, so that the next tokens are concatenated or moved rather than written over these.
             self._adopt(*self.newest(length))
 
     @override
     def clear(self) -> None:
-        self._start = self._end = min(self.prefix_room, self._capacity)
+        self._start = min(self.prefix_room, self._capacity)
+        self._set_end(self._start)
         self._is_invalid = False
         if self._tracks_gradients:
             self._release()

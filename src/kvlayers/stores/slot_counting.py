@@ -43,7 +43,8 @@ class SlotCountingStore(ContiguousStore):
         self._sizes = self.buckets.sizes(capacity, self.whole_from)
         self._slots = slots_of(self._sizes)
 
-    # The count of tokens. Eager code reads numbers; compiled code reads slots and the count on the device.
+    # The count of tokens. Eager code reads numbers; compiled code reads slots and the count on the device, and sets it
+    # by methods: before torch 2.13 TorchDynamo does not see what the setter of a property does.
 
     @property
     def _end(self) -> int:
@@ -51,6 +52,10 @@ class SlotCountingStore(ContiguousStore):
 
     @_end.setter
     def _end(self, end: int) -> None:
+        self._set_end(end)
+
+    @override
+    def _set_end(self, end: int) -> None:
         self._slot, self._unslotted = self._slots.at(end), 0
 
     @property
@@ -65,6 +70,10 @@ class SlotCountingStore(ContiguousStore):
 
     @total.setter
     def total(self, total: int) -> None:
+        self.set_total(total)
+
+    def set_total(self, total: int) -> None:
+        """Set `total`, of which the newest tokens are held."""
         offset = total - self._end
         further = offset - self.offset
         if further:
@@ -92,11 +101,11 @@ class SlotCountingStore(ContiguousStore):
             # A case of its own, because compiled code may treat it as a number that varies.
             self._slot, self._unslotted = self._slots.first, 0
         elif is_static_int(end):
-            self._end = end
+            self._set_end(end)
         else:
             self._slot, self._unslotted = self._slots.at(0), end
         self._sync_cursor()
-        self.total = total
+        self.set_total(total)
 
     def _sync_cursor(self) -> None:
         """Set the count on the device to that on the host."""
@@ -130,7 +139,7 @@ class SlotCountingStore(ContiguousStore):
         if self.is_step(tokens):
             self._slot = self._slot.next  # type: ignore[assignment]
         elif is_static_int(tokens) and is_static_int(self._end):
-            self._end += tokens
+            self._set_end(self._end + tokens)
         else:
             self._unslotted += tokens
 

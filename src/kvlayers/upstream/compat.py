@@ -169,13 +169,14 @@ TELLS_EXPORTING = Version("2.7") <= TORCH
 def is_exporting() -> bool:
     """Whether code is traced for export. Before torch 2.7 this misses strict exports, which look like compilation."""
     if TELLS_EXPORTING:
-        return torch.compiler.is_exporting()
+        # Not torch.compiler.is_exporting(): before torch 2.13 TorchDynamo takes that for true whatever it traces for.
+        return torch.compiler._is_exporting_flag
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def may_be_exporting() -> bool:
     """Whether code may be traced for export, so that what it reads must work for any number of tokens."""
-    return torch.compiler.is_exporting() if TELLS_EXPORTING else torch.compiler.is_compiling()
+    return is_exporting() if TELLS_EXPORTING else torch.compiler.is_compiling()
 
 
 class _NoLinearLayer:

@@ -173,7 +173,7 @@ def zero_unseen(numbers, seen, SPEC: tl.constexpr):
     """Scales, or zeros, set to 0 for tokens that are not seen: they may be nan, which no weight of 0 removes."""
     kept = ()
     for part in tl.static_range(tl.constexpr(SPEC.parts)):
-        for group in tl.static_range(SPEC.values.column_groups):
+        for group in tl.static_range(tl.constexpr(SPEC.values.column_groups)):
             kept = kept + (tl.where(seen[part], numbers[part * SPEC.values.column_groups + group], 0.0),)
     return kept
 

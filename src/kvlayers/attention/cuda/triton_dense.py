@@ -50,11 +50,14 @@ def attend_tokens(
     """
     DTYPE: tl.constexpr = query.dtype
     HEAD_DIM: tl.constexpr = SPEC.values.head_dim
+    ROWS: tl.constexpr = SPEC.rows
+    TOKENS: tl.constexpr = SPEC.dense_tokens
+    VALUE_CHANNELS: tl.constexpr = SPEC.value_channels
     channels = tl.arange(0, SPEC.key_channels)
     value_channels = tl.arange(0, SPEC.value_channels)
-    largest = tl.full([SPEC.rows], float("-inf"), tl.float32)
-    total = tl.zeros([SPEC.rows], tl.float32)
-    sums = tl.zeros([SPEC.rows, SPEC.value_channels], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, VALUE_CHANNELS], tl.float32)
     # These are few tokens: copying them ahead would take shared memory from the packed blocks.
     for start in tl.range(begin, end, SPEC.dense_tokens, num_stages=1):
         tokens = start + tl.arange(0, SPEC.dense_tokens)
@@ -64,7 +67,7 @@ def attend_tokens(
             mask=held[None, :] & (channels < SPEC.keys.head_dim)[:, None],
             other=0.0,
         )
-        scores = add_product(query, key, tl.zeros([SPEC.rows, SPEC.dense_tokens], tl.float32), SPEC.emulated)
+        scores = add_product(query, key, tl.zeros([ROWS, TOKENS], tl.float32), SPEC.emulated)
         scores = tl.where(held[None, :], scores, float("-inf"))
         factor = scale
         if SPEC.mask != 0:

@@ -167,13 +167,14 @@ def attend_split(
 @launched
 def merge_splits(partials, outs, lses, packed_splits, splits, q_tokens, SPEC: tl.constexpr):
     """Merge the results of the splits of one row, those of packed values rotated back."""
+    CHANNELS: tl.constexpr = SPEC.channels
     row = tl.program_id(0).to(tl.int64)
     partial_lses = partials + tl.num_programs(0).to(tl.int64) * splits * SPEC.head_dim
     channels = tl.arange(0, SPEC.channels)
     largest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
-    merged = tl.zeros([1, SPEC.channels], tl.float32)
-    rotated = tl.zeros([1, SPEC.channels], tl.float32)
+    merged = tl.zeros([1, CHANNELS], tl.float32)
+    rotated = tl.zeros([1, CHANNELS], tl.float32)
     for begin in range(0, splits, SPEC.at_once):
         some = begin + tl.arange(0, SPEC.at_once)
         of_splits = tl.load(partial_lses + row * splits + some, mask=some < splits, other=float("-inf"))

@@ -175,6 +175,8 @@ def attend_blocks(
     """
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
+    ROWS: tl.constexpr = SPEC.rows
+    COLUMNS: tl.constexpr = SPEC.columns
     DTYPE: tl.constexpr = query.dtype
     CUT: tl.constexpr = SPEC.first or SPEC.ends
     if KEYS.rotation > 0:
@@ -184,11 +186,11 @@ def attend_blocks(
     channels = tl.arange(0, SPEC.key_channels)
     key_places = channels[:, None] * KEYS.words + tl.arange(0, KEYS.words)[None, :]
 
-    largest = tl.full([SPEC.rows], float("-inf"), tl.float32)
-    total = tl.zeros([SPEC.rows], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     sums = ()
     for _ in tl.static_range(VALUES.chunks * VALUES.tiles):
-        sums = sums + (tl.zeros([SPEC.rows, SPEC.columns], tl.float32),)
+        sums = sums + (tl.zeros([ROWS, COLUMNS], tl.float32),)
 
     # Parameters are too narrow to be copied ahead asynchronously, so they are read one block ahead.
     if KEYS.folded:
@@ -206,7 +208,7 @@ def attend_blocks(
                 key_codes + block * key_block + key_places, mask=(channels < KEYS.head_dim)[:, None], other=0
             )
 
-        offset = tl.zeros([SPEC.rows], tl.float32)
+        offset = tl.zeros([ROWS], tl.float32)
         rows_of_block = query
         if KEYS.folded:
             rows_of_block = times_scale(query, key_scale, SPEC.emulated)

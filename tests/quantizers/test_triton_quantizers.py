@@ -57,6 +57,9 @@ def test_kernels_pack_the_codes_that_the_cpu_packs(interpreted: dict[str, Any], 
         error, expected = found[side]["errors"]
         assert error <= expected * 1.002 + 1e-12
         assert found[side]["nan"]
+        # A sum that overflows makes a parameter many times too large, and need not change a code.
+        largest, expected = found[side]["largest"]
+        assert largest == pytest.approx(expected, rel=0.1)
     assert found["values"]["any nan"] == ("not_finite" in name)
 
 

@@ -20,7 +20,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 STARTED = time.monotonic()
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None, started: float | None = None) -
     steps = [step for step in STAGES[given.stage] if given.only is None or step.name in given.only]
     torch.manual_seed(0)
     if given.findings is not None:
-        given.findings.write_text(json.dumps(asdict(run_part(steps[0], setup, given.part)), default=str))
+        given.findings.write_text(json.dumps(run_part(steps[0], setup, given.part).plain()))
         return 0
     described = {"budget": given.budget, "quick": given.quick, **facts(device)}
     failures = Stage(given.stage, steps, setup, given.output, described).run()

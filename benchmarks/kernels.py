@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be there: registers, spills and shared memory of each.
 
-    python benchmarks/kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--json PATH]
+    python benchmarks/kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--few] [--json PATH]
 
 The kernels are those that a quantized layer launches for a prompt, for a decoded token and for its states in full
 precision, on meta tensors in place of a GPU's. triton compiles them for each compute capability, and `ptxas`, which
@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,24 @@ def cases() -> Iterator[Case]:
         yield Case(quantization, queries=queries, masked=True)
 
 
+FEW = {
+    80: ("attend_split: native 4, head_dim 128", "pack_block: native 4, head_dim 128"),
+    86: ("attend_split: native 4, head_dim 128",),
+    89: ("attend_split: native 4, head_dim 128",),
+    90: (
+        *(f"attend_split: native {bits}, head_dim {head_dim}" for bits in (4, 8) for head_dim in (64, 128)),
+        *(f"{kernel}: native 4, head_dim 128" for kernel in ("merge_splits", "pack_block", "read_block")),
+    ),
+    120: ("attend_split: native 4, head_dim 128", "read_block: native 4, head_dim 128"),
+}
+"""The kernels for one query in bfloat16 that `--few` compiles, by compute capability."""
+
+
+def is_among_few(name: str, capability: int) -> bool:
+    """Whether `--few` compiles a kernel."""
+    return name.endswith("bfloat16, 1 queries") and name.rpartition(", bfloat16")[0] in FEW.get(capability, ())
+
+
 def launches_of(case: Case, capability: int) -> list[Launch]:
     """The distinct launches of a prompt, a decoded token, and the states in full precision."""
     with as_gpu(capability), recorded_launches() as launches, torch.no_grad():
@@ -83,13 +101,13 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
     return list({launch.variant: launch for launch in launches}.values())
 
 
-def measured(capabilities: list[int], only: str) -> Iterator[dict[str, Any]]:
+def measured(capabilities: list[int], is_wanted: Callable[[str, int], bool]) -> Iterator[dict[str, Any]]:
     """What each kernel of each case needs. A kernel that several cases share is compiled once."""
     seen: set[tuple[Any, ...]] = set()
     for case, capability in itertools.product(cases(), capabilities):
         for launch in launches_of(case, capability):
             name = f"{launch.kernel.name}: {case.name}"
-            if (capability, launch.variant) in seen or only not in name:
+            if (capability, launch.variant) in seen or not is_wanted(name, capability):
                 continue
             seen.add((capability, launch.variant))
             needs: Compiled = compiled(launch, capability)
@@ -101,9 +119,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 86, 89, 90, 100, 120], choices=SHARED_MEMORY)
     parser.add_argument("--only", default="", help="only kernels and cases with this text")
     parser.add_argument("--json", type=Path, help="write the rows to a file")
+    parser.add_argument("--few", action="store_true", help="the dozen kernels that the tests compile, in half a minute")
     given = parser.parse_args(arguments)
     rows = []
-    for row in measured(given.capability, given.only):
+    wanted = is_among_few if given.few else lambda name, capability: given.only in name
+    for row in measured(given.capability, wanted):
         rows.append(row)
         note = "" if row["fits"] else "  MORE THAN THE GPU HAS"
         print(

@@ -209,20 +209,25 @@ def _without_attention(counts: Counts) -> Counts:
 # A shared prompt
 
 
-def shared(tokens: int) -> kvlayers.DynamicCache:
-    cache = held(kvlayers.DynamicCache(config=config()), tokens)
-    cache.expand(8)
+def shared(tokens: int, prompts: int = 1) -> kvlayers.DynamicCache:
+    """A cache of eight sequences, with as many for each prompt."""
+    cache = held(kvlayers.DynamicCache(config=config()), tokens, batch=prompts)
+    cache.expand(8 // prompts)
     return held(cache, 1, batch=8)
 
 
-def reordered(tokens: int) -> Counts:
+def reordered(cache: kvlayers.DynamicCache) -> Counts:
     """A step of a beam search: the cache is reordered, updated and read."""
-    cache, new = shared(tokens), states(1, 8)
-    beams = torch.empty(8, dtype=torch.int64, device=DEVICE)
+    new, beams = states(1, 8), torch.empty(8, dtype=torch.int64, device=DEVICE)
     with counted() as counts:
         cache.reorder_cache(beams)
         attend(cache.update(*new, 0), batch=8)
     return counts
+
+
+def beams(tokens: int, prompts: int) -> Counts:
+    cache = shared(tokens, prompts)
+    return largest([reordered(cache) for _ in range(3)])
 
 
 def shared_operations() -> Iterator[Operation]:
@@ -233,7 +238,14 @@ def shared_operations() -> Iterator[Operation]:
             before,
             8,
         )
-    yield Operation("eight beams of a prompt of 32,768: reorder and decode step", lambda: reordered(32768), None, None)
+    yield Operation(
+        "eight samples of a prompt of 8,192: decode step with a mask",
+        lambda: step(shared(8192), batch=8, masked=True),
+        None,
+        30,
+    )
+    yield Operation("eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(32768, 1), None, 8)
+    yield Operation("four beams of each of two prompts: reorder and decode step", lambda: beams(4096, 2), None, 14)
 
 
 # Caches in full precision
@@ -278,15 +290,15 @@ def full_precision_operations() -> Iterator[Operation]:
             at_most,
             may_wait=not own,
         )
-    for name, make, most in (
-        ("DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 4),
-        ("DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed_config()), 18),
-        ("StaticCache, a window", lambda: kvlayers.StaticCache(windowed_config(), max_cache_len=MOST), 16),
-        ("SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=1024), 28),
+    for name, make, number, most in (
+        ("DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 1100, 4),
+        ("DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed_config()), 1100, 18),
+        ("StaticCache, a window", lambda: kvlayers.StaticCache(windowed_config(), max_cache_len=MOST), 1100, 15),
+        ("SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=256), 300, 28),
     ):
         yield Operation(
-            f"{name}: the largest of 1,100 updates, which moves tokens",
-            lambda make=make: largest(updates(held(make(), 8192), 1100)),
+            f"{name}: the largest of many updates, which moves tokens",
+            lambda make=make, number=number: largest(updates(held(make(), 8192), number)),
             None,
             most,
         )

@@ -5,7 +5,6 @@ the device, that is counted, and it reads a zero.
 """
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from kvlayers.offload.transfers import BlockingTransfers, Event, Rows
+from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import TritonKernel
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 
 DEVICE = torch.device("meta")
 
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or an H200."""
+H200 = DeviceFacts(obstacle=None, multiprocessors=132, shared_memory=227 * 1024)
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "_unsafe_view"}
 """Operators that launch nothing, beside views."""
@@ -77,32 +75,17 @@ _counting: list[Counts] = []
 @contextlib.contextmanager
 def gpu() -> Iterator[None]:
     """Let kvlayers take the meta device for a GPU on which Triton's kernels run. Their launches do nothing."""
-    answers: dict[str, Callable[[torch.device], Any]] = {
-        "device_obstacle": lambda device: None,
-        "runs_triton": lambda device: True,
-        "multiprocessors": lambda device: MULTIPROCESSORS,
-        "shared_memory_limit": lambda device: None,
-    }
-    fakes = [(getattr(triton_support, name), answer) for name, answer in answers.items()]
-    for function, answer in fakes:
-        _replace_in_kvlayers(function, answer)
-    try:
-        with (
-            mock.patch.object(TritonKernel, "launch", _count_launch),
-            mock.patch.object(TritonKernel, "shared_memory", return_value=0),
-        ):
-            yield
-    finally:
-        for function, answer in fakes:
-            _replace_in_kvlayers(answer, function)
+    device_facts = triton_support.device_facts
 
+    def facts(device: torch.device) -> DeviceFacts:
+        return H200 if device.type == DEVICE.type else device_facts(device)
 
-def _replace_in_kvlayers(function: Callable[..., Any], other: Callable[..., Any]) -> None:
-    # A module that has imported the function by name has a reference of its own.
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "kvlayers"]:
-        for name, value in list(vars(module).items()):
-            if value is function:
-                setattr(module, name, other)
+    with (
+        mock.patch.object(triton_support, "device_facts", facts),
+        mock.patch.object(TritonKernel, "launch", _count_launch),
+        mock.patch.object(TritonKernel, "shared_memory", return_value=0),
+    ):
+        yield
 
 
 def _count_launch(kernel: TritonKernel, *arguments: Any) -> None:
@@ -186,6 +169,11 @@ class _Operators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "kvlayers":
             raise NotImplementedError(f"the operator {func} hides its launches: count what it calls")
+        # In inference mode, PyTorch hands over operators that consist of others.
+        with self:
+            found = func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = any(tensor.is_meta for tensor in given)
         if on_device and (standing_in := self._read_by_host(name, given, kwargs)) is not None:
@@ -232,24 +220,33 @@ def _check_one_device(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Transfers(BlockingTransfers):
-    """Copies of offloaded states, which a GPU does beside the computation: counted by themselves."""
+    """Copies of offloaded states, which a GPU does beside the computation: counted as transfers."""
 
     def __init__(self, device: torch.device = DEVICE) -> None:
         super().__init__(device)
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
-        for counts in _counting:
-            counts.transfers["to the device"] += len(sources)
-        with torch.inference_mode(False):
-            return [torch.empty_like(rows.tensor, device=self.device) for rows in sources], None
+    def copy_to_device(self, *arguments: Any) -> Any:
+        with _as_transfers():
+            return super().copy_to_device(*arguments)
 
     @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        for counts in _counting:
-            counts.transfers["to the host"] += len(pairs)
+    def copy_to_host(self, *arguments: Any) -> Any:
+        with _as_transfers():
+            return super().copy_to_host(*arguments)
 
     @override
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         for counts in _counting:
             counts.synchronisations["wait"] += 1
+
+
+@contextlib.contextmanager
+def _as_transfers() -> Iterator[None]:
+    # Only while operators are counted does a copy out of a meta tensor do nothing.
+    with contextlib.nullcontext() if _counting else counted():
+        counts = _counting[-1]
+        before = counts.copies.copy()
+        yield
+        counts.transfers += counts.copies - before
+        counts.copies = before

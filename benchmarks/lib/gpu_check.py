@@ -115,7 +115,7 @@ def numerics(setup: Setup) -> Findings:
 
 def _error(setup: Setup, case: Case) -> tuple[float, str]:
     """The error of one case, and the path that attention took."""
-    batch, heads, kv_heads, head_dim, blocks = setup.choose((2, 32, 8, 128, 67), (2, 4, 2, 32, 3))
+    batch, heads, kv_heads, head_dim, blocks = setup.choose((2, 32, 8, 128, 67), (1, 4, 2, 32, 2))
     dtype = DTYPES[case.dtype]
     shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "device": setup.device}
     store = QuantizedStore(quantization_of(setup))

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,13 @@ class Findings:
         self.wrong += [f"{name}: {line}" for line in other.wrong]
         self.details[name] = other.details
 
+    def plain(self) -> dict[str, Any]:
+        """Everything as JSON holds it."""
+        return {"figures": list(map(vars, self.figures)), "wrong": self.wrong, "details": _plain(self.details)}
+
     @classmethod
     def from_json(cls, text: str) -> "Findings":
-        """The findings that another process wrote."""
+        """The findings that another process wrote with `plain`."""
         written = json.loads(text)
         return cls([Figure(**figure) for figure in written["figures"]], written["wrong"], written["details"])
 
@@ -210,11 +214,11 @@ class Stage:
                 status, error = "failed", f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"
                 traceback.clear_frames(raised.__traceback__)
             self._clean_up()
-        return {"status": status, "seconds": time.monotonic() - begin, "error": error, **asdict(found)}
+        return {"status": status, "seconds": time.monotonic() - begin, "error": error, **found.plain()}
 
     def _findings(self, step: Step) -> Findings:
         alone = (step.isolated and self.setup.on_cuda) or self._device_is_lost
-        parts = step.parts or ("",)
+        parts = self.setup.choose(step.parts, step.parts[:2]) or ("",)
         if not alone:
             return merged(parts, (run_part(step, self.setup, part) for part in parts))
         with ThreadPoolExecutor(PROCESSES) as threads:
@@ -250,7 +254,7 @@ class Stage:
     def _save(self) -> None:
         # Written whole and then renamed, so that an interrupted run leaves a readable file.
         beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self._written, indent=1, default=str))
+        beside.write_text(json.dumps(self._written, indent=1))
         os.replace(beside, self.path)
 
     def _show(self) -> None:
@@ -279,6 +283,15 @@ def merged(parts: Iterable[str], found: Iterable[Findings]) -> Findings:
             return findings
         whole.merge(part, findings)
     return whole
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it: no step may be lost because of what it found."""
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _reason(entry: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention import dispatch, fused
+from kvlayers.attention import dispatch, fused, fused_kernels
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
@@ -163,7 +163,7 @@ def test_states_of_zeros_keep_their_weight_beside_hidden_tokens() -> None:
 
 
 def test_plain_torch_takes_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "SCORES_AT_ONCE", 3 * 2 * 8 * 2 * BLOCK)
+    monkeypatch.setattr(fused_kernels, "SCORES_AT_ONCE", 3 * 2 * 8 * 2 * BLOCK)
     held = segments(2, 64, torch.float32, cut=True)
     query = queries_of_a_model(2, 8, 11, 64, torch.float32)
     for mask in (None, torch.rand(2, 1, 11, held.tokens) > 0.5, torch.randn(1, 8, 1, held.tokens)):
@@ -205,3 +205,11 @@ def test_explanations_name_the_path() -> None:
         "plain torch, slab by slab, as there are no Triton kernels for cpu": 1,
         "plain torch, slab by slab, as no kernel takes a single product of eager attention": 2,
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_query_attends_to_anything(dtype: torch.dtype) -> None:
+    held = segments(2, 64, dtype, cut=False)
+    query = queries_of_a_model(2, 8, 0, 64, dtype)
+    assert fused.attend(query, held, None, 0.1).shape == (2, 8, 0, 64)
+    assert fused.attend(query, held, torch.ones(2, 8, 0, held.tokens, dtype=torch.bool), 0.1).shape == (2, 8, 0, 64)

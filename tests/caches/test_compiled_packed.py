@@ -272,7 +272,7 @@ def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: C
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "kvlayers"])
-def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: None) -> None:
+def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: None, read_in_full: list[str]) -> None:
     torch._dynamo.reset()
     config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     config._attn_implementation = attention
@@ -288,6 +288,42 @@ def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: 
             expected = model(ids[:, start:end], past_key_values=eager, **options).logits
             torch.testing.assert_close(logits[1], expected[1], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(logits[0, -1], expected[0, -1], rtol=1e-4, atol=1e-5)
+    assert not read_in_full
+
+
+def test_soft_caps_in_compiled_code(installed: None, read_in_full: list[str]) -> None:
+    torch._dynamo.reset()
+    config = tf.Gemma2Config(**{**SIZES, "num_hidden_layers": 1}, attn_logit_softcapping=2.0, sliding_window=512)
+    model = tf.Gemma2ForCausalLM(config).eval()
+    model.set_attn_implementation("kvlayers")
+    forward, ids = torch.compile(model.forward, backend="eager", fullgraph=True), prompt(1, 96)
+    caches = [kvlayers.QuantizedCache(config=config, **QUANTIZATION, quantize_sliding=True) for _ in range(2)]
+    with torch.no_grad():
+        for start, end in ((0, 90), (90, 91), (91, 92), (92, 96)):
+            part = ids[:, start:end]
+            logits, expected = (
+                run(part, past_key_values=cache).logits for run, cache in zip((forward, model), caches, strict=True)
+            )
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert not read_in_full
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_gradients_of_queries_alone(attention: str) -> None:
+    """The keys of the first layer require none, so the cache is called by operators."""
+    torch._dynamo.reset()
+    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    config._attn_implementation = attention
+    model, ids = tf.LlamaForCausalLM(config).eval().requires_grad_(False), prompt(1, 94)
+    weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+    found = []
+    for forward in (torch.compile(model.forward, backend="aot_eager"), model):
+        cache = packed(model)
+        with torch.no_grad():
+            model(ids[:, :90], past_key_values=cache)
+        loss = forward(ids[:, 90:], past_key_values=cache).logits.square().mean()
+        found.append(torch.autograd.grad(loss, weight)[0])
+    torch.testing.assert_close(*found)
 
 
 def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
@@ -396,7 +432,7 @@ def test_compiled_code_does_not_read_states_of_another_update() -> None:
             torch.ops.kvlayers.attend_packed(number, *arguments)
 
 
-OPERATORS = ("take_in", "attend", "read", "attend_packed", "full_precision")
+OPERATORS = ("take_in", "attend", "multiply", "read", "attend_packed", "full_precision")
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -412,6 +448,7 @@ def test_operators_do_what_they_declare(name: str) -> None:
         arguments: dict[str, tuple[Any, ...]] = {
             "take_in": (of_cache, 0, new, new),
             "attend": (of_cache, 0, query, tokens, 8, None, False, None),
+            "multiply": (of_cache, 0, query, tokens, False, 2, tokens),
             "read": (of_cache, 0, False, query, shape),
             "attend_packed": (of_store, query, tokens, 8, None, False, None),
             "full_precision": (of_store, True, 2, (1, 4, *shape[2:]), torch.float32, torch.device("cpu")),
@@ -421,6 +458,29 @@ def test_operators_do_what_they_declare(name: str) -> None:
         torch.library.opcheck(operator, arguments[name])
     # They run Python at each call, so a CUDA graph that replays without Python must not hold them.
     assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_attention_behind_a_graph_break_reads_codes(read_in_full: list[str]) -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    cache = filled(generator)
+
+    def broken(query: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        keys, values = cache.update(states, states, 0)
+        torch._dynamo.graph_break()
+        return attended(query, keys, values)
+
+    compiled = torch.compile(broken, backend="eager")
+    with torch.no_grad():
+        for step in range(4):
+            query, states = (torch.randn(1, heads, 1, 8, generator=generator) for heads in (4, 2))
+            twin = cache.fork()
+            seen = compiled(query, states)
+            if step == 1:
+                # TorchDynamo has looked at the arguments of the code that it compiled.
+                read_in_full.clear()
+            torch.testing.assert_close(seen, attended(query, *twin.update(states, states, 0)))
+    assert not read_in_full
 
 
 def test_placeholders_of_states_are_no_numbers() -> None:

@@ -633,6 +633,22 @@ def test_buckets_of_another_type_are_refused(buckets: object) -> None:
         static_cache("qwen2", buckets=buckets)
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 6), ("meta", 16)])
+def test_beside_an_accelerator_only_states_on_it_have_masks_of_buckets(
+    device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    cache = static_cache("hybrid", max_cache_len=64, buckets=kvlayers.Buckets(16))
+    assert cache.compiled
+    full = next(index for index, layer in enumerate(cache.layers) if isinstance(layer, kvlayers.StaticLayer))
+    with torch.no_grad():
+        cache.update(*torch.zeros(2, 1, 2, 5, 8, device=device), full)
+        assert cache.compiled is (device != "cpu")
+        assert cache.get_mask_sizes(1, full) == (tokens, 0)
+        new = torch.zeros(2, 1, 2, 1, 8, device=device)
+        assert cache.update(*new, full)[0].shape[2] == tokens
+
+
 def test_a_cache_says_whether_it_reads_buckets() -> None:
     assert static_cache("hybrid").compiled is torch.accelerator.is_available()
     for family in ("qwen2", "hybrid", "jamba"):

@@ -1,6 +1,7 @@
 """Offloaded states are right however late copies and computation are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import kvlayers
 from cuda_device import DEVICE
 from kvlayers import OffloadedLayer, Prefetcher, Quantization
 from kvlayers.layers import TokenLayer
-from kvlayers.offload.transfers import Event, Rows, StreamTransfers, Transfers, transfers_for
+from kvlayers.offload.transfers import StreamTransfers, Transfers, transfers_for
 from packed_reference import random_pair
 
 pytestmark = [*cuda_device.on_cuda, cuda_device.needs_streams]
@@ -39,13 +40,15 @@ class LateTransfers(StreamTransfers):
         super().__init__(device)
         self._idle = torch.Stream(device=device)
 
-    def copy_to_device(self, sources: Sequence[Rows], after: Sequence[Event]) -> tuple[list[Tensor], Event]:
-        return super().copy_to_device(sources, [*after, self._later()])
+    def copy_to_device(self, *args: Any) -> Any:
+        self._inbound.wait_event(self._later())
+        return super().copy_to_device(*args)
 
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]], after: Sequence[Event]) -> Event:
-        return super().copy_to_host(pairs, [*after, self._later()])
+    def copy_to_host(self, *args: Any) -> Any:
+        self._outbound.wait_event(self._later())
+        return super().copy_to_host(*args)
 
-    def _later(self) -> Event:
+    def _later(self) -> Any:
         current = torch.accelerator.current_stream(self.device)
         torch.accelerator.set_stream(self._idle)
         torch.cuda._sleep(CYCLES)

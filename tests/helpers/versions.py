@@ -35,6 +35,9 @@ interprets_kernels = pytest.mark.skipif(
     Version(MINIMUM_VERSION) > TRITON or (Version("3.7") > TRITON and Version(np.__version__) >= Version("2.4")),
     reason=f"triton {TRITON} has no interpreter that works with numpy {np.__version__}: see constraints-shared.txt",
 )
+compiles_kernels = pytest.mark.skipif(
+    Version(MINIMUM_VERSION) > TRITON, reason=f"triton {TRITON} is older than {MINIMUM_VERSION}, or is not installed"
+)
 kvlayers_recurrent_layers = pytest.mark.skipif(
     not compat.MODELS_PASS_COLUMNS,
     reason=f"models of transformers {TRANSFORMERS} do not say what their convolutions keep, as kvlayers' layers need, "

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def test_a_failure_does_not_stop_the_rest(stages: Any) -> None:
         found = stage.Findings()
         found.add("error", 0.5, "", "0.1")
         found.expect(False, "the error is 0.5")
+        found.details["launches"] = Counter({"kernel": 2, ("a", "tuple"): torch.float16})
         return found
 
     entries, code = stages(
@@ -122,6 +124,7 @@ def test_a_failure_does_not_stop_the_rest(stages: Any) -> None:
     assert code == 3
     assert entries["fails"]["error"].startswith("RuntimeError: the kernel is missing")
     assert entries["has parts"]["wrong"] == ["one: the error is 0.5", "two: the error is 0.5"]
+    assert entries["is wrong"]["details"] == {"launches": {"kernel": 2, "('a', 'tuple')": "torch.float16"}}
     assert entries["for a GPU"]["error"] == "needs a CUDA device: streams"
 
 

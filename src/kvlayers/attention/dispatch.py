@@ -66,7 +66,7 @@ def attend(
             paths.record(f"{means}, {SHARED}")
             return segments.attend(query, mask, scale)
         if fused.serves(query.device):
-            obstacle = cuda_kernel.obstacle(query, segments)
+            obstacle = cuda_kernel.obstacle(query, segments, mask)
             paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
             return (fused.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
         use_kernel = _uses_cpu_kernel(query, segments, paths)

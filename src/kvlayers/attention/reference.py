@@ -1,7 +1,7 @@
-"""Attention on key-value segments in plain torch: a few blocks at a time, with an online softmax.
+"""Attention on key-value segments in plain torch: a few blocks at a time, with an online softmax, in float32.
 
-It serves prefill, devices and dtypes without a kernel, and machines without a compiler. No more than a few packed
-blocks are in full precision at once; the more queries there are, the fewer blocks.
+It serves a CPU in prefill, in dtypes without a kernel, and without a compiler; accelerators have `fused`. No more than
+a few packed blocks are in full precision at once; the more queries there are, the fewer blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from kvlayers.quantizers.hadamard import rotate
 CPU_SCORES_AT_ONCE = 1 << 15
 """Scores of one head that are worth a round of torch calls on a CPU: with fewer, their fixed cost dominates."""
 
-MINIMUM_BLOCK_TOKENS = 64
+CPU_MINIMUM_BLOCK_TOKENS = 64
 """Fewest tokens at once, however many queries there are."""
 
-MAXIMUM_TOKENS_AT_ONCE = 512
+CPU_MAXIMUM_TOKENS_AT_ONCE = 512
 """Most tokens that are brought to full precision at once, however few queries there are."""
 
 
@@ -144,8 +144,8 @@ def _pieces(segments: KVSegments, rows: int) -> Iterator[_Piece]:
     for segment in segments.in_order:
         if not segment.tokens:
             continue
-        block_tokens = MINIMUM_BLOCK_TOKENS if isinstance(segment, DenseSegment) else segment.keys.block_tokens
-        tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), block_tokens), MAXIMUM_TOKENS_AT_ONCE)
+        block_tokens = CPU_MINIMUM_BLOCK_TOKENS if isinstance(segment, DenseSegment) else segment.keys.block_tokens
+        tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), block_tokens), CPU_MAXIMUM_TOKENS_AT_ONCE)
         if isinstance(segment, DenseSegment):
             sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
             for keys, values in zip(*sides, strict=True):

@@ -55,7 +55,11 @@ class PrefixNumbers:
         return self._on_devices[device]
 
     def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return torch.as_tensor(self._numbers, device=device), torch.arange(len(self), device=device)
+        positions = torch.arange(len(self), device=device)
+        if self.are_even:
+            # Computed there, because the host would wait for a copy.
+            return positions // (len(self) // self.prefixes), positions
+        return torch.as_tensor(self._numbers, device=device), positions
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Tensors that hold the numbers."""
@@ -137,13 +141,14 @@ class SharedPrefixSegments:
         def over_prefix(prefix: KVSegments, rows: Tensor, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
             return attend_partly(rows, prefix, rows_mask, scale)
 
-        parts = [self._by_prefix(query, shared_mask, over_prefix)]
+        out, logsumexp = self._by_prefix(query, shared_mask, over_prefix)
+        own = None
         if self.own is not None and self.own.tokens:
-            parts.append(attend_partly(query, self.own, own_mask, scale))
+            own = attend_partly(query, self.own, own_mask, scale)
         if on_accelerator:
-            return fused.merged(parts, mask).to(query.dtype)
-        attended, _ = reference.merge([out for out, _ in parts], [logsumexp for _, logsumexp in parts])
-        return attended.to(query.dtype)
+            return fused.attend_both((out, logsumexp), own, mask).to(query.dtype)
+        outs, logsumexps = zip((out, logsumexp), *(() if own is None else (own,)), strict=True)
+        return reference.merge(outs, logsumexps)[0].to(query.dtype)
 
     def scores(self, query: Tensor) -> Tensor:
         """Products with all keys; arguments and result are those of `reference.scores`."""
@@ -203,7 +208,8 @@ class SharedPrefixSegments:
         grouped_mask = None if mask is None else _group(mask, 1).expand(prefixes, -1, -1, -1)
         found = compute(self.prefix, grouped, grouped_mask)
         numbers, positions = self.numbers.on(rows.device)
-        return [result.unflatten(2, (batch, queries)).transpose(1, 2)[numbers, positions] for result in found]
+        split = [torch.unflatten(result, 2, (batch, queries)) for result in found]
+        return [result.transpose(1, 2)[numbers, positions] for result in split]
 
     def _members(self) -> Iterator[tuple[int, list[int]]]:
         known = self.numbers.known or ()

@@ -54,8 +54,9 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         grow: take a larger reservation if this one is too small, instead of raising `CapacityError`. Compiled code
             cannot, and raises.
         compiled: whether `generate()` may compile the forward pass around this cache. The masks, which it makes outside
-            of compiled code, are then masks of buckets. If it is not given, it is true if there is an accelerator. A
-            function that you compile with the model and its masks in it does not need it.
+            of compiled code, are then masks of buckets. If it is not given, it is true if there is an accelerator, and
+            false from the first states on if these are on the CPU. A function that you compile with the model and its
+            masks in it does not need it.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
         offload_directory: the directory of these files, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
@@ -98,10 +99,11 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
         self.compiled = self._masks_are_of_buckets(config, compiled)
 
-    def _masks_are_of_buckets(self, config: object, compiled: bool | None) -> bool:
+    def _masks_are_of_buckets(self, config: object, compiled: bool | None) -> bool | None:
+        """Whether masks are of buckets, `None` if they are unless the states are on a CPU."""
         of_all = model_types.counts_on_the_whole_reservation(config)
         if compiled is None:
-            return torch.accelerator.is_available() and not of_all
+            return None if torch.accelerator.is_available() and not of_all else False
         if not isinstance(compiled, bool):
             raise OptionError(f"expected compiled to be True, False or None, but saw {compiled!r}.")
         if compiled and of_all:
@@ -129,7 +131,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         # Adapters of transformers' layers are made again, as they are told whether they grow.
         cache._adapted = ()
         # Whether masks are of buckets is a matter of the machine that goes on, too.
-        cache.compiled = bool(options["compiled"]) and torch.accelerator.is_available()
+        cache.compiled = None if options["compiled"] and torch.accelerator.is_available() else False
         return cache
 
     @classmethod
@@ -140,10 +142,10 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     @property
     def compiled(self) -> bool:
         """Whether masks that are made outside of compiled code are masks of buckets."""
-        return any(layer.reserved.mask_extent.mode.compiled for layer in fixed_layers(self.layers))
+        return any(layer.reserved.mask_extent.mode.is_compiled for layer in fixed_layers(self.layers))
 
     @compiled.setter
-    def compiled(self, compiled: bool) -> None:
+    def compiled(self, compiled: bool | None) -> None:
         for layer in fixed_layers(self.layers):
             layer.reserved.mask_extent.mode.compiled = compiled
 

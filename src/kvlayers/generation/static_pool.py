@@ -107,7 +107,7 @@ def _static_parts(cache: object) -> list[Any] | None:
 
 
 def _was_compiled_around(cache: Cache) -> bool:
-    return any(layer.reserved.mask_extent.mode.compiled for layer in fixed_layers(cache.self_attention.layers))
+    return any(layer.reserved.mask_extent.mode.is_compiled for layer in fixed_layers(cache.self_attention.layers))
 
 
 def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:

@@ -145,6 +145,38 @@ def _(
     return query.new_empty((*query.shape[:3], value_head_dim))
 
 
+@torch.library.custom_op("kvlayers::multiply", mutates_args=("number",), **compat.OUTSIDE_CUDA_GRAPHS)
+def multiply(
+    number: Tensor, layer_idx: int, left: Tensor, tokens: int, is_values: bool, copies: int, width: int
+) -> Tensor:
+    """One of the two products of eager attention: `queries @ keys.transpose(2, 3)`, or `weights @ values`.
+
+    Args:
+        number: number of the cache's handle.
+        layer_idx: index of the layer.
+        left: queries or weights, `[batch, kv_heads * copies, new, any]`.
+        tokens: tokens of the last update's states.
+        is_values: whether the other factor is the values.
+        copies: copies of each kv head.
+        width: length of the last axis of the result.
+    """
+    with torch.no_grad():
+        states = _handle(number).states(layer_idx, tokens)[is_values]
+        # Within an operator torch does not dispatch to the `__torch_function__` of an argument.
+        kind: Any = type(states)
+        if copies > 1:
+            states = kind.__torch_function__(Tensor.repeat_interleave, (kind,), (states, copies, 1))
+        if not is_values:
+            states = kind.__torch_function__(Tensor.transpose, (kind,), (states, 2, 3))
+        product: Tensor = kind.__torch_function__(torch.matmul, (kind,), (left.detach(), states))
+        return product.contiguous()
+
+
+@multiply.register_fake
+def _(number: Tensor, layer_idx: int, left: Tensor, tokens: int, is_values: bool, copies: int, width: int) -> Tensor:
+    return left.new_empty((*left.shape[:3], width))
+
+
 @torch.library.custom_op("kvlayers::read", mutates_args=("number",), **compat.OUTSIDE_CUDA_GRAPHS)
 def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Keys, or values, that the last update of a layer returned, in full precision: a copy, of the dtype of `like`."""
@@ -188,6 +220,10 @@ def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, value
     return attended[0], attended[1]
 
 
+PLACEHOLDER_FUNCTIONS = frozenset({Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous})
+"""Functions by which TorchDynamo describes a placeholder that is an argument of code behind a graph break."""
+
+
 class CalledStates(Tensor):
     """Stands for keys or values that attention reads by an operator, while TorchDynamo traces.
 
@@ -197,6 +233,7 @@ class CalledStates(Tensor):
         tokens: number of tokens.
         is_values: whether they are values.
         copies: how often each kv head occurs: 0 before the model begins to repeat them.
+        swapped: whether the axes of tokens and head_dim are swapped.
     """
 
     number: Tensor
@@ -204,6 +241,7 @@ class CalledStates(Tensor):
     tokens: int
     is_values: bool
     copies: int
+    swapped: bool
 
     @classmethod
     @override
@@ -216,13 +254,21 @@ class CalledStates(Tensor):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA_FUNCTIONS:
+            if func in METADATA_FUNCTIONS or func in PLACEHOLDER_FUNCTIONS:
                 return func(*args, **kwargs)
             states = args[0]
             if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:
                 return _attend(*args, **kwargs)
             if func is Tensor.contiguous and isinstance(states, CalledStates):
                 return states
+            if func is Tensor.transpose and isinstance(states, CalledStates):
+                swapped = _swapped(states, *args[1:], **kwargs)
+                if swapped is not None:
+                    return swapped
+            if func is torch.matmul and len(args) == 2 and not kwargs:
+                product = _product(*args)
+                if product is not None:
+                    return product
             if isinstance(states, CalledStates) and func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape):
                 viewed = _repeated(states, func(*args, **kwargs))
                 if viewed is not None:
@@ -230,22 +276,46 @@ class CalledStates(Tensor):
             return func(*map(_in_full, args), **{name: _in_full(value) for name, value in kwargs.items()})
 
 
-def _called(states: Tensor, number: Tensor, layer_idx: int, tokens: int, is_values: bool, copies: int) -> Tensor:
+def _called(
+    states: Tensor, number: Tensor, layer_idx: int, tokens: int, is_values: bool, copies: int, swapped: bool = False
+) -> Tensor:
     called: Any = states.as_subclass(CalledStates)
     called.number = number
     called.layer_idx = layer_idx
     called.tokens = tokens
     called.is_values = is_values
     called.copies = copies
+    called.swapped = swapped
     return called  # type: ignore[no-any-return]
 
 
 def _repeated(states: CalledStates, result: Tensor) -> Tensor | None:
     """The result of a step in which models repeat kv heads, `None` if the step is another one."""
     copies = kv_head_copies(states.size(), result.size())
-    if not copies:
+    if not copies or states.swapped:
         return None
     return _called(result, states.number, states.layer_idx, states.tokens, states.is_values, copies)
+
+
+def _swapped(states: CalledStates, dim0: int, dim1: int) -> Tensor | None:
+    if states.dim() != 4 or (dim0 % 4, dim1 % 4) not in ((2, 3), (3, 2)):
+        return None
+    result = states.transpose(dim0, dim1)
+    copies, swapped = states.copies, not states.swapped
+    return _called(result, states.number, states.layer_idx, states.tokens, states.is_values, copies, swapped)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor | None:
+    """One of the products of eager attention, `None` if it is another product."""
+    if isinstance(left, CalledStates) or not isinstance(right, CalledStates) or right.swapped == right.is_values:
+        return None
+    if left.dim() != 4 or right.dim() != 4 or left.shape[:2] != right.shape[:2]:
+        return None
+    if torch.is_grad_enabled() and left.requires_grad:
+        return None
+    copies, width = max(right.copies, 1), right.size(3)
+    product: Tensor = multiply(right.number, right.layer_idx, left, right.tokens, right.is_values, copies, width)
+    return product
 
 
 def _in_full(argument: Any) -> Any:
@@ -254,11 +324,12 @@ def _in_full(argument: Any) -> Any:
         batch, heads = argument.size(0), argument.size(1)
         repeated = argument.copies and argument.dim() == 4
         kv_heads = heads // argument.copies if repeated else heads
-        shape = batch, kv_heads, argument.tokens, argument.size(-1)
+        shape = batch, kv_heads, argument.tokens, argument.size(2 if argument.swapped else -1)
         states = read(argument.number, argument.layer_idx, argument.is_values, argument.new_empty(()), shape)
-        if not argument.copies:
-            return states
-        return states.repeat_interleave(argument.copies, 1) if repeated else states[:, :, None].expand(argument.size())
+        if argument.copies and not repeated:
+            return states[:, :, None].expand(argument.size())
+        states = states.repeat_interleave(argument.copies, 1) if repeated else states
+        return states.transpose(2, 3) if argument.swapped else states
     if isinstance(argument, list | tuple):
         return type(argument)([_in_full(part) for part in argument])
     return argument
@@ -278,6 +349,9 @@ def _attend(
         isinstance(key, CalledStates)
         and isinstance(value, CalledStates)
         and not isinstance(query, CalledStates)
+        and not (key.swapped or value.swapped)
+        # No gradient goes through an operator.
+        and not (torch.is_grad_enabled() and query.requires_grad)
         and query.dim() == key.dim() == 4
         and (key.layer_idx, key.tokens, key.is_values, value.is_values) == (value.layer_idx, value.tokens, False, True)
     )

@@ -11,18 +11,28 @@ class MaskMode:
     """Facts on which all layers of a cache agree, because the masks of all layers are made alike.
 
     Args:
-        compiled: whether eager code reads buckets too, for masks that are passed to compiled code.
+        compiled: whether eager code reads buckets too, for masks that are passed to compiled code. `None` if it does
+            unless the states are on a CPU.
 
     Attributes:
+        device: device of the states, `None` before the first ones.
         recording: whether the cache records tokens for a rollback.
         mixed: whether the layers cannot share masks of a bucket, because some are offloaded, not static, or of other
             sizes.
     """
 
-    def __init__(self, compiled: bool = False) -> None:
+    def __init__(self, compiled: bool | None = False) -> None:
         self.compiled = compiled
+        self.device: torch.device | None = None
         self.recording = False
         self.mixed = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether eager code reads buckets too."""
+        if self.compiled is None:
+            return self.device is None or self.device.type != "cpu"
+        return self.compiled
 
     @property
     def compileable(self) -> bool:
@@ -30,7 +40,7 @@ class MaskMode:
         # What is recorded for a rollback does not fit a window's bucket, and a layer that grows has no buckets.
         if self.recording or self.mixed:
             return False
-        return self.compiled or torch.compiler.is_compiling()
+        return self.is_compiled or torch.compiler.is_compiling()
 
     @property
     def uses_buckets(self) -> bool:

@@ -189,6 +189,7 @@ class ReservedStore(SlotCountingStore):
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
         counts = self._count_on_device(key_form.device)
         if not torch.compiler.is_compiling():
+            self.mask_extent.mode.device = key_form.device
             # Memory that a compiled function allocates is one of its results, and has no fixed address.
             for tensor in (keys.tensor, values.tensor, *counts):
                 torch._dynamo.mark_static_address(tensor)

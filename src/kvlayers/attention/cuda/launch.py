@@ -19,6 +19,7 @@ from kvlayers.attention.cuda.plan import (
     ATTEND_SPLIT,
     DENSE_TOKENS,
     MERGE_SPLITS,
+    DenseArguments,
     SegmentPlan,
     Variant,
     dense_arguments,
@@ -27,6 +28,7 @@ from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK, rows_o
 from kvlayers.attention.segments import KVSegments
 
 _LOG2_E = math.log2(math.e)
+_NO_STRIDES = (0,) * 6
 
 
 def kind_of(mask: Tensor | None) -> int:
@@ -61,8 +63,8 @@ class SplitCall:
         packed_splits = -(-plan.blocks // per_split)
         tokens_per_split = max(DENSE_TOKENS, per_split * plan.block_tokens)
 
-        nothing = (query, query, (0,) * 6, 0)
-        before = after = nothing
+        before: DenseArguments = (query, query, _NO_STRIDES, 0)
+        after = before
         if segments.before:
             if plan.before is None or plan.before[0] is not segments.before:
                 plan.before = segments.before, dense_arguments(segments.before)
@@ -72,7 +74,8 @@ class SplitCall:
         splits_before, splits_after = -(-before[3] // tokens_per_split), -(-after[3] // tokens_per_split)
         splits = packed_splits + splits_before + splits_after
 
-        kind, entries, mask_strides = kind_of(mask), query, (0, 0, 0, 0)
+        kind, entries = kind_of(mask), query
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = mask.expand(batch, heads, q_tokens, mask.shape[3])
             mask_strides = mask.stride()

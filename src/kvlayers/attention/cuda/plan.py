@@ -41,6 +41,10 @@ ATTEND_SPLIT = TritonKernel("kvlayers.attention.cuda.triton_kernels", "attend_sp
 MERGE_SPLITS = TritonKernel("kvlayers.attention.cuda.triton_kernels", "merge_splits")
 
 
+DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int]
+"""Keys, values, batch, head and token strides of both, and the number of tokens."""
+
+
 class Variant:
     """A compiled variant of the split kernel.
 
@@ -59,11 +63,9 @@ class Variant:
         self.constants: dict[str, Any] | None = None
         self.obstacle: str | None = None
 
-    def fit(
-        self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]
-    ) -> None:
+    def fit(self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Find out with how many stages `limit` bytes of shared memory suffice. This compiles the kernel."""
-        constants = {"SPEC": self._spec, **self._options}
+        constants: dict[str, Any] = {"SPEC": self._spec, **self._options}
         needed = 0
         while limit is not None:
             needed = ATTEND_SPLIT.shared_memory(device, grid, arguments, constants)
@@ -125,12 +127,12 @@ class SegmentPlan:
         # Pointers of the right type stand for what is never read.
         ends = _ends_of(segment) if segment.ends is not None else key_codes
         self.tensors = (*of_packed, ends)
-        self.before: tuple[tuple[DenseSegment, ...], tuple[Any, ...]] | None = None
+        self.before: tuple[tuple[DenseSegment, ...], DenseArguments] | None = None
         self._segment = segment
         self._starts: Tensor | None = None
-        self._specs = tuple(
-            side_spec(side.format, side.side, side.head_dim, self.block_tokens, self.dtype, launch.assembly)
-            for side in (keys, values)
+        self._specs = (
+            side_spec(keys.format, "keys", keys.head_dim, self.block_tokens, self.dtype, launch.assembly),
+            side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
         )
         self._variants: dict[tuple[int, int, int], Variant] = {}
         self._merges: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -152,7 +154,16 @@ class SegmentPlan:
             keys, values = self._specs
             first, ends = self.first > 0, self._segment.ends is not None
             spec = split_spec(
-                keys, values, self.block_tokens, self.dtype, self.kv_heads, heads // self.kv_heads, rows, mask, first, ends
+                keys,
+                values,
+                self.block_tokens,
+                self.dtype,
+                self.kv_heads,
+                heads // self.kv_heads,
+                rows,
+                mask,
+                first,
+                ends,
             )
             key = self.device, self.shared_memory, spec, self.launch
             variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
@@ -178,12 +189,12 @@ class SegmentPlan:
 def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:
     """The plan of a segment, made once for as long as its blocks do not change."""
     plan: SegmentPlan | None = segment.kernel_cache.get("triton")
-    if plan is None or plan.obstacle is None and plan.launch is not launch:
+    if plan is None or (plan.obstacle is None and plan.launch is not launch):
         plan = segment.kernel_cache["triton"] = SegmentPlan(segment, launch)
     return plan
 
 
-def dense_arguments(segments: tuple[DenseSegment, ...]) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+def dense_arguments(segments: tuple[DenseSegment, ...]) -> DenseArguments:
     """Keys, values, their batch, head and token strides, and the number of tokens, of neighbouring segments."""
     if len(segments) == 1:
         keys, values = segments[0].keys, segments[0].values

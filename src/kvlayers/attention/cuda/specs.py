@@ -142,7 +142,7 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def side_spec(
     code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype, assembly: bool
 ) -> SideSpec:
@@ -154,7 +154,7 @@ def side_spec(
     folded, chunks = column_group == block_tokens, 1
     if side == "values":
         folded, chunks = _fold_of_values(head_dim, column_group, size, code_format.bits)
-    unpacking = ()
+    unpacking: tuple[str, ...] = ()
     if assembly and not is_interpreted():
         unpacking = unpacking_instructions(code_format.bits, code_format.floating, dtype)
     return SideSpec(
@@ -190,7 +190,7 @@ def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bo
     return False, 1
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def split_spec(
     keys: SideSpec,
     values: SideSpec,
@@ -224,14 +224,14 @@ def split_spec(
         ends=ends,
         boost=boost,
         divisor=boost if values.folded and not values.floating else 1.0,
-        # Codes of float8 are 256 times the numbers that the kernel unpacks. It makes up for that when it applies scales.
+        # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.
         unfold=256.0 if keys.floating and keys.folded else 1.0,
         dense_tokens=min(64, max(16, _DENSE_BYTES // (widest * dtype.itemsize))),
         emulated=is_interpreted(),
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def merge_spec(heads: int, values: SideSpec, logsumexp: bool) -> MergeSpec:
     """The spec of `merge_splits` for packed values."""
     return MergeSpec(

@@ -29,9 +29,9 @@ from kvlayers.attention.cuda.triton_softmax import (
     logsumexp_of,
     mask_part,
     normalised,
-    rows_of_program,
     row_maxima,
     row_sums,
+    rows_of_program,
     weigh_scores,
 )
 
@@ -225,9 +225,7 @@ def attend_blocks(
                 start = column + tl.load(starts + block) - lead
             else:
                 start = column + block * SPEC.block_tokens - first
-            scores = mask_block(
-                scores, seen_of_parts, mask, rows_of_mask, mask_token, start, rows_of_head, scale, SPEC
-            )
+            scores = mask_block(scores, seen_of_parts, mask, rows_of_mask, mask_token, start, rows_of_head, scale, SPEC)
 
         # `scale` is positive, so the largest score can be found before scaling: then scaling and subtraction are one
         # instruction.

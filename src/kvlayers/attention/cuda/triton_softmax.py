@@ -6,7 +6,7 @@ tensors `[rows, tokens]`.
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
-# ruff: noqa: N803, N806, RUF005
+# ruff: noqa: N803, RUF005
 # Compile-time constants are in capitals, as in triton itself; and its language lacks some of Python.
 
 from __future__ import annotations

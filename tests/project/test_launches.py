@@ -65,6 +65,17 @@ def test_too_many_launches_and_waits_fail_the_command(monkeypatch: pytest.Monkey
     assert complaints[1] == "the host waits for the device: {'to the host': 1}"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "path"), [(128, "by a Triton kernel"), (512, "in plain torch, as the head_dim is 512, above 256")]
+)
+def test_explain_says_how_blocks_were_packed(head_dim: int, path: str) -> None:
+    cache = kvlayers.QuantizedCache(nbits=8)
+    for tokens in (300, *[1] * 80):
+        cache.update(*[torch.empty(1, 8, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)], 0)
+    assert dict(cache.explain().packing) == {f"keys {path}": 2, f"values {path}": 2}
+    assert f"packing, 2 times: keys {path}" in repr(cache.explain())
+
+
 # The counter
 
 

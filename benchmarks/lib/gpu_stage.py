@@ -145,7 +145,6 @@ class Step:
         name: its name.
         seconds: how long it is predicted to take on an H200, with compilation.
         run: measures.
-        needs_cuda: why it does not run on a CPU, empty if it does.
         isolated: whether it runs in a process of its own on a GPU: an error in a kernel leaves the process without the
             device.
         parts: names of parts that run at the same time, in a process each.
@@ -154,7 +153,6 @@ class Step:
     name: str
     seconds: float
     run: Callable[[Setup], Findings]
-    needs_cuda: str = ""
     isolated: bool = False
     parts: tuple[str, ...] = ()
 
@@ -201,9 +199,7 @@ class Stage:
         """Run a step unless there is a reason not to."""
         begin = time.monotonic()
         found, status, error = Findings(), "done", ""
-        if step.needs_cuda and not self.setup.on_cuda:
-            status, error = "skipped", f"{NO_DEVICE}: {step.needs_cuda}"
-        elif predicted > self.setup.seconds_left:
+        if predicted > self.setup.seconds_left:
             status, error = "skipped", f"{max(self.setup.seconds_left, 0):.0f} s of the budget are left"
         else:
             try:

@@ -218,3 +218,14 @@ def test_a_chat_and_a_copy_of_its_cache(installed: None) -> None:
         expected = logits()
         model.set_attn_implementation("kvlayers")
         torch.testing.assert_close(logits(), expected)
+
+
+def test_a_prompt_before_free_slots_gets_a_mask() -> None:
+    """transformers' static cache returns all of its slots, so the prompt is not that of the newest tokens."""
+    queries: dict[str, Any] = {"q_length": 4}
+    if compat.MASKS_BY_CACHE_POSITION:
+        queries = {"cache_position": torch.arange(4)}
+    mask = model_attention.attention_mask(batch_size=1, kv_length=8, **queries)
+    assert mask is not None
+    assert torch.equal(mask[0, 0], torch.ones(4, 8, dtype=torch.bool).tril())
+    assert model_attention.attention_mask(batch_size=1, kv_length=4, **queries) is None

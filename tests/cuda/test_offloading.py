@@ -1,7 +1,6 @@
 """Offloaded states are right however late copies and computation are."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import kvlayers
 from cuda_device import DEVICE
 from kvlayers import OffloadedLayer, Prefetcher, Quantization
 from kvlayers.layers import TokenLayer
-from kvlayers.offload.transfers import StreamTransfers, Transfers, transfers_for
+from kvlayers.offload.transfers import Event, PendingCopy, Rows, StreamTransfers, Transfers, transfers_for
 from packed_reference import random_pair
 
 pytestmark = [*cuda_device.on_cuda, cuda_device.needs_streams]
@@ -40,15 +39,15 @@ class LateTransfers(StreamTransfers):
         super().__init__(device)
         self._idle = torch.Stream(device=device)
 
-    def copy_to_device(self, *args: Any) -> Any:
+    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
         self._inbound.wait_event(self._later())
-        return super().copy_to_device(*args)
+        return super().copy_to_device(sources)
 
-    def copy_to_host(self, *args: Any) -> Any:
+    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
         self._outbound.wait_event(self._later())
-        return super().copy_to_host(*args)
+        return super().copy_to_host(pairs)
 
-    def _later(self) -> Any:
+    def _later(self) -> Event:
         current = torch.accelerator.current_stream(self.device)
         torch.accelerator.set_stream(self._idle)
         torch.cuda._sleep(CYCLES)

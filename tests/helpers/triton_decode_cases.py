@@ -28,6 +28,7 @@ from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DeviceFacts
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -389,7 +390,7 @@ def check_resources() -> dict[str, Any]:
         assert packed is not None
         packed.kernel_cache.clear()
         with (
-            mock.patch.object(plan, "shared_memory_limit", lambda device, limit=limit: limit),
+            mock.patch.object(triton_support, "device_facts", lambda device, limit=limit: DeviceFacts(None, 1, limit)),
             mock.patch.object(plan.ATTEND_SPLIT, "shared_memory", shared_memory, create=True),
         ):
             obstacle = kernel.obstacle(query, segments, None)

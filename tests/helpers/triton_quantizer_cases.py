@@ -204,6 +204,7 @@ def check_packing(case: Packing) -> dict[str, Any]:
         found[side] = {
             "codes": float((codes_of(one) == codes_of(two)).double().mean()),
             "errors": errors,
+            "largest": [float(each.parameters.nan_to_num(0).double().abs().amax()) for each in (one, two)],
             "nan": torch.equal(one.parameters.isnan(), two.parameters.isnan()),
             "any nan": bool(one.parameters.isnan().any()),
             "read": bool(((read.double() - dense.double()).abs().nan_to_num(0) <= allowed).all())

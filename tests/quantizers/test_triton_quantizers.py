@@ -57,6 +57,9 @@ def test_kernels_pack_the_codes_that_the_cpu_packs(interpreted: dict[str, Any], 
         error, expected = found[side]["errors"]
         assert error <= expected * 1.002 + 1e-12
         assert found[side]["nan"]
+        # A sum that overflows makes a parameter many times too large, and need not change a code.
+        largest, expected = found[side]["largest"]
+        assert largest == pytest.approx(expected, rel=0.1)
     assert found["values"]["any nan"] == ("not_finite" in name)
 
 
@@ -133,12 +136,12 @@ def test_a_device_without_triton_is_an_obstacle(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_there_is_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (support._pack_memory_obstacle, support._read_memory_obstacle):
+    for cached in (support._pack_resource_obstacle, support._read_resource_obstacle):
         cached.cache_clear()
     monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_000))
     monkeypatch.setattr(TritonKernel, "shared_memory", lambda *arguments: 10_001)
     layout = BlockLayout(NATIVE, "keys", 120, 64)
-    expected = "the kernel needs 10001 bytes of shared memory, and the device has 10000"
+    expected = "the kernel needs 10001 bytes of shared memory, and the GPU has 10000"
     assert pack_obstacle(layout, 120, torch.bfloat16, META, SEARCH) == expected
     assert read_obstacle(layout, torch.bfloat16, META) == expected
     monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_001))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers import OptionError, Quantization, QuantizedLayer, QuantizedStore, StateMismatchError
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
+from kvlayers.stores.dense import DenseStore
 from models import prompt, tiny_model
 
 BLOCK = 64
@@ -650,6 +652,38 @@ def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: in
     for layers in (layer, twin):
         layers.update(*(side[:, :, -200:] for side in states))
     assert torch.equal(layer.keys + 0, twin.keys + 0)
+
+
+@pytest.mark.parametrize("past", [50, 140, 300])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_packing_that_is_interrupted_at_its_end_leaves_the_layer_as_it_was(
+    past: int, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4, sink_tokens=4))
+    states = [torch.randn(1, 2, past + 400, 8) for _ in range(2)]
+    layer.update(*(side[:, :, :past] for side in states))
+    fork, twin, before = layer.fork(), layer.fork(), layer.state()
+    hold, calls = DenseStore.hold, itertools.count(1)
+
+    def interrupted(self: DenseStore, tokens: int) -> None:
+        # The residual holds its tokens first, then the keys their blocks, and then the values.
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        hold(self, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DenseStore, "hold", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            layer.update(*(side[:, :, past : past + 200] for side in states))
+    after = layer.state()
+    assert after.facts == before.facts
+    assert after.tensors.keys() == before.tensors.keys()
+    assert all(torch.equal(after.tensors[name], before.tensors[name]) for name in before.tensors)
+    # The blocks that nobody came to hold are in slots that a fork may want, and that the layer wants again.
+    for one in (fork, layer, twin):
+        one.update(*(side[:, :, -200 - (one is fork) : past + 400 - (one is fork)] for side in states))
+    assert torch.equal(layer.keys + 0, twin.keys + 0)
+    assert torch.equal(layer.values + 0, twin.values + 0)
 
 
 def test_sequences_are_selected_in_all_parts_or_in_none(monkeypatch: pytest.MonkeyPatch) -> None:

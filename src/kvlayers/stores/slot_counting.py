@@ -43,8 +43,8 @@ class SlotCountingStore(ContiguousStore):
         self._sizes = self.buckets.sizes(capacity, self.whole_from)
         self._slots = slots_of(self._sizes)
 
-    # The count of tokens. Eager code reads numbers; compiled code reads slots and the count on the device, and sets it
-    # by methods: before torch 2.13 TorchDynamo does not see what the setter of a property does.
+    # The count of tokens. Eager code reads numbers; compiled code reads slots and the count on the device. Methods set
+    # it in compiled code, as TorchDynamo before 2.13 does not see what the setter of a property does.
 
     @property
     def _end(self) -> int:

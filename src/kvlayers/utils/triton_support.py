@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+
+logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = "3.5"
 """Earliest version of triton that has all language features that the kernels use."""
@@ -149,3 +152,30 @@ class TritonKernel:
             return 0
         with launching_on(device):
             return int(self.function.warmup(*arguments, grid=grid, **constants).metadata.shared)
+
+    def obstacle(
+        self,
+        device: torch.device,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+    ) -> str | None:
+        """Why a device cannot run the kernel, `None` if it can. The kernel is compiled, and not launched.
+
+        Arguments are those of `launch`.
+        """
+        limit = shared_memory_limit(device)
+        if limit is None:
+            return None
+        try:
+            needed = self.shared_memory(device, grid, arguments, constants)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            # The GPU may be newer than triton, or the machine may have no C compiler, which triton's launcher needs.
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            logger.warning("triton cannot compile %s for %s, so another path is taken: %s", self.name, device, reason)
+            return f"triton cannot compile the kernel ({reason})"
+        if needed <= limit:
+            return None
+        return f"the kernel needs {needed} bytes of shared memory, and the GPU has {limit}"

@@ -115,7 +115,7 @@ class SplitCall:
             scale * _LOG2_E,
         )
         if self.variant.constants is None:
-            self.variant.fit(plan.device, plan.shared_memory, self._grid, self._arguments)
+            self.variant.fit(plan.device, self._grid, self._arguments)
 
     def run(self, dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
         """Launch both kernels.

@@ -62,17 +62,13 @@ class Variant:
         self.constants: dict[str, Any] | None = None
         self.obstacle: str | None = None
 
-    def fit(self, device: torch.device, limit: int | None, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        """Find out with how many stages `limit` bytes of shared memory suffice. This compiles the kernel."""
+    def fit(self, device: torch.device, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Find out with how many stages the device has enough shared memory. This compiles the kernel."""
         constants: dict[str, Any] = {"SPEC": self._spec, **self._options}
-        needed = 0
-        while limit is not None:
-            needed = ATTEND_SPLIT.shared_memory(device, grid, arguments, constants)
-            if needed <= limit or constants["num_stages"] == 1:
-                break
+        self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, constants)
+        while self.obstacle is not None and constants["num_stages"] > 1:
             constants["num_stages"] -= 1
-        if limit is not None and needed > limit:
-            self.obstacle = f"the kernel needs {needed} bytes of shared memory, and the GPU has {limit}"
+            self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, constants)
         self.constants = constants
 
 

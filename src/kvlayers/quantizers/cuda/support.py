@@ -36,6 +36,9 @@ TILE = 4096
 CHUNK = 32
 """Channels that are multiplied at once: operands of more, in three parts each for float32, spill as well."""
 
+READ_TOKENS = 32
+"""Tokens that one program reads at most: with 64, newer GPUs choose other instructions, whose operands spill."""
+
 WARPS = 4
 
 PACK = TritonKernel("kvlayers.quantizers.cuda.triton_blocks", "pack_block")
@@ -180,7 +183,9 @@ def pack_constants(
 def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
     """Constants of `read_block`."""
     channels = max(SMALLEST_SIDE, _power_of_two(layout.head_dim))
-    tokens = min(max(TILE // channels, SMALLEST_SIDE), max(_power_of_two(layout.block_tokens), SMALLEST_SIDE))
+    tokens = min(
+        max(TILE // channels, SMALLEST_SIDE), max(_power_of_two(layout.block_tokens), SMALLEST_SIDE), READ_TOKENS
+    )
     constants = ReadConstants(
         **_shared(layout, -(-layout.block_tokens // tokens)),
         ROW_GROUP=layout.row_group,
@@ -207,8 +212,7 @@ def read_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device)
     """
     if (found := device_obstacle(device) or _form_obstacle(layout, dtype)) is not None:
         return found
-    limit = shared_memory_limit(device)
-    return None if limit is None else _read_memory_obstacle(layout, dtype, device, limit)
+    return _read_resource_obstacle(layout, dtype, device, shared_memory_limit(device))
 
 
 def pack_obstacle(
@@ -225,8 +229,7 @@ def pack_obstacle(
     """
     if (found := device_obstacle(device) or _pack_obstacle(layout, partner_dim, dtype)) is not None:
         return found
-    limit = shared_memory_limit(device)
-    return None if limit is None else _pack_memory_obstacle(layout, partner_dim, dtype, device, search, limit)
+    return _pack_resource_obstacle(layout, partner_dim, dtype, device, search, shared_memory_limit(device))
 
 
 @functools.lru_cache(maxsize=64)
@@ -257,20 +260,23 @@ def _pack_obstacle(layout: BlockLayout, partner_dim: int, dtype: torch.dtype) ->
 
 
 @functools.lru_cache(maxsize=64)
-def _read_memory_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device, limit: int) -> str | None:
+def _read_resource_obstacle(
+    layout: BlockLayout, dtype: torch.dtype, device: torch.device, limit: int | None
+) -> str | None:
     # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
     arguments = (torch.uint8, dtype, dtype, *[16] * 7)
-    return _memory_obstacle(READ.shared_memory(device, (1,), arguments, read_constants(layout)), limit)
+    return READ.obstacle(device, (1,), arguments, read_constants(layout))
 
 
 @functools.lru_cache(maxsize=64)
-def _pack_memory_obstacle(
-    layout: BlockLayout, partner_dim: int, dtype: torch.dtype, device: torch.device, search: KernelSearch, limit: int
+def _pack_resource_obstacle(
+    layout: BlockLayout,
+    partner_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    search: KernelSearch,
+    limit: int | None,
 ) -> str | None:
     arguments = (dtype, dtype, torch.uint8, dtype, *([16, 16, 16, 1] * 2), *[16] * 6)
     constants = pack_constants(layout, partner_dim, dtype, search)
-    return _memory_obstacle(PACK.shared_memory(device, (1,), arguments, constants), limit)
-
-
-def _memory_obstacle(needed: int, limit: int) -> str | None:
-    return None if needed <= limit else f"the kernel needs {needed} bytes of shared memory, and the device has {limit}"
+    return PACK.obstacle(device, (1,), arguments, constants)

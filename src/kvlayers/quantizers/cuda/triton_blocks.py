@@ -123,7 +123,7 @@ def pack_block(
     )
 
     if C.ROTATION > 1:
-        tile = tl.zeros([C.ROWS, C.COLUMNS], tl.float32)
+        tile = tl.full([C.ROWS, C.COLUMNS], 0.0, tl.float32)
         for start in range(0, C.HEAD_DIM, C.CHUNK):
             inner = start + tl.arange(0, C.CHUNK)
             is_real = inner < C.HEAD_DIM
@@ -209,7 +209,7 @@ def store_plane(codes, row_places, row_is_real, found, SHIFT: tl.constexpr, WIDT
         places = tl.arange(0, BYTES)
     else:
         places = tl.arange(0, C.COLUMNS // SLOTS)
-        packed = tl.zeros([C.ROWS, C.COLUMNS // SLOTS], tl.int32)
+        packed = tl.full([C.ROWS, C.COLUMNS // SLOTS], 0, tl.int32)
         for slot in tl.static_range(SLOTS):
             columns = places + slot * BYTES
             source = tl.minimum(columns // C.GROUP * C.PADDED_GROUP + columns % C.GROUP, C.COLUMNS - 1)
@@ -297,7 +297,7 @@ def read_block(
 
     if C.ROTATION > 1:
         channels = tl.arange(0, C.CHANNELS)[None, :]
-        sums = tl.zeros([C.TOKENS, C.CHANNELS], tl.float32)
+        sums = tl.full([C.TOKENS, C.CHANNELS], 0.0, tl.float32)
         for start in range(0, C.HEAD_DIM, C.CHUNK):
             inner = start + tl.arange(0, C.CHUNK)
             is_real = token_is_real & (inner < C.HEAD_DIM)[None, :]

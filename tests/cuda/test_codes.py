@@ -49,9 +49,10 @@ def test_codes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
         assert relative_error(here.cpu(), there) < ROUNDINGS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str) -> None:
-    states = random_pair(1, KV_HEADS, 48 + 128, 64, torch.float32, DEVICE)
+def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+    states = random_pair(1, KV_HEADS, 48 + 128, 64, dtype, DEVICE)
     keys, values = states
     keys[:, :, 20:90] = 3.0
     keys[:, 0, 100] = torch.nan

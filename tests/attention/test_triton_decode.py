@@ -78,6 +78,12 @@ def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @with_triton
+def test_nan_scores_give_nan_and_never_zeros(interpreted: dict[str, Any]) -> None:
+    assert interpreted["nan scores"] == {"query": [False, True], "key": [True, True]}
+
+
+@pytest.mark.slow
+@with_triton
 def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, Any]) -> None:
     assert interpreted["device"]["launched"] == [["cpu"], ["cpu"]]
     of_cuda, of_cpu = interpreted["device"]["contexts"]

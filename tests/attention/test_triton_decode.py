@@ -98,6 +98,7 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         "taken": None,
         "nothing packed": "no token is packed yet",
         "prompt": "there are more than 256 queries for a kv head, as in a prompt",
+        "batch": "there are more than 65535 kv heads in all sequences",
         "dtype": "queries are torch.bfloat16, and scales torch.float32",
         "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
         "3 bits": "the kernel does not support such codes",

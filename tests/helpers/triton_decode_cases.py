@@ -496,6 +496,7 @@ def check_refusals() -> dict[str, Any]:
         "taken": kernel.obstacle(query, segments, None),
         "nothing packed": kernel.obstacle(query, replace(segments, packed=None), None),
         "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
+        "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
         "dtype": kernel.obstacle(query.bfloat16(), segments, None),
         "dtype of the residual": kernel.obstacle(query, replace(segments, after=half), None),
         "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits), None),

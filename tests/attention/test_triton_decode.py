@@ -78,6 +78,12 @@ def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @with_triton
+def test_nan_scores_give_nan_and_never_zeros(interpreted: dict[str, Any]) -> None:
+    assert interpreted["nan scores"] == {"query": [False, True], "key": [True, True]}
+
+
+@pytest.mark.slow
+@with_triton
 def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, Any]) -> None:
     assert interpreted["device"]["launched"] == [["cpu"], ["cpu"]]
     of_other, of_current, of_cpu = interpreted["device"]["contexts"]
@@ -93,6 +99,7 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         "taken": None,
         "nothing packed": "no token is packed yet",
         "prompt": "there are more than 256 queries for a kv head, as in a prompt",
+        "batch": "there are more than 65535 kv heads in all sequences",
         "dtype": "queries are torch.bfloat16, and scales torch.float32",
         "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
         "3 bits": "the kernel does not support such codes",

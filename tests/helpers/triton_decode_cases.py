@@ -376,6 +376,23 @@ def check_nan() -> dict[str, Any]:
     return found
 
 
+def check_nan_scores() -> dict[str, list[bool]]:
+    """For a NaN query, and a NaN key in full precision, which rows of the result and of the log-sum-exp are NaN."""
+    case = replace(Case(**native(4)), after=(20,))
+    found = {}
+    for name in ("query", "key"):
+        segments, query = states_of(case), query_of(case)
+        if name == "query":
+            query[:, 1] = torch.nan
+        else:
+            segments.after[0].keys[:, :, 3] = torch.nan
+        out, lse = kernel.attend_partly(query, segments, None, 0.125)
+        whole = kernel.attend(query, segments, None, 0.125)
+        rows = torch.stack([out.isnan().all(3), lse.isnan(), whole.isnan().all(3)])
+        found[name] = rows.flatten(1).all(0).tolist()
+    return found
+
+
 def check_resources() -> dict[str, Any]:
     """Stages of the kernel on devices of less and less shared memory, and what is said if one has too little."""
     segments, query = states_of(CASES["rotated"]), query_of(CASES["rotated"])
@@ -482,6 +499,7 @@ def check_refusals() -> dict[str, Any]:
         "taken": kernel.obstacle(query, segments, None),
         "nothing packed": kernel.obstacle(query, replace(segments, packed=None), None),
         "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
+        "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
         "dtype": kernel.obstacle(query.bfloat16(), segments, None),
         "dtype of the residual": kernel.obstacle(query, replace(segments, after=half), None),
         "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits), None),
@@ -510,6 +528,7 @@ if __name__ == "__main__":
         "cases": check_cases(),
         "merge": check_merge(),
         "nan": check_nan(),
+        "nan scores": check_nan_scores(),
         "device": check_device(),
         "refusals": check_refusals(),
         "resources": check_resources(),

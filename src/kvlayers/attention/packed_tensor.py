@@ -276,9 +276,8 @@ def _in_graph(argument: Any) -> Any:
         if view.grouped or view.swapped or snapshot.follows_gradients:
             return argument.dense()
         shape, of_values = tuple(argument.shape), argument.side == "values"
-        return full_precision(
-            snapshot.version.handle.number, of_values, view.copies, shape, snapshot.dtype, snapshot.device
-        )
+        number, version = snapshot.version.handle.number, snapshot.version_number
+        return full_precision(number, version, of_values, view.copies, shape, snapshot.dtype, snapshot.device)
     if isinstance(argument, list | tuple):
         return type(argument)([_in_graph(part) for part in argument])
     return argument

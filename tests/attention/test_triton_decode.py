@@ -78,6 +78,20 @@ def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @with_triton
+def test_queries_that_meet_a_number_that_is_not_finite_get_nan(interpreted: dict[str, Any]) -> None:
+    found = interpreted["not finite"]
+    assert found.pop("query") == found.pop("infinite query") == [False, True]
+    assert found == dict.fromkeys(["sink", "newest key", "infinite key", "scale"], [True, True])
+
+
+@pytest.mark.slow
+@with_triton
+def test_no_queries_get_no_results(interpreted: dict[str, Any]) -> None:
+    assert interpreted["no queries"] == [1, 2, 0, 64]
+
+
+@pytest.mark.slow
+@with_triton
 def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, Any]) -> None:
     assert interpreted["device"]["launched"] == [["cpu"], ["cpu"]]
     of_cuda, of_cpu = interpreted["device"]["contexts"]

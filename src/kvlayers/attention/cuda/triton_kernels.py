@@ -197,7 +197,7 @@ def merge_splits(partials, outs, lses, packed_splits, splits, q_tokens, SPEC: tl
         merged = merged * decay[:, None] + tl.sum(weighted, axis=0)[None, :]
     if SPEC.rotation > 0:
         merged += rotate(rotated, SPEC.rotation)
-    merged = tl.where((total > 0)[:, None], merged / total[:, None], 0.0)
+    merged = tl.where((total != 0)[:, None], merged / total[:, None], 0.0)
     # The memory of torch's own attention: `[batch, q_tokens, heads, channels]`.
     sequence = row // (SPEC.heads * q_tokens)
     head = row // q_tokens % SPEC.heads

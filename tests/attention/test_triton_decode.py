@@ -78,8 +78,16 @@ def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @with_triton
-def test_nan_scores_give_nan_and_never_zeros(interpreted: dict[str, Any]) -> None:
-    assert interpreted["nan scores"] == {"query": [False, True], "key": [True, True]}
+def test_queries_that_meet_a_number_that_is_not_finite_get_nan(interpreted: dict[str, Any]) -> None:
+    found = interpreted["not finite"]
+    assert found.pop("query") == found.pop("infinite query") == [False, True]
+    assert found == dict.fromkeys(["sink", "newest key", "infinite key", "scale"], [True, True])
+
+
+@pytest.mark.slow
+@with_triton
+def test_no_queries_get_no_results(interpreted: dict[str, Any]) -> None:
+    assert interpreted["no queries"] == [1, 2, 0, 64]
 
 
 @pytest.mark.slow

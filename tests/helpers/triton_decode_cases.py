@@ -376,21 +376,36 @@ def check_nan() -> dict[str, Any]:
     return found
 
 
-def check_nan_scores() -> dict[str, list[bool]]:
-    """For a NaN query, and a NaN key in full precision, which rows of the result and of the log-sum-exp are NaN."""
-    case = replace(Case(**native(4)), after=(20,))
+def check_not_finite() -> dict[str, list[bool]]:
+    """Which of two query heads get nan, when there is a number that is not finite outside of the packed states."""
     found = {}
-    for name in ("query", "key"):
-        segments, query = states_of(case), query_of(case)
-        if name == "query":
-            query[:, 1] = torch.nan
+    for name, part, number in (
+        ("query", "query", torch.nan),
+        ("infinite query", "query", torch.inf),
+        ("sink", "before", torch.nan),
+        ("newest key", "after", torch.nan),
+        ("infinite key", "after", torch.inf),
+        ("scale", "scale", torch.nan),
+    ):
+        torch.manual_seed(0)
+        segments = states_of(Case(**native(4), before=(5,), after=(9,)))
+        query, scale = torch.rand(1, 2, 1, 64) + 0.1, 0.125
+        if part == "query":
+            query[0, 1, 0, 3] = number
+        elif part == "scale":
+            scale = number
         else:
-            segments.after[0].keys[:, :, 3] = torch.nan
-        out, lse = kernel.attend_partly(query, segments, None, 0.125)
-        whole = kernel.attend(query, segments, None, 0.125)
-        rows = torch.stack([out.isnan().all(3), lse.isnan(), whole.isnan().all(3)])
-        found[name] = rows.flatten(1).all(0).tolist()
+            getattr(segments, part)[0].keys[0, -1, 2, 3] = number
+        out = kernel.attend(query, segments, None, scale)
+        found[name] = out.isnan().any(-1)[0, :, 0].tolist()
     return found
+
+
+def check_no_queries() -> list[int]:
+    """The shape of the result for no query."""
+    segments = states_of(Case(**native(4), after=(9,)))
+    out = kernel.attend(torch.randn(1, 2, 0, 64), segments, None, 0.125)
+    return [*out.shape]
 
 
 def check_resources() -> dict[str, Any]:
@@ -528,7 +543,8 @@ if __name__ == "__main__":
         "cases": check_cases(),
         "merge": check_merge(),
         "nan": check_nan(),
-        "nan scores": check_nan_scores(),
+        "not finite": check_not_finite(),
+        "no queries": check_no_queries(),
         "device": check_device(),
         "refusals": check_refusals(),
         "resources": check_resources(),

@@ -59,7 +59,8 @@ def attend(
     batch, heads, queries, head_dim = query.shape
     if mask is not None:
         mask = mask.expand(batch, heads, queries, segments.tokens)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    # Torch takes a tensor for a number, and a kernel would take it for an address.
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     with without_autocast(query.device):
         if isinstance(segments, SharedPrefixSegments):
             means = fused.description(query, segments.prefix) if fused.serves(query.device) else fused.PLAIN

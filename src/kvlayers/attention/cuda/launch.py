@@ -59,7 +59,7 @@ class SplitCall:
         rows_of_head = heads // kv_heads * q_tokens
         rows = rows_of_program(rows_of_head)
         tiles = -(-rows_of_head // rows)
-        per_split = plan.blocks_per_split(batch * kv_heads * tiles)
+        per_split = plan.blocks_per_split(max(1, batch * kv_heads * tiles))
         packed_splits = -(-plan.blocks // per_split)
         tokens_per_split = max(DENSE_TOKENS, per_split * plan.block_tokens)
 

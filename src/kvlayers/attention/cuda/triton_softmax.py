@@ -79,14 +79,16 @@ def finite_base(largest):
 
 @jit
 def logsumexp_of(largest, total):
-    """The log-sum-exp of each row, `-inf` if it has seen no token."""
+    """The log-sum-exp of each row, `-inf` if it has seen no token, nan if a score is nan."""
     return tl.where(total != 0, largest + tl.log2(total), float("-inf"))
 
 
 @jit
 def normalised(sums, total, DIVISOR: tl.constexpr):
-    """Sums `[rows, channels]` divided by the total of the weights, 0 for a row that has seen no token."""
-    # A total is NaN if a score is: not larger than 0, but something was seen.
+    """Sums `[rows, channels]` divided by the total of the weights, 0 for a row that has seen no token.
+
+    The total is nan if a score is: such a row is not one that has seen no token.
+    """
     seen = total != 0
     share_of_sum = 1.0 / tl.where(seen, total, 1.0)
     if DIVISOR != 1.0:

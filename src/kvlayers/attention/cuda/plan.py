@@ -170,7 +170,7 @@ class SegmentPlan:
         constants = self._merges.get((heads, logsumexp))
         if constants is None:
             spec: MergeSpec = merge_spec(heads, self._specs[1], logsumexp)
-            constants = self._merges[heads, logsumexp] = {"SPEC": spec, "num_warps": 4}
+            constants = self._merges[heads, logsumexp] = {"SPEC": spec, "num_warps": 4, "enable_fp_fusion": True}
         return constants
 
     def blocks_per_split(self, programs_of_a_split: int) -> int:

@@ -39,7 +39,8 @@ CHUNK = 32
 READ_TOKENS = 32
 """Tokens that one program reads at most: with 64, newer GPUs choose other instructions, whose operands spill."""
 
-WARPS = 4
+# Fused multiply-add is not the default of every version of triton.
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 PACK = TritonKernel("kvlayers.quantizers.cuda.triton_blocks", "pack_block")
 READ = TritonKernel("kvlayers.quantizers.cuda.triton_blocks", "read_block")
@@ -176,7 +177,7 @@ def pack_constants(
         SMALLEST_SCALE=smallest_positive(dtype),
         LARGEST_SCALE=_in_dtype(largest_float8_scale(dtype), dtype),
     )
-    return {"C": constants, "num_warps": WARPS, "num_stages": 1}
+    return {"C": constants, **_OPTIONS}
 
 
 @functools.lru_cache(maxsize=64)
@@ -192,7 +193,7 @@ def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
         TOKENS=tokens,
         CHANNELS=channels,
     )
-    return {"C": constants, "num_warps": WARPS, "num_stages": 1}
+    return {"C": constants, **_OPTIONS}
 
 
 def _in_dtype(number: float, dtype: torch.dtype, rounded: Callable[[float], int] = round) -> float:

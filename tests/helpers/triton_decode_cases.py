@@ -461,8 +461,11 @@ def check_device() -> dict[str, Any]:
         mock.patch.object(triton_support, "launching_on", Current),
     ):
         kernel.attend(torch.randn(1, 4, 1, 128), segments, None, 0.1)
-    with mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"):
-        contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
+    with (
+        mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cuda:0", "cpu")]
     return {"launched": launched, "contexts": contexts}
 
 

@@ -51,7 +51,8 @@ class Case:
         """What is special about it."""
         options = self.quantization
         parts = [f"{options.backend} {options.nbits}", f"head_dim {self.head_dim}", str(self.dtype).split(".")[1]]
-        return ", ".join([*parts, f"{self.queries} queries", *(["mask"] if self.masked else [])])
+        queries = "1 query" if self.queries == 1 else f"{self.queries} queries"
+        return ", ".join([*parts, queries, *(["mask"] if self.masked else [])])
 
 
 def cases() -> Iterator[Case]:
@@ -81,7 +82,7 @@ FEW = {
 
 def is_among_few(name: str, capability: int) -> bool:
     """Whether `--few` compiles a kernel."""
-    return name.endswith("bfloat16, 1 queries") and name.rpartition(", bfloat16")[0] in FEW.get(capability, ())
+    return name.endswith("bfloat16, 1 query") and name.rpartition(", bfloat16")[0] in FEW.get(capability, ())
 
 
 def launches_of(case: Case, capability: int) -> list[Launch]:

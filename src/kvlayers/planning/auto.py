@@ -59,7 +59,7 @@ def _devices(request: CacheRequest) -> list[torch.device]:
 
 
 def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
-    """Bytes that the cache may take: for all devices together if they are given, otherwise of each device."""
+    """Bytes that the cache may take: `memory`, or most of what is free, of each device if the layers are on several."""
     others = sorted(request.options.keys() - {"memory"})
     if others:
         raise OptionError(f"'{AUTO}' has only the option `memory`, got {others}: name the cache that has them.")

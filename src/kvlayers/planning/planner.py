@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -221,12 +222,10 @@ def _missing(
     arithmetic: CacheArithmetic, tokens: int, memory: Mapping[torch.device | None, int]
 ) -> tuple[int, torch.device | None]:
     """Bytes beyond the budget of the device that lacks most, and this device; 0 or fewer if the cache fits."""
-    lacking = [
-        (costs.device - memory[device], device)
-        for device, costs in arithmetic.nbytes_by_device(tokens).items()
-        if memory
-    ]
-    return max(lacking, key=lambda found: found[0], default=(0, None))
+    if not memory:
+        return 0, None
+    missing = {device: costs.device - memory[device] for device, costs in arithmetic.nbytes_by_device(tokens).items()}
+    return max(((nbytes, device) for device, nbytes in missing.items()), key=operator.itemgetter(0), default=(0, None))
 
 
 def _fits(arithmetic: CacheArithmetic, tokens: int, memory: Mapping[torch.device | None, int]) -> bool:

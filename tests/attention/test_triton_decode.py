@@ -81,7 +81,7 @@ def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
 def test_queries_that_meet_a_number_that_is_not_finite_get_nan(interpreted: dict[str, Any]) -> None:
     found = interpreted["not finite"]
     assert found.pop("query") == found.pop("infinite query") == [False, True]
-    assert found == dict.fromkeys(["sink", "newest key", "infinite key", "scale"], [True, True])
+    assert found == {case: [True, True] for case in ("sink", "newest key", "infinite key", "scale")}
 
 
 @pytest.mark.slow

@@ -213,3 +213,11 @@ def test_no_query_attends_to_anything(dtype: torch.dtype) -> None:
     query = queries_of_a_model(2, 8, 0, 64, dtype)
     assert fused.attend(query, held, None, 0.1).shape == (2, 8, 0, 64)
     assert fused.attend(query, held, torch.ones(2, 8, 0, held.tokens, dtype=torch.bool), 0.1).shape == (2, 8, 0, 64)
+
+
+def test_channels_need_not_be_neighbours() -> None:
+    query, keys, values = (torch.randn(2, heads, 20, 32).half() for heads in (4, 2, 2))
+    apart = [side.transpose(2, 3).contiguous().transpose(2, 3) for side in (keys, values)]
+    expected = fused_kernels.attend_dense(query, keys, values, None, 0.2)
+    for found, right in zip(fused_kernels.attend_dense(query, *apart, None, 0.2), expected, strict=True):
+        assert torch.equal(found, right)

@@ -2,7 +2,7 @@
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 # Compile-time constants are in capitals, as in triton itself.
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def measure(nbits: int, launches: ctypes.c_long) -> dict[str, Any]:
     def attention() -> torch.Tensor:
         return dispatch.attend(query, snapshot.segments, None, None, snapshot.paths)
 
-    with as_gpu():
+    with as_gpu(device=query.device):
         attention()
         before = launches.value
         attention()

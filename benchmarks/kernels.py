@@ -91,13 +91,14 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
         for tokens in (PROMPT, case.queries):
             new = [torch.empty(1, KV_HEADS, tokens, case.head_dim, dtype=case.dtype, device=META) for _ in range(2)]
             store.validate(*new)
-            keys, _ = store.extend(*new)
-        if not isinstance(keys, PackedStates):
+            keys, values = store.extend(*new)
+        if not isinstance(keys, PackedStates) or not isinstance(values, PackedStates):
             raise RuntimeError(f"no token of {case.name} is packed")
         query = torch.empty(1, KV_HEADS * GROUPS, case.queries, case.head_dim, dtype=case.dtype, device=META)
         mask = torch.empty(1, 1, case.queries, keys.shape[2], dtype=torch.bool, device=META) if case.masked else None
         dispatch.attend(query, keys.snapshot.segments, mask, None, PathCounter())
         keys.dense()
+        values.dense()
     return list({launch.variant: launch for launch in launches}.values())
 
 

@@ -8,7 +8,8 @@ One layer of Llama 3.1 8B's shape in bfloat16, on meta tensors, whose operations
 PyTorch or of kvlayers; PyTorch's attention counts as one. A synchronisation is a wait of the host for a number of the
 device. A copy is one between the memory of the host and that of the device, for which the host waits too.
 
-It exits with 1 if an operation asks for more than it may.
+The column "before" has the launches of 2026-11-22, when most of these operations had no kernel of kvlayers. The exit
+code is 1 if an operation asks for more than it may.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class Operation:
     Attributes:
         name: what is done.
         measure: does it and returns the counts.
-        before: launches on 2026-11-22, before kernels of kvlayers' own quantized and merged; `None` if nobody counted.
+        before: launches on 2026-11-22, when no kernel of kvlayers quantized or merged; `None` if nobody counted.
         at_most: the most launches that it may take, `None` for any number.
         may_wait: whether the host may wait for the device.
     """

@@ -20,12 +20,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from kvlayers.offload.transfers import BlockingTransfers
-from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
-
-DEVICE = torch.device("meta")
-
-H200 = DeviceFacts(obstacle=None, multiprocessors=132, shared_memory=227 * 1024)
+from kvlayers.utils.triton_support import TritonKernel
+from lib.offline_gpu import META as DEVICE
+from lib.offline_gpu import as_gpu
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "_unsafe_view"}
 """Operators that launch nothing, beside views."""
@@ -75,13 +72,8 @@ _counting: list[Counts] = []
 @contextlib.contextmanager
 def gpu() -> Iterator[None]:
     """Let kvlayers take the meta device for a GPU on which Triton's kernels run. Their launches do nothing."""
-    device_facts = triton_support.device_facts
-
-    def facts(device: torch.device) -> DeviceFacts:
-        return H200 if device.type == DEVICE.type else device_facts(device)
-
     with (
-        mock.patch.object(triton_support, "device_facts", facts),
+        as_gpu(),
         mock.patch.object(TritonKernel, "launch", _count_launch),
         mock.patch.object(TritonKernel, "shared_memory", return_value=0),
     ):

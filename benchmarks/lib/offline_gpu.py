@@ -22,26 +22,15 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 
 
 @contextlib.contextmanager
-def as_gpu(capability: int = 90, multiprocessors: int = 132) -> Iterator[None]:
-    """Let kvlayers take tensors of any device for tensors of a GPU that runs Triton kernels."""
-    facts = DeviceFacts(None, multiprocessors, SHARED_MEMORY[capability])
+def as_gpu(capability: int = 90, device: torch.device = META) -> Iterator[None]:
+    """Let kvlayers take a device for a GPU with the multiprocessors of an H200, on which Triton kernels run."""
+    device_facts = triton_support.device_facts
 
-    def device_facts(device: torch.device) -> DeviceFacts:
-        return facts
+    def facts(of: torch.device) -> DeviceFacts:
+        return DeviceFacts(None, 132, SHARED_MEMORY[capability]) if of.type == device.type else device_facts(of)
 
-    with (
-        mock.patch.object(triton_support, "device_facts", device_facts),
-        mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
-    ):
+    with mock.patch.object(triton_support, "device_facts", facts):
         yield
-
-
-_real_is_autocast_enabled = torch.is_autocast_enabled
-
-
-def _is_autocast_enabled(*kind: str) -> bool:
-    """As torch's function, which knows no meta device."""
-    return kind != (META.type,) and _real_is_autocast_enabled(*kind)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch, fused, fused_kernels
@@ -221,3 +222,23 @@ def test_channels_need_not_be_neighbours() -> None:
     expected = fused_kernels.attend_dense(query, keys, values, None, 0.2)
     for found, right in zip(fused_kernels.attend_dense(query, *apart, None, 0.2), expected, strict=True):
         assert torch.equal(found, right)
+
+
+def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not allowed within a context is used again after it."""
+    cuda = torch.backends.cuda
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+    monkeypatch.setattr(cuda, "SDPAParams", lambda *args: None)
+    monkeypatch.setattr(cuda, "can_use_flash_attention", lambda asked: cuda.flash_sdp_enabled())
+    monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda asked: cuda.mem_efficient_sdp_enabled())
+
+    def found() -> tuple[bool, bool]:
+        kernels = fused_kernels.kernels_for(torch.device("cuda", 77), torch.bfloat16, 128, 128)
+        return kernels.unmasked is not None, kernels.masked is not None
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert found() == (False, False)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert found() == (True, False)
+    assert found() == (True, True)

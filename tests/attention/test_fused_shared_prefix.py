@@ -154,3 +154,13 @@ def test_eager_attention_on_an_accelerator(indices_are: str) -> None:
     torch.testing.assert_close(products, query @ whole_keys.transpose(2, 3), **options)
     weights = products.softmax(-1)
     torch.testing.assert_close(weights @ values.repeat_interleave(2, 1), weights @ whole_values, **options)
+
+
+def test_autograd_can_use_numbers_that_were_first_read_in_inference_mode() -> None:
+    numbers = shared_prefix.PrefixNumbers(2, (0, 1, 1))
+    with torch.inference_mode():
+        numbers.on(torch.device("cpu"))
+    states = torch.randn(2, 3, requires_grad=True)
+    states.index_select(0, numbers.on(states.device)[0]).sum().backward()
+    assert states.grad is not None
+    assert states.grad[:, 0].tolist() == [1, 2]

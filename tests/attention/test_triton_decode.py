@@ -81,7 +81,8 @@ def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
 def test_queries_that_meet_a_number_that_is_not_finite_get_nan(interpreted: dict[str, Any]) -> None:
     found = interpreted["not finite"]
     assert found.pop("query") == found.pop("infinite query") == [False, True]
-    assert found == {case: [True, True] for case in ("sink", "newest key", "infinite key", "scale")}
+    assert found.keys() == {"sink", "newest key", "infinite key", "scale"}
+    assert all(all(rows) for rows in found.values())
 
 
 @pytest.mark.slow
@@ -94,8 +95,9 @@ def test_no_queries_get_no_results(interpreted: dict[str, Any]) -> None:
 @with_triton
 def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, Any]) -> None:
     assert interpreted["device"]["launched"] == [["cpu"], ["cpu"]]
-    of_cuda, of_cpu = interpreted["device"]["contexts"]
-    assert of_cuda == "current cuda:1"
+    of_other, of_current, of_cpu = interpreted["device"]["contexts"]
+    assert of_other == "current cuda:1"
+    assert "nullcontext" in of_current
     assert "nullcontext" in of_cpu
 
 
@@ -106,6 +108,7 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         "taken": None,
         "nothing packed": "no token is packed yet",
         "prompt": "there are more than 256 queries for a kv head, as in a prompt",
+        "batch": "there are more than 65535 kv heads in all sequences",
         "dtype": "queries are torch.bfloat16, and scales torch.float32",
         "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
         "3 bits": "the kernel does not support such codes",

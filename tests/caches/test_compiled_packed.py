@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvlayers
 import kvlayers.caches.base
@@ -424,12 +425,32 @@ def test_compiled_code_does_not_read_states_of_another_update() -> None:
     with torch.no_grad():
         query, keys, values = stepped(cache, generator)
         assert isinstance(keys, PackedStates)
-        number = keys.snapshot.version.handle.number
-        arguments = query, keys.shape[2], values.shape[3], None, False, None
-        assert torch.ops.kvlayers.attend_packed(number, *arguments).shape == (1, 4, 1, 8)
+        number, version = keys.snapshot.version.handle.number, keys.snapshot.version_number
+        arguments = number, version, query, keys.shape[2], values.shape[3], None, False, None
+        assert torch.ops.kvlayers.attend_packed(*arguments).shape == (1, 4, 1, 8)
         stepped(cache, generator)
         with pytest.raises(StaleStatesError, match="the states of the newest update"):
-            torch.ops.kvlayers.attend_packed(number, *arguments)
+            torch.ops.kvlayers.attend_packed(*arguments)
+
+
+def test_compiled_code_does_not_read_later_states_of_as_many_tokens() -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    cache = filled(generator)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attended, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(6):
+            query, keys, values = stepped(cache, generator)
+            torch.testing.assert_close(compiled(query, keys, values), attended(query, keys, values))
+            cache.crop(cache.get_seq_length() - 1)
+            given = stepped(cache, generator)
+            assert given[1].shape == keys.shape
+            torch.testing.assert_close(compiled(*given), attended(*given))
+            with pytest.raises(StaleStatesError, match="the states of the newest update"):
+                compiled(query, keys, values)
+    # The first one, and those for other numbers of tokens and of versions.
+    assert counter.frame_count <= 3
 
 
 OPERATORS = ("take_in", "attend", "multiply", "read", "attend_packed", "full_precision")
@@ -443,15 +464,15 @@ def test_operators_do_what_they_declare(name: str) -> None:
         query, keys, values = stepped(cache, generator)
         assert isinstance(keys, PackedStates)
         of_cache, of_store = cache._handle.number, keys.snapshot.version.handle.number
-        tokens, new = keys.shape[2], torch.randn(1, 2, 1, 8, generator=generator)
+        version, tokens, new = keys.snapshot.version_number, keys.shape[2], torch.randn(1, 2, 1, 8, generator=generator)
         shape = tuple(keys.shape)
         arguments: dict[str, tuple[Any, ...]] = {
             "take_in": (of_cache, 0, new, new),
             "attend": (of_cache, 0, query, tokens, 8, None, False, None),
             "multiply": (of_cache, 0, query, tokens, False, 2, tokens),
             "read": (of_cache, 0, False, query, shape),
-            "attend_packed": (of_store, query, tokens, 8, None, False, None),
-            "full_precision": (of_store, True, 2, (1, 4, *shape[2:]), torch.float32, torch.device("cpu")),
+            "attend_packed": (of_store, version, query, tokens, 8, None, False, None),
+            "full_precision": (of_store, version, True, 2, (1, 4, *shape[2:]), torch.float32, torch.device("cpu")),
         }
         cache._handle.returned[0] = keys, values
         operator = getattr(torch.ops.kvlayers, name).default

@@ -49,9 +49,10 @@ def test_codes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
         assert relative_error(here.cpu(), there) < ROUNDINGS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str) -> None:
-    states = random_pair(1, KV_HEADS, 48 + 128, 64, torch.float32, DEVICE)
+def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+    states = random_pair(1, KV_HEADS, 48 + 128, 64, dtype, DEVICE)
     keys, values = states
     keys[:, :, 20:90] = 3.0
     keys[:, 0, 100] = torch.nan
@@ -62,7 +63,8 @@ def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str) -> None:
     extended(stores[1], (keys.cpu(), values.cpu()))
     for seen, other in zip(dense_states(stores[0]), dense_states(stores[1]), strict=True):
         assert torch.equal(seen.cpu().isnan(), other.isnan())
-        assert relative_error(seen.cpu().nan_to_num(), other.nan_to_num()) < 0.05
+        # A scale of bfloat16 that rounds the other way moves more states to another code.
+        assert relative_error(seen.cpu().nan_to_num(), other.nan_to_num()) < (0.05 if dtype == torch.float32 else 0.1)
 
 
 def test_a_block_is_packed_by_few_kernels() -> None:

@@ -493,8 +493,11 @@ def check_device() -> dict[str, Any]:
         mock.patch.object(triton_support, "launching_on", Current),
     ):
         kernel.attend(torch.randn(1, 4, 1, 128), segments, None, 0.1)
-    with mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"):
-        contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cpu")]
+    with (
+        mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cuda:0", "cpu")]
     return {"launched": launched, "contexts": contexts}
 
 
@@ -511,6 +514,7 @@ def check_refusals() -> dict[str, Any]:
         "taken": kernel.obstacle(query, segments, None),
         "nothing packed": kernel.obstacle(query, replace(segments, packed=None), None),
         "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
+        "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
         "dtype": kernel.obstacle(query.bfloat16(), segments, None),
         "dtype of the residual": kernel.obstacle(query, replace(segments, after=half), None),
         "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits), None),

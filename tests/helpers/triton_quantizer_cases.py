@@ -20,6 +20,8 @@ from torch import Tensor
 import kvlayers
 from kvlayers.quantizers import CodeFormat, QuantizedGroups, Side, SideOptions, backend
 from kvlayers.quantizers import packed_side as side_module
+from kvlayers.quantizers.block_layout import BlockLayout
+from kvlayers.quantizers.cuda.launch import read_blocks
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.quantizers.packing import unpack
 from kvlayers.stores import packed_blocks as blocks_module
@@ -246,6 +248,18 @@ def check_reading(code_format: CodeFormat, head_dim: int, block_tokens: int, dty
     return same
 
 
+def check_nan_of_a_gpu() -> list[bool]:
+    """Whether NaN with the bits that a GPU gives it is read as NaN in every dtype."""
+    found = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for rotated in (False, True):
+            layout = BlockLayout(CodeFormat(4, 1, 32, rotated=rotated), "values", 32, 64)
+            codes = torch.randint(0, 256, (1, 1, 1, layout.code_bytes), dtype=torch.uint8)
+            parameters = torch.full((1, 1, 1, layout.parameters), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+            found.append(bool(read_blocks(codes, parameters, layout, dtype).isnan().all()))
+    return found
+
+
 def cache_of(**options: Any) -> Any:
     config = transformers.LlamaConfig(
         num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16
@@ -321,6 +335,7 @@ if __name__ == "__main__":
         {
             "packings": {name: tried(check_packing, case) for name, case in PACKINGS.items()},
             "readings": {name: tried(check_reading, *case) for name, case in READINGS.items()},
+            "nan of a gpu": check_nan_of_a_gpu(),
             "caches": {
                 "native 4": tried(check_cache, nbits=4),
                 "fp8": tried(check_cache, backend="fp8", nbits=8),

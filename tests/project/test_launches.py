@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -63,6 +64,31 @@ def test_too_many_launches_and_waits_fail_the_command(monkeypatch: pytest.Monkey
     complaints = json.loads(capsys.readouterr().out)[0]["complaints"]
     assert complaints[0].startswith("2 launches instead of at most 1")
     assert complaints[1] == "the host waits for the device: {'to the host': 1}"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "path"), [(128, "by a Triton kernel"), (512, "in plain torch, as the head_dim is 512, above 256")]
+)
+def test_explain_says_how_blocks_were_packed(head_dim: int, path: str) -> None:
+    cache = kvlayers.QuantizedCache(nbits=8)
+    for tokens in (300, *[1] * 80):
+        cache.update(*[torch.empty(1, 8, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)], 0)
+    assert dict(cache.explain().packing) == {f"keys {path}": 2, f"values {path}": 2}
+    assert f"packing, 2 times: keys {path}" in repr(cache.explain())
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "gpu.md"
+STATED = dict(re.findall(r"^\| ([^|]+) \| [\d,]* ?\| (\d+) \|$", PAGE.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("operation", [each for each in BOUND if each.name in STATED], ids=lambda each: each.name)
+def test_the_page_has_the_counts(operation: Any) -> None:
+    assert str(operation.measure().launches) == STATED[operation.name]
+
+
+def test_every_row_of_the_page_is_counted() -> None:
+    assert len(STATED) == 7
+    assert STATED.keys() <= {operation.name for operation in BOUND}
 
 
 # The counter

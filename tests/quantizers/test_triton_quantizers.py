@@ -81,6 +81,13 @@ def test_kernels_read_blocks_of_every_format(interpreted: dict[str, Any], name: 
 
 @pytest.mark.slow
 @with_triton
+def test_kernels_read_nan_as_nan(interpreted: dict[str, Any]) -> None:
+    """Arithmetic on a GPU gives NaN the bits 0x7FFFFFFF, which no arithmetic on a CPU does."""
+    assert all(interpreted["nan of a gpu"])
+
+
+@pytest.mark.slow
+@with_triton
 @pytest.mark.parametrize("name", ["native 4", "fp8"])
 def test_a_cache_that_kernels_pack_holds_what_the_cpu_would(interpreted: dict[str, Any], name: str) -> None:
     found = interpreted["caches"][name]

@@ -75,9 +75,17 @@ def attend_dense(
     return kernel(query, keys, values, bias, scale)
 
 
-@functools.lru_cache(maxsize=64)
 def kernels_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> Kernels:
-    """The fused kernels for states of a dtype and head_dims on a device."""
+    """The fused kernels for states of a dtype and head_dims on a device, as far as torch may use them."""
+    allowed = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    return _allowed_kernels(device, dtype, key_dim, value_dim, allowed)
+
+
+@functools.lru_cache(maxsize=64)
+def _allowed_kernels(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, allowed: tuple[bool, bool]
+) -> Kernels:
+    """As `kernels_for`. Torch looks up itself what is allowed; a context such as `sdpa_kernel` may end."""
     none = Kernels(None, None)
     if dtype not in (torch.float16, torch.bfloat16) or max(key_dim, value_dim) > LARGEST_HEAD_DIM:
         return none

@@ -51,11 +51,11 @@ def _nothing() -> None:
     return None
 
 
-def _newest(number: Tensor, tokens: int) -> Any:
-    """The newest snapshot of a store."""
+def _newest(number: Tensor, version: int, tokens: int) -> Any:
+    """The newest snapshot of a store, which must be of this version and have so many tokens."""
     handle = _handles.get(int(number))
     snapshot = None if handle is None else handle.newest()
-    if snapshot is None or snapshot.segments.tokens != tokens:
+    if snapshot is None or (snapshot.version_number, snapshot.segments.tokens) != (version, tokens):
         raise StaleStatesError(
             f"expected the states of {tokens} tokens, but the cache has returned other states since, or was deleted: "
             "call compiled code with the states of the newest update."
@@ -66,6 +66,7 @@ def _newest(number: Tensor, tokens: int) -> Any:
 @torch.library.custom_op("kvlayers::attend_packed", mutates_args=(), **compat.OUTSIDE_CUDA_GRAPHS)
 def attend_packed(
     number: Tensor,
+    version: int,
     query: Tensor,
     tokens: int,
     value_head_dim: int,
@@ -75,7 +76,7 @@ def attend_packed(
 ) -> Tensor:
     """Attention of `query`, `[batch, heads, queries, head_dim]`, to the newest states of a store, read as codes."""
     with torch.no_grad():
-        snapshot = _newest(number, tokens)
+        snapshot = _newest(number, version, tokens)
         if is_causal:
             mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=query.device).tril()
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
@@ -85,6 +86,7 @@ def attend_packed(
 @attend_packed.register_fake
 def _(
     number: Tensor,
+    version: int,
     query: Tensor,
     tokens: int,
     value_head_dim: int,
@@ -100,11 +102,17 @@ GIVEN_TO_COMPILED_CODE = "compiled code in full precision, as it calls another f
 
 @torch.library.custom_op("kvlayers::full_precision", mutates_args=(), **compat.OUTSIDE_CUDA_GRAPHS)
 def full_precision(
-    number: Tensor, is_values: bool, copies: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    number: Tensor,
+    version: int,
+    is_values: bool,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """The newest keys, or values, of a store in full precision: `[batch, kv_heads * copies, tokens, head_dim]`."""
     with torch.no_grad():
-        snapshot = _newest(number, shape[2])
+        snapshot = _newest(number, version, shape[2])
         note_dense_read(snapshot.paths, GIVEN_TO_COMPILED_CODE)
         states: Tensor = snapshot.dense("values" if is_values else "keys")
         return states.repeat_interleave(copies, dim=1) if copies > 1 else states.clone()
@@ -112,6 +120,12 @@ def full_precision(
 
 @full_precision.register_fake
 def _(
-    number: Tensor, is_values: bool, copies: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    number: Tensor,
+    version: int,
+    is_values: bool,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)

@@ -100,8 +100,8 @@ def _attention_in_graph(
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
     if snapshot.follows_gradients or _needs_gradients(query, *(() if attn_mask is None else (attn_mask,))):
         return None
-    number = snapshot.version.handle.number
-    attended: Tensor = attend_packed(number, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
+    number, version = snapshot.version.handle.number, snapshot.version_number
+    attended: Tensor = attend_packed(number, version, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
     return attended
 
 

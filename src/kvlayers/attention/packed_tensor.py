@@ -111,6 +111,11 @@ class PackedView:
 
 UNCHANGED = PackedView()
 
+NO_ADDRESS = (
+    "The states of a quantized cache, or of a prefix that sequences share, have no address: pass a clone() of them "
+    "to a kernel that reads memory."
+)
+
 
 Implementation = TypeVar("Implementation", bound=Callable[..., Tensor | str])
 
@@ -215,11 +220,12 @@ class PackedStates(Tensor):
 
     @override
     def data_ptr(self) -> int:
-        raise _has_no_address()
+        raise UnsupportedLayerError(NO_ADDRESS)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        raise _has_no_address()
+        # As tensors of a CPU do, so that `hasattr` can ask for it.
+        raise AttributeError(NO_ADDRESS)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -231,13 +237,6 @@ class PackedStates(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedStates({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _has_no_address() -> UnsupportedLayerError:
-    return UnsupportedLayerError(
-        "The states of a quantized cache, or of a prefix that sequences share, have no address: pass a clone() of them "
-        "to a kernel that reads memory."
-    )
 
 
 def as_dense(states: Tensor) -> Tensor:
@@ -276,9 +275,8 @@ def _in_graph(argument: Any) -> Any:
         if view.grouped or view.swapped or snapshot.follows_gradients:
             return argument.dense()
         shape, of_values = tuple(argument.shape), argument.side == "values"
-        return full_precision(
-            snapshot.version.handle.number, of_values, view.copies, shape, snapshot.dtype, snapshot.device
-        )
+        number, version = snapshot.version.handle.number, snapshot.version_number
+        return full_precision(number, version, of_values, view.copies, shape, snapshot.dtype, snapshot.device)
     if isinstance(argument, list | tuple):
         return type(argument)([_in_graph(part) for part in argument])
     return argument

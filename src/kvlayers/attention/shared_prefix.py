@@ -51,7 +51,9 @@ class PrefixNumbers:
         if torch.compiler.is_compiling():
             return self._copies(device)
         if device not in self._on_devices:
-            self._on_devices[device] = self._copies(device)
+            # Autograd could not follow an index that was made in inference mode, and they are used outside of it too.
+            with torch.inference_mode(False):
+                self._on_devices[device] = self._copies(device)
         return self._on_devices[device]
 
     def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import html
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -171,20 +172,24 @@ class Explanation:
         attention: how often attention on packed states, or on states that sequences share, was computed in which way,
             and why not in a faster one. It is counted once for each layer and forward pass, or once for each of the two
             products if the model writes attention as two. Empty if all states are held in full precision.
+        packing: how often an accelerator packed keys, or values, in which way, and why not in a faster one. It is
+            counted once for each layer, side and forward pass that packs.
         traces: how often torch.compile or torch.export has traced code that updates the cache. 1 is the first
             compilation; each further one was for another shape, or another mode, such as `no_grad`.
     """
 
     prefixes: tuple[str, ...]
     attention: Mapping[str, int]
+    packing: Mapping[str, int]
     traces: int
 
     def __repr__(self) -> str:
-        ways = sorted(self.attention.items(), key=lambda way: -way[1])
+        ways, packing = (sorted(counts.items(), key=lambda way: -way[1]) for counts in (self.attention, self.packing))
         lines = [
             *(f"prefix: {note}" for note in self.prefixes or ("no store was asked",)),
             *(f"attention, {count} times: {way}" for way, count in ways),
             *([] if ways else ["attention: states are held in full precision, as torch reads them"]),
+            *(f"packing, {count} times: {way}" for way, count in packing),
             f"compiled: {_times(self.traces)}",
         ]
         return "\n".join(lines)
@@ -202,8 +207,9 @@ def _times(traces: int) -> str:
 
 def explanation_of(prefixes: Sequence[str], layers: Sequence[LayerOperations], traces: int) -> Explanation:
     """The explanation of a cache with these layers; see `Explanation`."""
-    counts: dict[str, int] = {}
+    attention: Counter[str] = Counter()
+    packing: Counter[str] = Counter()
     for layer in layers:
-        for way, count in layer.attention_paths.items():
-            counts[way] = counts.get(way, 0) + count
-    return Explanation(tuple(prefixes), counts, traces)
+        attention.update(layer.attention_paths)
+        packing.update(layer.packing_paths)
+    return Explanation(tuple(prefixes), dict(attention), dict(packing), traces)

@@ -199,6 +199,11 @@ class LayerOperations(DescribesItself, ABC):
         return {}
 
     @property
+    def packing_paths(self) -> Mapping[str, int]:
+        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
+        return {}
+
+    @property
     def reserved(self) -> StaticStore | None:
         """The memory that was reserved at one address, `None` for a layer that takes memory as it needs it."""
         return None

@@ -64,6 +64,11 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def attention_paths(self) -> Mapping[str, int]:
         return self._store.attention_paths
 
+    @property
+    @override
+    def packing_paths(self) -> Mapping[str, int]:
+        return self._store.packing_paths
+
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
         return tokens

@@ -71,6 +71,12 @@ class WrapperLayer(CacheLayer):
         return paths
 
     @property
+    @override
+    def packing_paths(self) -> Mapping[str, int]:
+        paths: Mapping[str, int] = self.wrapped.packing_paths
+        return paths
+
+    @property
     def dtype(self) -> Any:
         """dtype of the keys, `None` before the first states."""
         return self.wrapped.dtype

@@ -316,6 +316,11 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
         return {}
 
+    @property
+    def packing_paths(self) -> Mapping[str, int]:
+        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
+        return {}
+
 
 STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
 """The stores that a file may name."""

@@ -40,7 +40,9 @@ class MaskMode:
         # What is recorded for a rollback does not fit a window's bucket, and a layer that grows has no buckets.
         if self.recording or self.mixed:
             return False
-        return self.is_compiled or torch.compiler.is_compiling()
+        # Read at every step of a layer: without a further call if there is no accelerator.
+        compiled = self.is_compiled if self.compiled is None else self.compiled
+        return compiled or torch.compiler.is_compiling()
 
     @property
     def uses_buckets(self) -> bool:

@@ -125,6 +125,15 @@ class PackedBlocks:
         partner = self._layouts["values" if side == "keys" else "keys"]
         return pack_obstacle(self._layouts[side], partner.head_dim, self._dtype, self._device, search)
 
+    def packing_paths(self) -> Iterator[str]:
+        """How each side is packed, in words; nothing on a CPU that has no such choice."""
+        for side in SIDES:
+            obstacle = self.obstacle(side)
+            if obstacle is None:
+                yield f"{side} by a Triton kernel"
+            elif self._device.type != "cpu":
+                yield f"{side} in plain torch, as {obstacle}"
+
     def _quantized(self, side: Side, states: Tensor, finite: Tensor) -> KVPair:
         """Codes and parameters of states of whole blocks, and of which tokens are finite `[..., tokens, 1]`."""
         quantizer = self._quantizers[side]

@@ -59,7 +59,7 @@ class QuantizedStore(TokenStore):
         self._version = Version()
         self._old_segments: tuple[tuple[DenseSegment, ...], PackedSegment | None] | None = None
         self._snapshot: Snapshot | None = None
-        self.paths = PathCounter()
+        self.paths, self.packing = PathCounter(), PathCounter()
         self._residual_may_move = False
         """Whether the residual has room at its front, to which the next tokens may move it."""
 
@@ -91,6 +91,11 @@ class QuantizedStore(TokenStore):
     @override
     def attention_paths(self) -> Mapping[str, int]:
         return self.paths.counts
+
+    @property
+    @override
+    def packing_paths(self) -> Mapping[str, int]:
+        return self.packing.counts
 
     @property
     def _missing_sinks(self) -> int:
@@ -197,9 +202,16 @@ class QuantizedStore(TokenStore):
                 keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
             )
             self._forget_segments()
+            self._count_packing()
         else:
             append_states(self._parts.residual, (keys, values))
         self._length += new
+
+    def _count_packing(self) -> None:
+        """Count which path packed the blocks, for `explain()`."""
+        if self._parts.blocks is not None:
+            for path in self._parts.blocks.packing_paths():
+                self.packing.record(path)
 
     def _in_held_dtype(self, states: Tensor) -> Tensor:
         """States in full precision and in the dtype of the held states."""
@@ -368,7 +380,8 @@ class QuantizedStore(TokenStore):
     def _twin(self, parts: QuantizedParts) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._version, twin.paths, twin._parts = Version(), PathCounter(), parts
+        twin._version, twin._parts = Version(), parts
+        twin.paths, twin.packing = PathCounter(), PathCounter()
         return twin
 
     @override

@@ -102,7 +102,10 @@ def shared_memory_limit(device: torch.device) -> int | None:
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a device the current one: triton launches there, whichever device its pointers belong to."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    # Making a device current takes longer than asking whether it is, which it nearly always is.
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 class TritonKernel:

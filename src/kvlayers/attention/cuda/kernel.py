@@ -13,6 +13,9 @@ from kvlayers.errors import StateMismatchError
 MAXIMUM_ROWS = 4 * ROWS_OF_A_PROGRAM
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
 
+MAXIMUM_HEADS = 65535
+"""Kv heads of all sequences up to which CUDA can launch the kernel, in the second dimension of a grid."""
+
 
 def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: Launch = DEFAULT_LAUNCH) -> str | None:
     """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can.
@@ -27,6 +30,8 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
         return plan.obstacle
     if query.shape[1] // plan.kv_heads * query.shape[2] > MAXIMUM_ROWS:
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
+    if query.shape[0] * plan.kv_heads > MAXIMUM_HEADS:
+        return f"there are more than {MAXIMUM_HEADS} kv heads in all sequences"
     if query.dtype != plan.dtype:
         return f"queries are {query.dtype}, and scales {plan.dtype}"
     for states in segments.dense_states():

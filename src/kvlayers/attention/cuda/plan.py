@@ -20,8 +20,7 @@ class Launch:
         programs: programs for each multiprocessor; with fewer, memory bandwidth stays unused.
         minimum_blocks: fewest blocks of a split, so that its partial result is small beside the codes it reads.
         stages: blocks in the copy pipeline, including the current one; fewer if shared memory is too small.
-        warps: warps of a program; `None` for one per 16 rows, and at least four if a head_dim is above 128 or states
-            are float32.
+        warps: warps of a program; `None` to choose them by its rows and channels.
         assembly: whether inline assembly unpacks two codes at a time.
     """
 

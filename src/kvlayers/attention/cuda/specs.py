@@ -250,12 +250,12 @@ def rows_of_program(rows: int) -> int:
 
 
 def warps_of_program(spec: SplitSpec, dtype: torch.dtype) -> int:
-    """Warps of a program, so that registers suffice: one for each 16 rows, or two if a head_dim is above 64.
+    """Warps of a program: one for each 16 rows, and at least four for more than 128 channels or for float32.
 
-    Wider states than those of 128 channels in half precision take at least four.
+    A program of 16 rows of more than 64 channels takes two, which then need no register that is not there.
     """
     head_dim, tiles = max(spec.keys.head_dim, spec.values.head_dim), spec.rows // _TENSOR_CORE_ROWS
     if head_dim > 128 or dtype == torch.float32:
         return max(tiles, 4)
-    # Words of 2 bits give products of 8 columns, which two warps would both compute.
-    return tiles if head_dim <= 64 or spec.joined else 2 * tiles
+    # Two warps would both compute the products of 8 columns that 2 bits give.
+    return 2 if tiles == 1 and head_dim > 64 and not spec.joined else tiles

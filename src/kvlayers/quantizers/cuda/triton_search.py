@@ -27,7 +27,8 @@ def rounded_to(numbers, DTYPE: tl.constexpr):
         # The interpreter does not round to nearest even when it converts.
         bits = numbers.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        numbers = bits.to(tl.float32, bitcast=True)
+        # The bits of the NaN that a GPU computes, 0x7FFFFFFF, would turn into those of -0.
+        numbers = tl.where(numbers == numbers, bits.to(tl.float32, bitcast=True), numbers)
     elif DTYPE == tl.float16:
         numbers = numbers.to(tl.float16).to(tl.float32)
     return numbers

@@ -17,6 +17,7 @@ The exit code is the number of steps that failed or found something wrong.
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -53,14 +54,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     names = [step.name for step in STAGES[given.stage]]
-    if given.budget <= 0:
-        parser.error(f"--budget must be positive, got {given.budget}")
+    if not 0 < given.budget < math.inf:
+        parser.error(f"--budget must be a positive number of seconds, got {given.budget}")
     if unknown := [name for name in given.only or () if name not in names]:
         parser.error(f"--only must be one of {', '.join(names)}, got {unknown[0]}")
-    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
+    kind = given.device.partition(":")[0]
+    if kind not in ("cuda", "cpu"):
+        parser.error(f"--device must be cuda or cpu, got {given.device}")
+    if kind == "cuda" and not torch.cuda.is_available():
         parser.error(f"{NO_DEVICE}; --quick --device cpu shows on a CPU that it runs")
-    if torch.device(given.device).type == "cpu" and not given.quick:
+    if kind == "cpu" and not given.quick:
         parser.error("--device cpu goes with --quick")
+    try:
+        given.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output must be a folder, got {given.output}: {error.strerror}")
     return given
 
 

@@ -135,6 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if given.json is not None:
             given.json.write_text(json.dumps(rows, indent=1))
+    if not rows:
+        parser.error(f"no kernel or case has {given.only!r} in its name")
     return sum(not row["fits"] for row in rows)
 
 

@@ -216,6 +216,14 @@ def test_no_query_attends_to_anything(dtype: torch.dtype) -> None:
     assert fused.attend(query, held, torch.ones(2, 8, 0, held.tokens, dtype=torch.bool), 0.1).shape == (2, 8, 0, 64)
 
 
+def test_channels_need_not_be_neighbours() -> None:
+    query, keys, values = (torch.randn(2, heads, 20, 32).half() for heads in (4, 2, 2))
+    apart = [side.transpose(2, 3).contiguous().transpose(2, 3) for side in (keys, values)]
+    expected = fused_kernels.attend_dense(query, keys, values, None, 0.2)
+    for found, right in zip(fused_kernels.attend_dense(query, *apart, None, 0.2), expected, strict=True):
+        assert torch.equal(found, right)
+
+
 def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not allowed within a context is used again after it."""
     cuda = torch.backends.cuda

@@ -68,7 +68,11 @@ def attend_dense(
     kernels = kernels_for(query.device, query.dtype, keys.shape[3], values.shape[3])
     bias = None if mask is None else _as_bias(mask, query.dtype)
     kernel = kernels.unmasked if bias is None else kernels.masked
-    return (_plain if kernel is None else kernel)(query, keys, values, bias, scale)
+    if kernel is None:
+        return _plain(query, keys, values, bias, scale)
+    # The kernels read neighbouring channels, whatever the strides say. Unpacked keys may be a transposed view.
+    keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (keys, values))
+    return kernel(query, keys, values, bias, scale)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> Kernels:

@@ -121,7 +121,9 @@ class CacheArithmetic:
         found: dict[torch.device | None, CacheBytes] = {}
         for samples, held in ((self._decoder, tokens), (self._cross, self._encoder_length)):
             by_device: dict[torch.device | None, list[PlannedBytes]] = {}
-            devices: Sequence[torch.device | None] = self._devices or [None] * len(samples)
+            # Of a model with fewer layers than the cache nobody knows where the others are.
+            known = len(self._devices) >= len(samples)
+            devices: Sequence[torch.device | None] = self._devices if known else [None] * len(samples)
             for sample, device in zip(samples, devices, strict=False):
                 by_device.setdefault(device, []).append(sample.nbytes(held))
             for device, layers in by_device.items():

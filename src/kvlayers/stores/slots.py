@@ -134,6 +134,16 @@ class TracedCount:
 
     __radd__ = __add__
 
+    # As the number too, since an object of no type that Python knows is true, and equal to nothing.
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == other
+
+    __hash__ = None  # type: ignore[assignment]
+
     @classmethod
     def __torch_function__(
         cls,

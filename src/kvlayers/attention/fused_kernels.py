@@ -7,6 +7,7 @@ plain torch in float32.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,13 +72,14 @@ def attend_dense(
     if kernel is None:
         return _plain(query, keys, values, bias, scale)
     # The kernels read neighbouring channels, whatever the strides say. Unpacked keys may be a transposed view.
-    keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (keys, values))
+    query, keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (query, keys, values))
     return kernel(query, keys, values, bias, scale)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> Kernels:
     """The fused kernels for states of a dtype and head_dims on a device, as far as torch may use them."""
-    allowed = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    settings: Any = torch.backends.cuda
+    allowed = settings.flash_sdp_enabled(), settings.mem_efficient_sdp_enabled()
     return _allowed_kernels(device, dtype, key_dim, value_dim, allowed)
 
 

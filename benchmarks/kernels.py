@@ -3,9 +3,9 @@
     python benchmarks/kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--few] [--json PATH]
 
 The kernels are those that a quantized layer launches for a prompt, for a decoded token and for its states in full
-precision, on meta tensors in place of a GPU's. triton compiles them for each compute capability, and `ptxas`, which
-comes with triton, reports what they need. The exit code is the number of kernels that need more shared memory than the
-GPU has.
+precision, and that of a shared prefix, on meta tensors in place of a GPU's. triton compiles them for each compute
+capability, and `ptxas`, which comes with triton, reports what they need. The exit code is the number of kernels that need more shared
+memory than the GPU has.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+import kvlayers
 from kvlayers.attention import dispatch
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
@@ -73,7 +75,7 @@ FEW = {
     89: ("attend_split: native 4, head_dim 128",),
     90: (
         *(f"attend_split: native {bits}, head_dim {head_dim}" for bits in (4, 8) for head_dim in (64, 128)),
-        *(f"{kernel}: native 4, head_dim 128" for kernel in ("merge_splits", "pack_block", "read_block")),
+        *(f"{kernel}: native 4, head_dim 128" for kernel in ("merge_splits", "pack_block", "read_block", "merge_pair")),
     ),
     120: ("attend_split: native 4, head_dim 128", "read_block: native 4, head_dim 128"),
 }
@@ -100,6 +102,15 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
         dispatch.attend(query, keys.snapshot.segments, mask, None, PathCounter())
         keys.dense()
         values.dense()
+        shared = kvlayers.DynamicCache()
+        for batch, tokens in ((1, PROMPT), (2, case.queries)):
+            states = [
+                torch.empty(batch, KV_HEADS, tokens, case.head_dim, dtype=case.dtype, device=META) for _ in range(2)
+            ]
+            keys, values = shared.update(*states, 0)
+            if batch == 1:
+                shared.expand(2)
+        scaled_dot_product_attention(query.expand(2, -1, -1, -1), keys, values, enable_gqa=True)
     return list({launch.variant: launch for launch in launches}.values())
 
 

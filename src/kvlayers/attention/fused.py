@@ -5,7 +5,9 @@ devices without Triton. A slab is as many packed tokens as may be in full precis
 A fused kernel attends to each, and returns the log-sum-exp of the scores, by which `merge` puts slabs together.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,11 +138,12 @@ def _clear_hidden(out: Tensor, mask: Tensor | None) -> Tensor:
 
 def _merge_two(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
     """As `merge` for two parts `[batch, heads, queries, value_head_dim]` of one dtype, in that dtype."""
-    if not runs_triton(first[0].device):
+    width = first[0].shape[3]
+    if not (runs_triton(first[0].device) and _has_merge_pair(first[0].device, first[0].dtype, width)):
         share = second[1] - first[1]
         share = torch.sigmoid(share, out=torch.empty_like(share, dtype=first[0].dtype))
         return torch.lerp(first[0], second[0], share[..., None])
-    batch, heads, queries, width = first[0].shape
+    batch, heads, queries, _ = first[0].shape
     outs = [out if out.stride(3) == 1 else out.contiguous() for out, _ in (first, second)]
     logsumexps = first[1], second[1]
     # In the memory layout of torch's attention, in which the next layer reads it.
@@ -151,16 +154,25 @@ def _merge_two(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> T
         found.device,
         (-(-rows // MERGED_ROWS),),
         (*outs, *logsumexps, found, *strides, rows, heads, queries),
-        {
-            "VALUE_DIM": width,
-            "CHANNELS": 1 << (width - 1).bit_length(),
-            "ROWS": MERGED_ROWS,
-            "num_warps": 4,
-            # Not the default of every version of triton.
-            "enable_fp_fusion": True,
-        },
+        _merge_pair_constants(width),
     )
     return found.transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _merge_pair_constants(width: int) -> Mapping[str, Any]:
+    """Compile-time constants of `merge_pair` for values of `width` channels."""
+    # Fused multiply-add is not the default of every version of triton.
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS, **options}
+
+
+@functools.lru_cache(maxsize=64)
+def _has_merge_pair(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the device can run `merge_pair`."""
+    # Dtypes stand for tensors, and 16 for numbers: the kernel is compiled, not launched.
+    arguments = (dtype, dtype, torch.float32, torch.float32, dtype, *[16] * 15)
+    return MERGE_PAIR.obstacle(device, (1,), arguments, _merge_pair_constants(width)) is None
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:

@@ -4,8 +4,8 @@
 
 The kernels are those that a quantized layer launches for a prompt, for a decoded token and for its states in full
 precision, and that of a shared prefix, on meta tensors in place of a GPU's. triton compiles them for each compute
-capability, and `ptxas`, which comes with triton, reports what they need. The exit code is the number of kernels that need more shared
-memory than the GPU has.
+capability, and `ptxas`, which comes with triton, reports what they need. The exit code is the number of kernels that
+need more shared memory than the GPU has.
 """
 
 import argparse

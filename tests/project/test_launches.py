@@ -1,10 +1,12 @@
 """What each operation of a cache asks of a GPU: no more launches than it may, and the host waits for no decode step."""
 
+import gc
 import importlib
 import json
 import pathlib
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,8 @@ from torch import Tensor
 
 import kvlayers
 import versions
+from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
 from models import fresh_model
 
@@ -75,6 +79,25 @@ def test_explain_says_how_blocks_were_packed(head_dim: int, path: str) -> None:
         cache.update(*[torch.empty(1, 8, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)], 0)
     assert dict(cache.explain().packing) == {f"keys {path}": 2, f"values {path}": 2}
     assert f"packing, 2 times: keys {path}" in repr(cache.explain())
+
+
+def test_packed_memory_goes_with_the_last_reference_to_it() -> None:
+    store = QuantizedStore(Quantization(nbits=4))
+    gc.collect()
+    gc.disable()
+    try:
+        for tokens in (300, 1):
+            states = [torch.empty(1, 8, tokens, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+            store.validate(*states)
+            keys, values = store.extend(*states)
+        query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+        torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        segment = weakref.ref(keys.snapshot.segments.packed)
+        assert segment().kernel_cache
+        del store, keys, values
+        assert segment() is None
+    finally:
+        gc.enable()
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "gpu.md"

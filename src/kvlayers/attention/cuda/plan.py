@@ -123,7 +123,8 @@ class SegmentPlan:
         ends = _ends_of(segment) if segment.ends is not None else key_codes
         self.tensors = (*of_packed, ends)
         self.before: tuple[tuple[DenseSegment, ...], DenseArguments] | None = None
-        self._segment = segment
+        # Not the segment itself: it holds the plan, and the two would outlive each other on the GPU.
+        self._has_ends = segment.ends is not None
         self._starts: Tensor | None = None
         self._specs = (
             side_spec(keys.format, "keys", keys.head_dim, self.block_tokens, self.dtype, launch.assembly),
@@ -134,7 +135,7 @@ class SegmentPlan:
 
     def starts(self) -> Tensor:
         """int32 `[blocks]`: the tokens that are held in front of each block, by which masks are indexed."""
-        if self._segment.ends is None:
+        if not self._has_ends:
             return self.tensors[4]
         if self._starts is None:
             ends = self.tensors[4]
@@ -147,7 +148,7 @@ class SegmentPlan:
         variant = self._variants.get((heads, rows, mask))
         if variant is None:
             keys, values = self._specs
-            first, ends = self.first > 0, self._segment.ends is not None
+            first, ends = self.first > 0, self._has_ends
             spec = split_spec(
                 keys,
                 values,

@@ -1,14 +1,21 @@
 """Which dtype autocast computes in, and how kvlayers keeps its own arithmetic in the dtype that it is written in."""
 
 import contextlib
+import functools
 
 import torch
+
+
+@functools.cache
+def _knows_autocast(kind: str) -> bool:
+    """Whether a kind of device knows autocast. To others torch raises if it is asked."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast computes in on a device, `None` if it is off, or if the device knows no autocast."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not _knows_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

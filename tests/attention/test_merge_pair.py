@@ -1,14 +1,9 @@
 """The Triton kernel that merges two parts of attention does what plain torch does. Run by Triton's interpreter."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
-from packaging.version import Version
 
-from kvlayers.utils.triton_support import MINIMUM_VERSION, triton_version
+import interpreted_kernels
+import versions
 
 CASES = """
 import torch
@@ -33,13 +28,6 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or triton_version() < Version(MINIMUM_VERSION),
-    reason=f"triton {MINIMUM_VERSION} or later is not installed",
-)
+@versions.interprets_kernels
 def test_two_parts_are_merged_as_by_plain_torch() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", CASES], capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
+    interpreted_kernels.run("-c", CASES)

@@ -1,21 +1,16 @@
 """The kernel for packed states gives the attention of the states that they stand for. Run by Triton's interpreter."""
 
-import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 import fresh_process
+import interpreted_kernels
+import versions
 from kvlayers.attention.cuda import kernel
 from kvlayers.attention.cuda.unpacking import unpacking_instructions
 from kvlayers.attention.reference import merge
@@ -23,27 +18,16 @@ from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide, side_bytes
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import MINIMUM_VERSION, TritonKernel, triton_version
+from kvlayers.utils.triton_support import TritonKernel
 from triton_decode_cases import CASES
 
-# Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
-with_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or triton_version() < Version(MINIMUM_VERSION),
-    reason=f"triton {MINIMUM_VERSION} or later is not installed",
-)
+with_triton = versions.interprets_kernels
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     """What the cases gave, in a process in which triton interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    cases = Path(__file__).parents[1] / "helpers" / "triton_decode_cases.py"
-    ran = subprocess.run(
-        [sys.executable, str(cases)], capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
+    return interpreted_kernels.results_of("triton_decode_cases")
 
 
 @pytest.mark.slow

@@ -1,47 +1,31 @@
 """The kernels that pack and read blocks do what the CPU does. Run by Triton's interpreter."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 import fresh_process
+import interpreted_kernels
+import versions
 from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
 from kvlayers.quantizers.cuda import support
 from kvlayers.quantizers.cuda.support import pack_obstacle, read_obstacle
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import MINIMUM_VERSION, DeviceFacts, TritonKernel, triton_version
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 from triton_quantizer_cases import PACKINGS, READINGS
 
-# Triton decides when a kernel is defined whether it is interpreted: only a process of its own can have it so.
-with_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or triton_version() < Version(MINIMUM_VERSION),
-    reason=f"triton {MINIMUM_VERSION} or later is not installed",
-)
+with_triton = versions.interprets_kernels
 META = torch.device("meta")
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     """What the cases gave, in a process in which triton interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    cases = Path(__file__).parents[1] / "helpers" / "triton_quantizer_cases.py"
-    ran = subprocess.run(
-        [sys.executable, str(cases)], capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
+    return interpreted_kernels.results_of("triton_quantizer_cases")
 
 
 @pytest.mark.slow

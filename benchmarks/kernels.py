@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 86, 89, 90, 100, 120], choices=SHARED_MEMORY)
     parser.add_argument("--only", default="", help="only kernels and cases with this text")
     parser.add_argument("--json", type=Path, help="write the rows to a file")
-    parser.add_argument("--few", action="store_true", help="the dozen kernels that the tests compile, in half a minute")
+    parser.add_argument("--few", action="store_true", help="only the kernels that the tests compile, half a minute")
     given = parser.parse_args(arguments)
     rows = []
     wanted = is_among_few if given.few else lambda name, capability: given.only in name

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, versions.compiles_kernels]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a dozen kernels need, compiled in a process of its own: triton then knows no other driver."""
+    """What a few kernels need, compiled in a process of its own: triton then knows no other driver."""
     directory = tmp_path_factory.mktemp("kernels")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(directory / "cache")}
     environment.pop("TRITON_INTERPRET", None)

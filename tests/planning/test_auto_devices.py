@@ -9,6 +9,7 @@ from torch import nn
 
 import kvlayers
 from fake_device import CPU, DEVICE, IS_SUPPORTED
+from kvlayers.generation import registry
 from kvlayers.planning import auto
 from kvlayers.upstream.layer_devices import layer_devices
 from models import fresh_model
@@ -85,6 +86,16 @@ def test_layers_of_different_sizes_count_for_their_devices(monkeypatch: pytest.M
     free = {CPU: planned, DEVICE: planned // 10}
     assert type(choice(model, monkeypatch, free)) is kvlayers.DynamicCache
     free = {CPU: planned // 2, DEVICE: planned}
+    assert isinstance(choice(model, monkeypatch, free), kvlayers.QuantizedCache)
+
+
+def test_no_layer_is_left_out_if_the_model_lists_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = spread(4, 1)
+    monkeypatch.setattr(registry, "layer_devices", lambda model: (CPU, DEVICE))
+    dynamic = layer_bytes(model, "dynamic")
+    free = {CPU: dynamic, DEVICE: 3 * dynamic}
+    assert type(choice(model, monkeypatch, free)) is kvlayers.DynamicCache
+    free[DEVICE] -= 10
     assert isinstance(choice(model, monkeypatch, free), kvlayers.QuantizedCache)
 
 

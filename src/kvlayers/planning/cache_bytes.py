@@ -121,10 +121,9 @@ class CacheArithmetic:
         found: dict[torch.device | None, CacheBytes] = {}
         for samples, held in ((self._decoder, tokens), (self._cross, self._encoder_length)):
             by_device: dict[torch.device | None, list[PlannedBytes]] = {}
-            # Of a model with fewer layers than the cache nobody knows where the others are.
-            known = len(self._devices) >= len(samples)
-            devices: Sequence[torch.device | None] = self._devices if known else [None] * len(samples)
-            for sample, device in zip(samples, devices, strict=False):
+            for index, sample in enumerate(samples):
+                # Layers that the model does not list, such as extra prediction layers, count for its last device.
+                device = self._devices[min(index, len(self._devices) - 1)] if self._devices else None
                 by_device.setdefault(device, []).append(sample.nbytes(held))
             for device, layers in by_device.items():
                 found[device] = found.get(device, CacheBytes(0, 0, 0)) + _summed(layers)

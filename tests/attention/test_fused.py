@@ -52,7 +52,7 @@ def segments(batch: int, head_dim: int, dtype: torch.dtype, cut: bool) -> KVSegm
         keys, values = (torch.randn(batch, KV_HEADS, tokens + 9, head_dim).to(dtype) for _ in range(2))
         return DenseSegment(keys[:, :, 4 : tokens + 4], values[:, :, 2 : tokens + 2])
 
-    return KVSegments((dense(SINKS),), packed, (dense(RESIDUAL),))
+    return KVSegments((dense(SINKS), packed, dense(RESIDUAL)))
 
 
 def queries_of_a_model(batch: int, heads: int, queries: int, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -153,9 +153,7 @@ def test_states_of_zeros_keep_their_weight_beside_hidden_tokens() -> None:
     held = KVSegments(
         tuple(
             DenseSegment(torch.zeros(1, 1, 8, 64).bfloat16(), torch.full((1, 1, 8, 64), x).bfloat16()) for x in (1, 3)
-        ),
-        None,
-        (),
+        )
     )
     mask = torch.zeros(1, 1, 1, 16, dtype=torch.bool)
     mask[..., 9] = True
@@ -174,7 +172,7 @@ def test_plain_torch_takes_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 48), (20, 20), (264, 264)])
 def test_states_that_no_fused_kernel_takes_go_through_plain_torch(key_dim: int, value_dim: int) -> None:
     keys, values = torch.randn(2, 2, 150, key_dim).bfloat16(), torch.randn(2, 2, 150, value_dim).bfloat16()
-    held = KVSegments((DenseSegment(keys, values),), None, ())
+    held = KVSegments((DenseSegment(keys, values),))
     query = queries_of_a_model(2, 4, 3, key_dim, torch.bfloat16)
     assert fused.description(query, held) == fused.PLAIN
     check(query, held, torch.rand(2, 1, 3, 150) > 0.5, 0.1)

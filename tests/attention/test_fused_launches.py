@@ -61,7 +61,7 @@ def int4_segments(tokens: int, residual: int, batch: int = 1, ends: tuple[int, .
         return DenseSegment(*(meta(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2)))
 
     sides = (packed_side(side, batch, tokens // BLOCK) for side in ("keys", "values"))
-    return KVSegments((dense(16),), PackedSegment(*sides, 0, ends), (dense(residual),))
+    return KVSegments((dense(16), PackedSegment(*sides, 0, ends), dense(residual)))
 
 
 def query_of_a_model(batch: int, queries: int) -> Tensor:
@@ -146,7 +146,7 @@ def test_results_have_the_shapes_that_the_kernels_of_a_gpu_promise(queries: int,
         query = meta(batch, queries, 2 * group, 128).transpose(1, 2)
         parts = [DenseSegment(meta(batch, 2, tokens, 128), meta(batch, 2, tokens, value_dim)) for tokens in (7, 40)]
         mask = meta(batch, 1, queries, 47, dtype=torch.bool) if masked else None
-        out, logsumexp = fused.attend_partly(query, KVSegments(tuple(parts), None, ()), mask, 0.1)
+        out, logsumexp = fused.attend_partly(query, KVSegments(tuple(parts)), mask, 0.1)
         assert out.shape == (*query.shape[:3], value_dim)
         assert logsumexp.shape == query.shape[:3]
 
@@ -157,7 +157,7 @@ def test_the_kernel_with_a_mask_gets_aligned_rows_and_no_copied_keys(sizes: tupl
     # What `check_supported` of the kernel asks for, in numbers of two bytes; on a CPU nobody would notice.
     batch, queries = sizes
     keys = meta(batch, KV_HEADS, 1003, HEAD_DIM)
-    held = KVSegments((DenseSegment(keys, keys),), None, ())
+    held = KVSegments((DenseSegment(keys, keys),))
     given: list[Any] = []
 
     class Record(TorchDispatchMode):

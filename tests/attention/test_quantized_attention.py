@@ -127,7 +127,7 @@ class Case:
         held = [block * size + i for block, end in enumerate(ends) for i in range(0 if block else first, end)]
         packed = PackedSegment(packed_keys, packed_values, first, tuple(ends) if cut else None)
         runs = [self._dense_run(tokens) for tokens in dense]
-        self.segments = KVSegments(tuple(runs[:1]), packed, tuple(runs[1:]))
+        self.segments = KVSegments((*runs[:1], *(() if packed is None else (packed,)), *runs[1:]))
         self.keys, self.values = (
             torch.cat([part.double() for part in parts], 2)
             for parts in (
@@ -340,7 +340,7 @@ def test_histories_of_one_kind_of_run_alone(attend: Callable[..., Tensor]) -> No
     case = Case(dense=(), cut=False)
     query = case.query()
     check(attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
-    without_codes = KVSegments(case.segments.before, None, (case._dense_run(70), case._dense_run(5)))
+    without_codes = KVSegments((*case.segments.before, case._dense_run(70), case._dense_run(5)))
     keys, values = without_codes.dense("keys", torch.float64), without_codes.dense("values", torch.float64)
     case.keys, case.values = keys.double(), values.double()
     check(attend(query, without_codes, None, 0.2), *case.attended(query, None, 0.2))

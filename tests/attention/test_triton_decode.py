@@ -180,7 +180,7 @@ def empty_segments(
         return (DenseSegment(states, states),)
 
     packed = PackedSegment(side(key_format, "keys"), side(value_format, "values"))
-    return KVSegments(dense(before), packed, dense(after))
+    return KVSegments((*dense(before), packed, *dense(after)))
 
 
 def executed(ptx: str, word: int, dtype: torch.dtype) -> list[float]:

@@ -241,7 +241,7 @@ def states_of(case: Case) -> KVSegments:
         return DenseSegment(*sides)
 
     packed = PackedSegment(keys, values, case.options.get("first", 0), case.options.get("ends"))
-    return KVSegments(tuple(map(dense, case.before)), packed, tuple(map(dense, case.after)))
+    return KVSegments((*map(dense, case.before), *(() if packed is None else (packed,)), *map(dense, case.after)))
 
 
 def hadamard(head_dim: int) -> Tensor:
@@ -351,8 +351,8 @@ def check_merge() -> dict[str, Any]:
     torch.manual_seed(0)
     segments, query = states_of(case), query_of(case)
     parts = [
-        kernel.attend_partly(query, replace(segments, after=()), None, 0.125),
-        plain.attend_partly(query, KVSegments(segments.after, None, ()), None, 0.125),
+        kernel.attend_partly(query, KVSegments((*segments.before, segments.packed)), None, 0.125),
+        plain.attend_partly(query, KVSegments(segments.after), None, 0.125),
     ]
     out, lse = plain.merge(*zip(*parts, strict=True))
     expected, expected_lse = reference(query, segments, None, {"scale": 0.125})
@@ -370,7 +370,7 @@ def check_nan() -> dict[str, Any]:
     cuts: dict[str, tuple[int, int]] = {"neither": (10, 40), "first": (9, 40), "last": (10, 41), "both": (0, 64)}
     found = {}
     for name, (first, end) in cuts.items():
-        segments = KVSegments((), PackedSegment(keys, values, first, (64, end)), ())
+        segments = KVSegments((PackedSegment(keys, values, first, (64, end)),))
         out, lse = kernel.attend_partly(query, segments, None, 0.125)
         found[name] = [bool(out.isnan().any()), bool(lse.isfinite().all())]
     return found
@@ -512,12 +512,12 @@ def check_refusals() -> dict[str, Any]:
     half = tuple(DenseSegment(segment.keys.half(), segment.values) for segment in segments.after)
     said = {
         "taken": kernel.obstacle(query, segments, None),
-        "nothing packed": kernel.obstacle(query, replace(segments, packed=None), None),
+        "nothing packed": kernel.obstacle(query, KVSegments((*segments.before, *segments.after)), None),
         "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
         "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
         "dtype": kernel.obstacle(query.bfloat16(), segments, None),
-        "dtype of the residual": kernel.obstacle(query, replace(segments, after=half), None),
-        "3 bits": kernel.obstacle(query, replace(segments, packed=of_3_bits), None),
+        "dtype of the residual": kernel.obstacle(query, KVSegments((*segments.before, packed, *half)), None),
+        "3 bits": kernel.obstacle(query, KVSegments((*segments.before, of_3_bits, *segments.after)), None),
     }
     kind: dict[str, Any] = {
         "key_head_dim": 128,

@@ -1,5 +1,7 @@
 """The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.packed_side import PackedSide
 
@@ -18,10 +21,12 @@ class DenseSegment:
     Attributes:
         keys: `[batch, kv_heads, tokens, key_head_dim]`.
         values: `[batch, kv_heads, tokens, value_head_dim]`.
+        rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
     """
 
     keys: Tensor
     values: Tensor
+    rows: SegmentRows | None = None
 
     @property
     def tokens(self) -> int:
@@ -42,12 +47,14 @@ class PackedSegment:
         values: packed values.
         first: tokens at the beginning of the first block that have been evicted.
         ends: for each block the tokens that it holds, counted from its beginning; `None` if all are full.
+        rows: as `DenseSegment.rows`.
     """
 
     keys: PackedSide
     values: PackedSide
     first: int = 0
     ends: tuple[int, ...] | None = None
+    rows: SegmentRows | None = None
     kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
     """Arguments that kernels have prepared for the segment and may use again, by the kernel's name."""
 
@@ -104,44 +111,62 @@ def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
     )
 
 
+Segment = DenseSegment | PackedSegment
+
+
 @dataclass(frozen=True, eq=False)
 class KVSegments:
-    """Segments in the order of their tokens: dense ones, at most one packed, dense ones again.
+    """Segments in the order of their tokens, dense and packed ones in any order.
 
     Attributes:
-        before: dense segments of the oldest tokens.
-        packed: the packed tokens, `None` if no token is packed.
-        after: dense segments of the newest tokens.
+        in_order: the segments, at least one.
     """
 
-    before: tuple[DenseSegment, ...]
-    packed: PackedSegment | None
-    after: tuple[DenseSegment, ...]
+    in_order: tuple[Segment, ...]
+
+    @functools.cached_property
+    def before(self) -> tuple[DenseSegment, ...]:
+        """Dense segments before the first packed one; all segments if none is packed."""
+        return tuple(itertools.takewhile(_is_dense, self.in_order))  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def packed(self) -> PackedSegment | None:
+        """The packed segment, `None` if no token is packed. Ask `has_one_packed_run` first."""
+        return next((segment for segment in self.in_order if isinstance(segment, PackedSegment)), None)
+
+    @functools.cached_property
+    def after(self) -> tuple[DenseSegment, ...]:
+        """Dense segments behind the packed one."""
+        return tuple(filter(_is_dense, self.in_order[len(self.before) :]))  # type: ignore[arg-type]
+
+    @property
+    def has_one_packed_run(self) -> bool:
+        """Whether at most one segment is packed."""
+        return sum(isinstance(segment, PackedSegment) for segment in self.in_order) <= 1
 
     def of_sequence(self, index: int) -> "KVSegments":
         """The segments of one sequence, a batch of one."""
         one = slice(index, index + 1)
 
-        def of_dense(dense: tuple[DenseSegment, ...]) -> tuple[DenseSegment, ...]:
-            return tuple(DenseSegment(segment.keys[one], segment.values[one]) for segment in dense)
-
-        packed = self.packed
-        if packed is not None:
+        def of_packed(packed: PackedSegment) -> PackedSegment:
             keys, values = (
                 replace(side, codes=side.codes[one], parameters=side.parameters[one])
                 for side in (packed.keys, packed.values)
             )
-            packed = PackedSegment(keys, values, packed.first, packed.ends)
-        return KVSegments(of_dense(self.before), packed, of_dense(self.after))
+            return PackedSegment(keys, values, packed.first, packed.ends)
+
+        return KVSegments(
+            tuple(
+                DenseSegment(segment.keys[one], segment.values[one])
+                if isinstance(segment, DenseSegment)
+                else of_packed(segment)
+                for segment in self.in_order
+            )
+        )
 
     def with_prefix(self, segment: DenseSegment) -> "KVSegments":
         """The same segments with another one in front."""
-        return replace(self, before=(segment, *self.before))
-
-    @property
-    def in_order(self) -> tuple[DenseSegment | PackedSegment, ...]:
-        """All segments."""
-        return (*self.before, *(() if self.packed is None else (self.packed,)), *self.after)
+        return KVSegments((segment, *self.in_order))
 
     @property
     def tokens(self) -> int:
@@ -161,22 +186,25 @@ class KVSegments:
     @property
     def head_dims(self) -> tuple[int, int]:
         """Channels of a key, and of a value."""
-        if self.packed is not None:
-            return self.packed.keys.head_dim, self.packed.values.head_dim
-        segment = (*self.before, *self.after)[0]
-        return segment.keys.shape[3], segment.values.shape[3]
+        first = self.in_order[0]
+        if isinstance(first, PackedSegment):
+            return first.keys.head_dim, first.values.head_dim
+        return first.keys.shape[3], first.values.shape[3]
 
     @property
     def device(self) -> torch.device:
         """Device of the states."""
-        return (*self.before, *self.after)[0].keys.device if self.packed is None else self.packed.keys.codes.device
+        first = self.in_order[0]
+        return first.keys.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
     def _shape(self) -> torch.Size:
-        return (*self.before, *self.after)[0].keys.shape if self.packed is None else self.packed.keys.codes.shape
+        first = self.in_order[0]
+        return first.keys.shape if isinstance(first, DenseSegment) else first.keys.codes.shape
 
     def dense_states(self) -> list[Tensor]:
         """All tensors in full precision."""
-        return [states for segment in (*self.before, *self.after) for states in (segment.keys, segment.values)]
+        dense = [segment for segment in self.in_order if isinstance(segment, DenseSegment)]
+        return [states for segment in dense for states in (segment.keys, segment.values)]
 
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`."""
@@ -187,3 +215,7 @@ class KVSegments:
             else:
                 parts.append(segment.states(side, dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _is_dense(segment: Segment) -> bool:
+    return isinstance(segment, DenseSegment)

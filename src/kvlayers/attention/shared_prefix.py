@@ -4,7 +4,6 @@ The prefix is held and read once: the queries of all sequences that share it are
 sequence. The two parts are merged by their log-sum-exp, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,83 +11,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention import fused, reference
+from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import Side
-
-MAXIMUM_UNREAD_SEQUENCES = 64
-"""Sequences of several prefixes up to which indices on an accelerator are not read. The queries of all sequences attend
-to each prefix then, which costs little while the kernel is bound by reading keys. With more, waiting costs less."""
-
-
-class PrefixNumbers:
-    """For each sequence of a batch the number of the prefix that it begins with.
-
-    Args:
-        prefixes: how many prefixes there are.
-        numbers: int64 `[batch]` on an accelerator, where nobody reads it, or a tuple if the host knows them.
-    """
-
-    def __init__(self, prefixes: int, numbers: tuple[int, ...] | Tensor) -> None:
-        self.prefixes = prefixes
-        self._numbers = numbers
-        self._on_devices: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @functools.cached_property
-    def known(self) -> tuple[int, ...] | None:
-        """The numbers, `None` if only an accelerator knows them."""
-        return None if isinstance(self._numbers, Tensor) else self._numbers
-
-    @functools.cached_property
-    def are_even(self) -> bool:
-        """Whether as many sequences begin with each prefix, and stand next to each other in order."""
-        return bool(self.prefixes) and self.known == of_repeats(self.prefixes, len(self) // self.prefixes)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The numbers, and the numbers of the sequences, both int64 `[batch]`. They are copied once for a device."""
-        if torch.compiler.is_compiling():
-            return self._copies(device)
-        if device not in self._on_devices:
-            # Autograd could not follow an index that was made in inference mode, and they are used outside of it too.
-            with torch.inference_mode(False):
-                self._on_devices[device] = self._copies(device)
-        return self._on_devices[device]
-
-    def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(len(self), device=device)
-        if self.are_even:
-            # Computed there, because the host would wait for a copy.
-            return positions // (len(self) // self.prefixes), positions
-        return torch.as_tensor(self._numbers, device=device), positions
-
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Tensors that hold the numbers."""
-        if isinstance(self._numbers, Tensor):
-            yield self._numbers
-        for copies in self._on_devices.values():
-            yield from copies
-
-    def selected(self, indices: Tensor) -> "PrefixNumbers":
-        """The numbers of the sequences at `indices`, int64 `[new_batch]`."""
-        count = indices.shape[0]
-        if self.prefixes == 1:
-            return PrefixNumbers(1, (0,) * count)
-        if not reading_waits(indices) or count > MAXIMUM_UNREAD_SEQUENCES:
-            known = self._numbers.tolist() if isinstance(self._numbers, Tensor) else self._numbers
-            return PrefixNumbers(self.prefixes, tuple(known[row] for row in indices.tolist()))
-        return PrefixNumbers(self.prefixes, self.on(indices.device)[0].index_select(0, indices))
-
-
-def reading_waits(indices: Tensor) -> bool:
-    """Whether the host would have to wait for an accelerator to read a tensor."""
-    return indices.device.type != "cpu"
-
-
-def of_repeats(prefixes: int, repeats: int) -> tuple[int, ...]:
-    """The numbers if `repeats` sequences next to each other begin with each prefix."""
-    return tuple(prefix for prefix in range(prefixes) for _ in range(repeats))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +28,7 @@ class SharedPrefixSegments:
 
     prefix: KVSegments
     own: KVSegments | None
-    numbers: PrefixNumbers
+    numbers: SegmentRows
 
     @property
     def tokens(self) -> int:

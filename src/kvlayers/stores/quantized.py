@@ -319,7 +319,7 @@ class QuantizedStore(TokenStore):
         """The prefix (if any), the newest `past` held tokens, and the new tokens."""
         segments = self._segments(past)
         new = DenseSegment(self._in_held_dtype(keys), self._in_held_dtype(values))
-        segments = KVSegments(segments.before, segments.packed, (*segments.after, new))
+        segments = KVSegments((*segments.in_order, new))
         return segments if prefix_states is None else segments.with_prefix(DenseSegment(*prefix_states))
 
     # Dropping, cropping and the batch

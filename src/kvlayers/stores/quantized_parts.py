@@ -125,7 +125,9 @@ class QuantizedParts:
     def segments(self, old: tuple[tuple[DenseSegment, ...], PackedSegment | None], count: int) -> KVSegments:
         """The segments `old`, and the residual's tokens among the newest `count` of the store."""
         recent = min(count, self.residual.length)
-        return KVSegments(*old, (DenseSegment(*self.residual.newest(recent)),) if recent else ())
+        before, packed = old
+        residual = (DenseSegment(*self.residual.newest(recent)),) if recent else ()
+        return KVSegments((*before, *(() if packed is None else (packed,)), *residual))
 
     # Dropping, cropping and the batch
 

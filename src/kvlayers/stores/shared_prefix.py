@@ -10,8 +10,9 @@ from typing_extensions import Self, override
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import Snapshot, Version, as_dense
+from kvlayers.attention.segment_rows import SegmentRows, of_repeats
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.attention.shared_prefix import PrefixNumbers, SharedPrefixSegments, of_repeats
+from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -49,7 +50,7 @@ class SharedStore(TokenStore):
         if key_form is None or value_form is None or not prefix.length:
             raise StateMismatchError("The prefix must have at least one token to share: update the layer first.")
         self._prefix: DenseStore | None = prefix
-        self._numbers = PrefixNumbers(key_form.batch_size, of_repeats(key_form.batch_size, repeats))
+        self._numbers = SegmentRows(key_form.batch_size, of_repeats(key_form.batch_size, repeats))
         self._own = DenseStore(minimum_growth=MINIMUM_GROWTH)
         self._own.reserve_form(_of_batch(key_form, repeats), _of_batch(value_form, repeats))
         self._version = Version()
@@ -168,10 +169,10 @@ class SharedStore(TokenStore):
         if self._prefix is None:
             raise StateMismatchError("The prefix is no longer shared: each sequence has a copy of it.")
         if self._prefix_segments is None:
-            self._prefix_segments = KVSegments((DenseSegment(*self._prefix.newest(self._prefix.length)),), None, ())
+            self._prefix_segments = KVSegments((DenseSegment(*self._prefix.newest(self._prefix.length)),))
         own = None
         if self._own.length:
-            own = KVSegments((DenseSegment(*self._own.newest(self._own.length)),), None, ())
+            own = KVSegments((DenseSegment(*self._own.newest(self._own.length)),))
         return SharedPrefixSegments(self._prefix_segments, own, self._numbers)
 
     def _materialize(self) -> None:
@@ -229,10 +230,10 @@ class SharedStore(TokenStore):
         prefix, numbers = self._prefix, self._numbers
         if prefix is not None:
             numbers = numbers.selected(indices)
-            used = sorted(set(numbers.known or range(numbers.prefixes)))
-            if len(used) < numbers.prefixes:
+            used = sorted(set(numbers.known or range(numbers.sequences)))
+            if len(used) < numbers.sequences:
                 prefix = prefix.selected(torch.tensor(used))
-                numbers = PrefixNumbers(len(used), tuple(map(used.index, numbers.known or ())))
+                numbers = SegmentRows(len(used), tuple(map(used.index, numbers.known or ())))
         self._own.select(indices)
         self._prefix, self._numbers = prefix, numbers
         self._invalidate_snapshots()

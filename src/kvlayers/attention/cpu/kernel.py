@@ -86,6 +86,8 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"the kernel does not take {rows.dtype}"
     if rows.shape[1] // segments.kv_heads * rows.shape[2] > CPU_MAXIMUM_ROWS:
         return f"there are more than {CPU_MAXIMUM_ROWS} queries for a kv head, as in a prompt"
+    if not segments.has_one_packed_run:
+        return "packed tokens are in several segments"
     if len(segments.before) + len(segments.after) > MAXIMUM_DENSE_SEGMENTS:
         return f"there are more than {MAXIMUM_DENSE_SEGMENTS} segments in full precision"
     return None if library() is not None else "the kernel could not be compiled (the log says why)"

@@ -25,6 +25,8 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
     packed = segments.packed
     if packed is None:
         return "no token is packed yet"
+    if not segments.has_one_packed_run:
+        return "packed tokens are in several segments"
     plan = plan_of(packed, launch)
     if plan.obstacle is not None:
         return plan.obstacle

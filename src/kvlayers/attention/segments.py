@@ -33,12 +33,6 @@ class DenseSegment:
         """Tokens in the segment."""
         return int(self.keys.shape[2])
 
-    @functools.cached_property
-    def arguments(self) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
-        """What kernels take: keys, values, the batch, head and token strides of both, and the number of tokens."""
-        keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (self.keys, self.values))
-        return keys, values, (*keys.stride()[:3], *values.stride()[:3]), self.tokens
-
     def side(self, side: Side) -> Tensor:
         """Keys or values."""
         return self.keys if side == "keys" else self.values

@@ -5,20 +5,17 @@ from collections import Counter
 
 from torch import Tensor
 
-from kvlayers.attention import fused, reference
+from kvlayers.attention import fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
-from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.utils.autocast import without_autocast
-
-AnySegments = KVSegments | SharedPrefixSegments
 
 CPU = "a compiled kernel on packed states"
 CUDA = "a Triton kernel on packed states"
 BLOCKS = "plain torch, block by block"
 SLABS = "slab by slab"
-SHARED = "the shared prefix once for all sequences"
+SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
 
 PRODUCT = "no kernel takes a single product of eager attention"
@@ -41,9 +38,7 @@ class PathCounter:
         self.counts[path] += 1
 
 
-def attend(
-    query: Tensor, segments: AnySegments, mask: Tensor | None, scale: float | None, paths: PathCounter
-) -> Tensor:
+def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float | None, paths: PathCounter) -> Tensor:
     """Softmax attention of queries to the tokens of segments.
 
     Args:
@@ -62,10 +57,10 @@ def attend(
     # Torch takes a tensor for a number, and a kernel would take it for an address.
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     with without_autocast(query.device):
-        if isinstance(segments, SharedPrefixSegments):
-            means = fused.description(query, segments.prefix) if fused.serves(query.device) else fused.PLAIN
+        if segments.shares_rows:
+            means = fused.description(query, segments) if fused.serves(query.device) else fused.PLAIN
             paths.record(f"{means}, {SHARED}")
-            return segments.attend(query, mask, scale)
+            return shared_segments.attend(query, segments, mask, scale)
         if fused.serves(query.device):
             obstacle = cuda_kernel.obstacle(query, segments, mask)
             paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
@@ -74,24 +69,24 @@ def attend(
         return (cpu_kernel.attend if use_kernel else reference.attend)(query, segments, mask, scale)
 
 
-def scores(query: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
+def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
-        if isinstance(segments, SharedPrefixSegments):
+        if segments.shares_rows:
             paths.record(f"{fused.PLAIN}, {SHARED}")
-            return segments.scores(query)
+            return shared_segments.scores(query, segments)
         if fused.serves(query.device):
             paths.record(f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
             return fused.scores(query, segments)
         return (cpu_kernel.scores if _uses_cpu_kernel(query, segments, paths) else reference.scores)(query, segments)
 
 
-def combine(weights: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
+def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
-        if isinstance(segments, SharedPrefixSegments):
+        if segments.shares_rows:
             paths.record(f"{fused.PLAIN}, {SHARED}")
-            return segments.combine(weights)
+            return shared_segments.combine(weights, segments)
         if fused.serves(weights.device):
             paths.record(f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
             return fused.combine(weights, segments)

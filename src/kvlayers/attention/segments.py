@@ -135,11 +135,11 @@ class KVSegments:
 
     Attributes:
         in_order: the segments, at least one.
+        kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
     in_order: tuple[Segment, ...]
-    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What kernels have found out about the segments, by the kernel's name."""
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @functools.cached_property
     def before(self) -> tuple[DenseSegment, ...]:

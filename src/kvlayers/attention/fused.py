@@ -140,13 +140,13 @@ def _attend_slabs(
 
 
 def _clear_hidden(out: Tensor, mask: Tensor | None) -> Tensor:
-    """Results with zeros for queries that may attend to no token, as in torch."""
+    """Results with zeros, written in place, for queries that may attend to no token, as in torch."""
     if mask is None:
         return out
     mask = unexpanded(mask)
     if mask.dtype == torch.bool:
-        return out.masked_fill(mask.any(-1, keepdim=True).logical_not(), 0)
-    return out.masked_fill(mask.amax(-1, keepdim=True) <= HIDDEN, 0)
+        return out.masked_fill_(mask.any(-1, keepdim=True).logical_not(), 0)
+    return out.masked_fill_(mask.amax(-1, keepdim=True) <= HIDDEN, 0)
 
 
 def _launch_merge(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:

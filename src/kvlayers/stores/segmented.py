@@ -353,7 +353,7 @@ class SegmentedStore(ContiguousStore):
             self._forget_segments()
             self._set_buffers(keys, values)
             self._start, self._end, self._capacity = free, free + length, free + length
-        elif self._copy_on_write is not None and not self._may_write(0, self._capacity):
+        elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._capacity_of_copy(0))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class Directory:
         Raises:
             CachePathError: the files cannot be listed now.
         """
-        files = sorted(self.backend.files(), key=lambda file: (file.used, file.name))
+        entries = (file for file in self.backend.files() if file.name.endswith(SUFFIX))
+        files = sorted(entries, key=lambda file: (file.used, file.name))
         paths = {self.backend.path_of(file.name) for file in files}
         # A damaged file is read again once somebody has written it anew.
         new = [
@@ -93,7 +94,7 @@ class Directory:
         """Count the file of an entry as damaged, and log it once."""
         file = None
         with contextlib.suppress(UnreachableError):
-            file = self.backend.find(_name(entry))
+            (file,) = self.backend.find([_name(entry)])
         self._report(_name(entry), file, error)
 
     def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
@@ -167,7 +168,7 @@ class Directory:
         """
         if entry.path is not None:
             try:
-                self.backend.delete(_name(entry))
+                self.backend.delete([_name(entry)])
             except UnreachableError as error:
                 logger.warning("A file of a prefix store was not deleted: %s", error)
                 return False

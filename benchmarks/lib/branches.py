@@ -40,12 +40,10 @@ KINDS = {
     "int4": Kind(torch.bfloat16, lambda config: kvlayers.QuantizedCache(config=config, nbits=4)),
 }
 
-States = list[tuple[Tensor, Tensor]]
 
-
-def states_of(config: Any, tokens: int, dtype: torch.dtype, seed: int) -> States:
-    """Random keys and values `[1, kv_heads, tokens, head_dim]` for each layer of a config."""
-    return random_states(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, tokens, dtype, seed)
+def states_of(shape: Shape, tokens: int, dtype: torch.dtype, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Random keys and values `[1, kv_heads, tokens, head_dim]` for each layer."""
+    return random_states(shape.layers, shape.kv_heads, shape.head_dim, tokens, dtype, seed)
 
 
 def branch_ids(document: Tensor, number: int, tokens: int) -> Tensor:
@@ -72,8 +70,8 @@ def measure_steps(
     kind = KINDS[name]
     workload = RandomModel(shape, dtype=kind.dtype)
     model, config = workload.model, workload.model.config
-    document, ids = states_of(config, tokens, kind.dtype, 0), torch.arange(tokens)
-    questions = [states_of(config, QUESTION_TOKENS, kind.dtype, seed) for seed in (1, 2, 3)]
+    document, ids = states_of(shape, tokens, kind.dtype, 0), torch.arange(tokens)
+    questions = [states_of(shape, QUESTION_TOKENS, kind.dtype, seed) for seed in (1, 2, 3)]
     seconds: dict[str, list[list[float]]] = {CONTIGUOUS: [], BEHIND_HIT: []}
     apart, held = 0.0, {}
     for trial in range(trials):
@@ -118,22 +116,24 @@ def measure_steps(
     }
 
 
-def measure_insert(config: Any, dtype: torch.dtype, tokens: int, new: int, branches: int, tick: Tick) -> dict[str, Any]:
+def measure_insert(
+    shape: Shape, dtype: torch.dtype, tokens: int, new: int, branches: int, tick: Tick
+) -> dict[str, Any]:
     """What branches of `new` tokens on a document of `tokens` cost: seconds, bytes written, and bytes held more.
 
     `moved` are bytes that `insert()` writes, and `moved_in_all` those of the look-up, the new states and the insertion.
     They are counted for the first `COUNTED` branches; the others are timed, since a counted operation takes longer.
     """
     ids, store = torch.arange(tokens), kvlayers.PrefixStore(ROOM)
-    of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    of_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
     found: dict[str, list[Any]] = {"seconds": [], "moved": [], "moved_in_all": [], "more_bytes": []}
     with torch.no_grad():
-        stored = kvlayers.DynamicCache(config=config)
-        fill(stored, states_of(config, tokens, dtype, 0), FILL_CHUNK)
+        stored = kvlayers.DynamicCache()
+        fill(stored, states_of(shape, tokens, dtype, 0), FILL_CHUNK)
         store.insert(ids, stored, model="benchmark")
         del stored
         for number in range(branches):
-            own, states = branch_ids(ids, number, new), states_of(config, new, dtype, 1 + number)
+            own, states = branch_ids(ids, number, new), states_of(shape, new, dtype, 1 + number)
             before = store.statistics.bytes
             with MovedBytes() as in_all:
                 branch = hit_in(store, own, tokens)

@@ -14,6 +14,19 @@ from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.packed_side import PackedSide
 
 
+class KernelCache(dict[str, Any]):
+    """Arguments that kernels have prepared for a segment and may use again, by the kernel's name.
+
+    A copy of the segment has other addresses, so the cache of a copy is empty.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KernelCache":
+        return KernelCache()
+
+    def __reduce__(self) -> tuple[type["KernelCache"], tuple[()]]:
+        return KernelCache, ()
+
+
 @dataclass(frozen=True, eq=False)
 class DenseSegment:
     """Tokens in full precision.
@@ -22,13 +35,13 @@ class DenseSegment:
         keys: `[batch, kv_heads, tokens, key_head_dim]`.
         values: `[batch, kv_heads, tokens, value_head_dim]`.
         rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
-        kernel_cache: arguments that kernels have prepared for the segment and may use again, by the kernel's name.
+        kernel_cache: what kernels have prepared for the segment.
     """
 
     keys: Tensor
     values: Tensor
     rows: SegmentRows | None = None
-    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +77,7 @@ class PackedSegment:
     first: int = 0
     ends: tuple[int, ...] | None = None
     rows: SegmentRows | None = None
-    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
     def blocks(self) -> int:

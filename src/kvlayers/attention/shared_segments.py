@@ -1,8 +1,8 @@
 """Attention to segments that several sequences share, in plain torch and on an accelerator.
 
-Consecutive segments with the same rows are read once: the queries of all sequences that read the same sequence of them are
-grouped, as if they were queries of one sequence. Attention to such parts of the tokens is merged by the log-sum-exp of
-the scores, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
+Consecutive segments with the same rows are read once: the queries of all sequences that read the same sequence of them
+are grouped, as if they were queries of one sequence. Attention to such parts of the tokens is merged by the log-sum-exp
+of the scores, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 """
 
 import itertools

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvlayers import CapacityError, RollbackError
 
 MOST_BRANCHES, MOST_ROWS = 5, 6
+OTHERS = ("reset", "record", "end", "drop", "trim", "compact")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def change_one(branches: list[Branch], chance: random.Random) -> str:
     """Do something to one of the branches, and return its name."""
     branch = chance.choice(branches)
     rows, length = branch.rows, branch.alone.get_seq_length()
-    what = chance.choice(["update"] * 5 + ["fork"] * 3 + ["crop", "select", "expand", "reset", "record", "end", "drop"])
+    what = chance.choice(["update"] * 5 + ["fork"] * 3 + ["crop", "select", "expand", *OTHERS])
     if what == "update":
         branch.attend(chance.choice([1, 1, 1, 2, 3, 9, 30, 70]), chance.randrange(2**30))
     elif what == "fork" and len(branches) < MOST_BRANCHES:
@@ -109,6 +110,10 @@ def change_one(branches: list[Branch], chance: random.Random) -> str:
         branch.do(lambda layer: layer.batch_repeat_interleave(2), lambda layer: layer.expand(2))
     elif what == "reset" and chance.random() < 0.3:
         branch.do(lambda layer: layer.reset())
+    elif what == "trim":
+        branch.shared.trim()
+    elif what == "compact" and chance.random() < 0.5:
+        branch.shared.compact()
     elif what == "record":
         branch.do(lambda layer: layer.activate_past_recording())
     elif what == "end":

@@ -147,6 +147,9 @@ def test_attention_is_that_to_the_states_of_all_segments(with_kernel: bool, dtyp
             continue
         for queries, group in ((1, 1 + seed % 4), (3, 2)):
             query = held.query(group, queries)
+            if not with_kernel and reference.copying_pays(query, held.segments):
+                # As exact as torch, hence compared with torch below.
+                continue
             mask = random_mask(MASKS[seed % len(MASKS)], query, held.segments.tokens)
             held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
 
@@ -173,6 +176,52 @@ def test_the_products_of_eager_attention_are_those_of_all_segments(with_kernel: 
         sums = dispatch.combine(weights, held.segments, PathCounter())
         sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
         check(sums, weights.double() @ values, sizes)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_queries_are_computed_as_on_a_contiguous_cache(with_kernel: bool, dtype: torch.dtype, kind: str) -> None:
+    held = history(6, 5, dtype, kinds="dense")
+    query = held.query(3, kernel.CPU_MAXIMUM_DENSE_ROWS // 3 + 1)
+    mask, paths = random_mask(kind, query, held.segments.tokens), PathCounter()
+    seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
+    keys, values = held.keys.to(dtype), held.values.to(dtype)
+    wanted = scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
+    assert torch.equal(seen, wanted)
+    assert [path.startswith(dispatch.COPY) for path in paths.counts] == [True]
+
+
+@pytest.mark.parametrize("kinds", ["dense rows", "packed rows", "dense packed rows"])
+def test_many_queries_to_segments_that_sequences_share(with_kernel: bool, kinds: str) -> None:
+    held = history(7, 5, kinds=kinds)
+    for queries in (kernel.CPU_MAXIMUM_ROWS // 4 + 1, kernel.CPU_MAXIMUM_DENSE_ROWS // 3 + 1):
+        query = held.query(3, queries)
+        mask = random_mask("causal", query, held.segments.tokens)
+        held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
+
+
+@needs_compiler
+def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
+    """Up to a number of queries that all read the same keys."""
+
+    def taken(queries: int, *segments: Segment) -> bool:
+        paths = PathCounter()
+        segments_of = KVSegments(segments)
+        query = torch.randn(segments_of.batch, 2, queries, 64)
+        dispatch.attend(query, segments_of, None, 0.2, paths)
+        return list(paths.counts) == [dispatch.CPU]
+
+    dense, (packed, _, _) = random_states_of(2, 20, torch.float32), packed_run(torch.float32, 2)
+    rows = SegmentRows(2, (0, 1, 1, 1))
+    own = random_states_of(4, 5, torch.float32)
+    limit, dense_limit = kernel.CPU_MAXIMUM_ROWS, kernel.CPU_MAXIMUM_DENSE_ROWS
+    assert taken(limit, packed, dense)
+    assert not taken(limit + 1, packed, dense)
+    assert taken(dense_limit, dense, dense)
+    assert not taken(dense_limit + 1, dense, dense)
+    assert taken(limit // 3, replace(packed, rows=rows), own)
+    assert not taken(limit // 3 + 1, replace(packed, rows=rows), own)
+    assert taken(dense_limit + 1, replace(dense, rows=rows), own)
 
 
 def test_states_in_full_precision_are_those_of_each_sequence() -> None:

@@ -164,6 +164,11 @@ class KVSegments:
         """Whether sequences of the batch share sequences of a segment."""
         return any(segment.rows is not None for segment in self.in_order)
 
+    @functools.cached_property
+    def most_readers(self) -> int:
+        """Most sequences of the batch that read the same sequence of a segment."""
+        return max((1 if segment.rows is None else segment.rows.most_readers) for segment in self.in_order)
+
     def of_sequence(self, index: int) -> "KVSegments":
         """The segments of one sequence, a batch of one. The host must know their rows."""
         return KVSegments(tuple(_of_sequence(segment, index) for segment in self.in_order))

@@ -205,11 +205,12 @@ class EntryIndex:
         if self.directory is None or entry.path is not None or entry.cache is None:
             return
         try:
-            self.directory.write(entry)
+            written = self.directory.write(entry.label, entry.ids, entry.boundaries, entry.cache)
         except KVLayersError as error:
             self.failed_writes += 1
             logger.warning("An entry of a prefix store was not written to its directory: %s", error)
             return
+        entry.path, entry.file_bytes = written.path, written.nbytes
         self.spilled += 1
         for found in self.tree(entry.label).prefixes_of(entry.ids):
             old = found.value
@@ -255,13 +256,14 @@ class EntryIndex:
         over = self.file_bytes - self.directory_max_bytes
         if over <= 0:
             return
-        for entry in self.directory.oldest_first([entry for entry in self if entry.path is not None]):
+        by_path = {entry.path: entry for entry in self if entry.path is not None}
+        for entry in map(by_path.__getitem__, self.directory.oldest_first(by_path)):
             if over <= 0:
                 break
             if entry.pins and entry.cache is None:
                 continue
             nbytes = entry.file_bytes
-            if not self.directory.delete(entry):
+            if not self._delete_file(entry):
                 break
             over -= nbytes
             if entry.cache is None:
@@ -269,10 +271,17 @@ class EntryIndex:
 
     def delete(self, entry: PrefixEntry) -> None:
         """Remove an entry from memory, and delete its file."""
-        if self.directory is not None:
-            self.directory.delete(entry)
+        self._delete_file(entry)
         self._drop_cache(entry)
         self._remove(entry)
+
+    def _delete_file(self, entry: PrefixEntry) -> bool:
+        """Delete the file of an entry, if it has one; whether it has none now."""
+        if self.directory is not None and entry.path is not None:
+            if not self.directory.delete(entry.path):
+                return False
+            entry.path, entry.file_bytes = None, 0
+        return True
 
     def drop_file(self, entry: PrefixEntry) -> None:
         """Stop using the file of an entry, which is gone or damaged."""

@@ -123,7 +123,7 @@ class Search:
             self._lost.append(entry)
             return None
         except CacheFileError as error:
-            directory.report_damaged(entry, error)
+            directory.report_damaged(str(entry.path), error)
             self._lost.append(entry)
             self._note("a damaged file was skipped")
             return None

@@ -48,12 +48,15 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Weighted sums of all values; arguments and result are those of `reference.combine`."""
-    sums_of = fused.combine if fused.serves(weights.device) else reference.combine
+    on_accelerator = fused.serves(weights.device)
+    sums_of = fused.combine if on_accelerator else reference.combine
+    # On a CPU, sums are in float32, and rounded once.
+    rows = weights if on_accelerator else weights.float()
     sums = [
-        part.read(weights[..., part.tokens], None, lambda part, rows, _: (sums_of(rows, part),))[0]
+        part.read(rows[..., part.tokens], None, lambda part, rows, _: (sums_of(rows, part),))[0]
         for part in _parts(segments)
     ]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32).to(weights.dtype)
+    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32)).to(weights.dtype)
 
 
 def _parts(segments: KVSegments) -> Iterator["_Part"]:

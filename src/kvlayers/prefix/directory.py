@@ -4,8 +4,11 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Iterable
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,12 +23,42 @@ from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, Unre
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.keys import LABEL_PREFIX
+from kvlayers.prefix.radix_tree import Tokens
 
 logger = logging.getLogger(__name__)
 
 
 class NeedsConfigError(Exception):
     """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
+
+
+class StoredPrefix(Protocol):
+    """What identifies an entry in a file, for `Directory.load`. It does not change meanwhile."""
+
+    @property
+    def label(self) -> str:
+        """Model and namespace, as returned by `keys.label_of`."""
+
+    @property
+    def ids(self) -> Tokens:
+        """The tokens, int64 `[tokens]`."""
+
+    @property
+    def path(self) -> str | None:
+        """Path of the file."""
+
+
+@dataclass(frozen=True)
+class WrittenEntry:
+    """An entry that was written.
+
+    Attributes:
+        path: path of its file, or URL without credentials.
+        nbytes: bytes of the file and of the blocks that it refers to, which other entries may share.
+    """
+
+    path: str
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -42,18 +75,30 @@ class DirectoryChanges:
 
 
 class Directory:
-    """The files of a store. Each file contains all that identifies its entry.
+    """The files of a store. Each file contains all that identifies its entry. Threads may share a directory.
 
     The `weights_id` of a file holds the entry's label and its boundaries. Its name only distinguishes it from others.
 
     Args:
         backend: where the files are.
+
+    Attributes:
+        damaged: how many damaged files were seen.
+        failed_reads: how often a file could not be reached, or not in time.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
         self.damaged = self.failed_reads = 0
+        self._lock = threading.Lock()
         self._reported: dict[str, StoredFile | None] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries, blocks that several of them share counted once."""
+        with self._lock:
+            return sum(self._sizes.values())
 
     def changes(self, known: Collection[str]) -> DirectoryChanges:
         """Compare the files with the known entries. Damaged files are reported and left alone.
@@ -87,100 +132,150 @@ class Directory:
             else:
                 if entry is not None:
                     added.append(entry)
-        return DirectoryChanges(added, set(known) - paths)
+        gone = set(known) - paths
+        with self._lock:
+            self._sizes.update({str(entry.path): entry.file_bytes for entry in added})
+            for path in gone:
+                self._sizes.pop(path, None)
+        return DirectoryChanges(added, gone)
 
-    def report_damaged(self, entry: PrefixEntry, error: Exception) -> None:
+    def report_damaged(self, path: str, error: Exception) -> None:
         """Count the file of an entry as damaged, and log it once."""
         file = None
         with contextlib.suppress(UnreachableError):
-            file = self.backend.find(_name(entry))
-        self._report(_name(entry), file, error)
+            file = self.backend.find(_name(path))
+        self._report(_name(path), file, error)
 
     def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
         path = self.backend.path_of(name)
-        if path not in self._reported or self._reported[path] != file:
+        with self._lock:
+            if path in self._reported and self._reported[path] == file:
+                return
             self._reported[path] = file
             self.damaged += 1
-            logger.warning("A file of a prefix store is skipped: %s", error)
+        logger.warning("A file of a prefix store is skipped: %s", error)
 
     def report_unreachable(self, error: Exception) -> None:
         """Count a file that could not be reached, and log it."""
-        self.failed_reads += 1
+        with self._lock:
+            self.failed_reads += 1
         logger.warning("A file of a prefix store could not be read now: %s", error)
 
-    def write(self, entry: PrefixEntry) -> None:
-        """Write the cache of an entry that is in memory.
+    def write(
+        self,
+        label: str,
+        ids: Tokens,
+        boundaries: Collection[int],
+        cache: Cache,
+        neighbours: Sequence[tuple[str, int]] = (),
+    ) -> WrittenEntry:
+        """Write an entry. When this returns, it is acknowledged: a crash does not lose it.
+
+        Args:
+            label: model and namespace, as returned by `keys.label_of`.
+            ids: all tokens that `cache` has seen, int64 `[tokens]`.
+            boundaries: lengths that the entry serves.
+            cache: the cache, to which nobody writes.
+            neighbours: entries of the same label in the directory that begin with some of the same tokens, the best
+                first: the path of each, and the number of these tokens.
 
         Raises:
             KVLayersError: the disk is full, or the cache is of a kind that cannot be loaded from a file.
         """
-        cache = entry.cache
-        if cache is None:
-            return
         check_remakeable(cache)
-        name = hashlib.sha256(entry.label.encode() + entry.ids.tobytes()).hexdigest() + SUFFIX
-        boundaries = ",".join(map(str, sorted(entry.boundaries)))
-        token_ids = torch.from_numpy(entry.ids.copy())[None]
+        name = hashlib.sha256(label.encode() + ids.tobytes()).hexdigest() + SUFFIX
+        served = ",".join(map(str, sorted(boundaries)))
+        token_ids = torch.from_numpy(ids.copy())[None]
         with self.backend.writing(name) as path:
-            save_cache(cache, path, token_ids=token_ids, weights_id=f"{entry.label} {boundaries}")
+            save_cache(cache, path, token_ids=token_ids, weights_id=f"{label} {served}")
             try:
                 file_bytes = os.path.getsize(path)
             except OSError as error:
                 raise GoneError(f"the file {path} was deleted right after it was written.") from error
-        entry.path, entry.file_bytes = self.backend.path_of(name), file_bytes
-        self._reported.pop(entry.path, None)
+        written = WrittenEntry(self.backend.path_of(name), file_bytes)
+        with self._lock:
+            self._reported.pop(written.path, None)
+            self._sizes[written.path] = file_bytes
+        return written
 
     def load(
-        self, entry: PrefixEntry, length: int, config: object | None, device: torch.device | str | None
+        self,
+        stored: StoredPrefix,
+        length: int,
+        config: object | None,
+        device: torch.device | str | None,
+        deadline: float | None = None,
     ) -> Cache | None:
         """The cache in an entry's file, rolled back to `length` tokens, or as near before that as it can.
 
+        Args:
+            stored: the entry. Its label and tokens must be those in the file.
+            length: how many of its first tokens are needed.
+            config: config of the model, for layers that need it.
+            device: device of the states, `None` for the host.
+            deadline: when to go on with what has arrived, as `time.monotonic()` counts; `None` for no limit.
+
         Returns:
-            The cache, `None` if it cannot be rolled back that far.
+            The cache, `None` if it cannot be rolled back that far. It may have fewer tokens than `length`: damaged,
+            missing and late parts are reported, and the tokens before them are used.
 
         Raises:
             CacheFileError: the file is damaged, or holds other tokens.
-            UnreachableError: it cannot be reached now.
+            UnreachableError: it cannot be reached now, or not in time.
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
+        if stored.path is None:
+            raise GoneError("the entry has no file.")
+        with self._lock:
+            file_bytes = self._sizes.get(stored.path, 0)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise UnreachableError(f"{stored.path} was not read in time.")
         # If the file is written anew, only its list of boundaries can differ in size.
-        with self.backend.reading(_name(entry), entry.file_bytes + MAX_HEADER_BYTES) as path:
-            cache = _loaded(path, entry, length, config, device)
+        with self.backend.reading(_name(stored.path), file_bytes + MAX_HEADER_BYTES) as path:
+            cache = _loaded(path, stored, length, config, device)
         target = restorable_length(cache, min(length, cache.get_seq_length()))
         return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
 
-    def oldest_first(self, entries: Iterable[PrefixEntry]) -> list[PrefixEntry]:
-        """Entries in files, least recently used file first; empty if this cannot be known now."""
+    def oldest_first(self, paths: Iterable[str]) -> list[str]:
+        """Paths of entries, least recently used first; empty if this cannot be known now."""
         try:
             uses = self.backend.last_uses()
         except UnreachableError as error:
             self.report_unreachable(error)
             return []
-        return sorted(entries, key=lambda entry: uses.get(_name(entry), 0))
+        return sorted(paths, key=lambda path: uses.get(_name(path), 0))
 
-    def delete(self, entry: PrefixEntry) -> bool:
-        """Delete the file of an entry, if it has one.
+    def delete(self, path: str) -> bool:
+        """Delete an entry, and the blocks that no other entry refers to.
 
         Returns:
-            Whether the entry has no file now.
+            Whether it is deleted now.
         """
-        if entry.path is not None:
-            try:
-                self.backend.delete(_name(entry))
-            except UnreachableError as error:
-                logger.warning("A file of a prefix store was not deleted: %s", error)
-                return False
-            entry.path, entry.file_bytes = None, 0
+        try:
+            self.backend.delete(_name(path))
+        except UnreachableError as error:
+            logger.warning("A file of a prefix store was not deleted: %s", error)
+            return False
+        with self._lock:
+            self._sizes.pop(path, None)
         return True
 
+    def collect_garbage(self) -> int:
+        """Delete blocks that no entry refers to, and that nobody is about to refer to.
 
-def _name(entry: PrefixEntry) -> str:
-    return os.path.basename(str(entry.path))
+        Returns:
+            Bytes of the deleted blocks.
+        """
+        return 0
+
+
+def _name(path: str) -> str:
+    return os.path.basename(path)
 
 
 def _loaded(
-    path: str, entry: PrefixEntry, length: int, config: object | None, device: torch.device | str | None
+    path: str, entry: StoredPrefix, length: int, config: object | None, device: torch.device | str | None
 ) -> Cache:
     """The cache in an entry's file; its first `length` tokens only, if they can be read separately."""
     seen = inspect_cache(path)
@@ -191,7 +286,7 @@ def _loaded(
     # The label has identified the model already, so the config is only for layers that cannot be made without one.
     if seen.needs_config and config is None:
         raise NeedsConfigError
-    first = length if length < entry.length and seen.has_prefixes else None
+    first = length if length < len(entry.ids) and seen.has_prefixes else None
     try:
         return load_cache(path, device, config if seen.needs_config else None, first, weights_id=seen.weights_id)
     except CachePathError:

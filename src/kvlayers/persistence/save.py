@@ -14,10 +14,12 @@ from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
 from kvlayers.layers import LayerState
 from kvlayers.persistence.atomic_file import replacing
+from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
     DIGESTS,
+    ENTRY_VERSION,
     FORMAT,
     FORMAT_VERSION,
     TOKEN_IDS,
@@ -29,6 +31,7 @@ from kvlayers.persistence.format import (
     rotary_name,
 )
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, read_header
+from kvlayers.persistence.saved_file import BLOCKS, covered_text
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -79,18 +82,33 @@ def save_cache(
     with replacing(path) as temporary, torch.no_grad():
         # States are copied only after the path is known to be writable.
         model = model_record(config, cache.is_pair, weights_id)
-        description, tensors = _described(cache, model, token_ids)
-        text = description.to_json()
-        entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        digests = digest_table(tensors)
-        metadata = {
-            "format": FORMAT,
-            "format_version": str(FORMAT_VERSION),
-            "description": text,
-            "checksum": checksum(text, entries, digests),
-        }
-        save_file({**tensors, DIGESTS: digests}, temporary, metadata=metadata)
+        description, tensors = described(cache, cache.state(), model, token_ids)
+        tensors, metadata = with_checksums(description, tensors)
+        save_file(tensors, temporary, metadata=metadata)
         _check_readable(temporary)
+
+
+def with_checksums(
+    description: Description, tensors: dict[str, Tensor], table: BlockTable | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors and the metadata of a file.
+
+    Args:
+        description: the cache.
+        tensors: the tensors that are in the file.
+        table: where the other tensors are, for an entry of a prefix store.
+    """
+    entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    digests = digest_table(tensors)
+    metadata = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION if table is None else ENTRY_VERSION),
+        "description": description.to_json(),
+    }
+    if table is not None:
+        metadata[BLOCKS] = table.to_json()
+    metadata["checksum"] = checksum(covered_text(metadata), entries, digests)
+    return {**tensors, DIGESTS: digests}, metadata
 
 
 def _check_readable(path: str) -> None:
@@ -101,14 +119,15 @@ def _check_readable(path: str) -> None:
         raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
 
 
-def _described(cache: Cache, model: ModelRecord, token_ids: Tensor | None) -> tuple[Description, dict[str, Tensor]]:
-    """The description of a cache for its file, and the tensors to write, on the host.
+def described(
+    cache: Cache, state: CacheState, model: ModelRecord, token_ids: Tensor | None
+) -> tuple[Description, dict[str, Tensor]]:
+    """The description of a cache in this state for its file, and the tensors of the state on the host.
 
     Raises:
         OptionError: the ids are not those of the tokens that the cache has seen.
         StateMismatchError: a layer holds something that a file cannot.
     """
-    state = cache.state()
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
     if cache.is_pair:
         parts = (cache.self_attention_cache, cache.cross_attention_cache)

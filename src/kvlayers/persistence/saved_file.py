@@ -1,7 +1,7 @@
 """An open file of a cache, whose header and description were checked, and whose tensors were not read yet."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -9,9 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlayers.errors import CacheFileError, CachePathError
+from kvlayers.persistence.block_table import BlockTable, read_table
 from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from kvlayers.persistence.format import (
     DIGESTS,
+    ENTRY_VERSION,
     FORMAT,
     READ_VERSIONS,
     TOKEN_IDS,
@@ -30,9 +32,15 @@ from kvlayers.persistence.safetensors_header import (
 )
 
 METADATA = ("format", "format_version", "description", "checksum")
+BLOCKS = "blocks"
+"""In the metadata of an entry of a prefix store: the table of its blocks."""
 
 MAX_RANGE_BYTES = 64 * 2**20
 """The largest tensor that is read into memory from a remote file: the ids of 8 million tokens."""
+
+
+class UnknownVersionError(CacheFileError):
+    """A file has a version of the format that this kvlayers does not know."""
 
 
 class Tensors(Protocol):
@@ -49,29 +57,42 @@ class SavedFile:
         path: path of the file.
         file: its tensors, as safetensors has mapped them, or from elsewhere.
         header: what was read from it before.
-        description: what it says.
+
+    Attributes:
+        description: what it says about its cache.
+        table: where its states are if it is an entry of a prefix store; `None` if they are in the file.
 
     Raises:
         CacheFileError: it is damaged.
     """
 
-    def __init__(self, path: str, file: Tensors, header: Header, description: Description) -> None:
+    def __init__(self, path: str, file: Tensors, header: Header) -> None:
         self.path = path
         self.header = header
-        self.description = description
+        self.description, self.table = _described(path, header)
         self._file = file
+        self._in_blocks = {} if self.table is None else dict(self.table.tensors())
         self._rows = first_rows(self._covered())
         rows = self._rows[""]
         entry = header.tensors.get(DIGESTS)
         if entry is None or (entry.dtype, entry.shape) != (torch.uint8, (rows, DIGEST_BYTES)):
             refuse(path, f"digests [{rows}, {DIGEST_BYTES}]", str(entry and list(entry.shape)))
         self._digests = self._mapped(DIGESTS)
-        total = checksum(header.metadata["description"], self._covered(), self._digests)
+        total = checksum(covered_text(header.metadata), self._covered(), self._digests)
         if total != header.metadata["checksum"]:
             refuse(path, f"the checksum {total}", shown(header.metadata["checksum"]), "it is damaged; save it again")
 
     def _covered(self) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
+
+    def form(self, name: str) -> TensorEntry | None:
+        """Dtype and shape of a tensor, in the file or in blocks; `None` if there is no such tensor."""
+        return self.header.tensors.get(name) or self._in_blocks.get(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, and of the blocks that it refers to."""
+        return self.header.file_bytes + (0 if self.table is None else self.table.nbytes)
 
     @property
     def has_token_ids(self) -> bool:
@@ -120,7 +141,6 @@ def opened(path: str) -> Iterator[SavedFile]:
         CachePathError: the file does not exist, or cannot be read.
     """
     header = read_header(path)
-    description = _described(path, header)
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -131,7 +151,7 @@ def opened(path: str) -> Iterator[SavedFile]:
             raise CacheFileError(f"{path} is not a safetensors file: {error}.") from error
         except OSError as error:
             raise CachePathError(f"{path} cannot be read: {error}.") from error
-        yield SavedFile(path, file, header, description)
+        yield SavedFile(path, file, header)
 
 
 class _RangedTensors:
@@ -167,28 +187,36 @@ def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[Sa
         CacheFileError: as `opened`.
     """
     header = parse_header(path, file_bytes, read)
-    yield SavedFile(path, _RangedTensors(path, header, read), header, _described(path, header))
+    yield SavedFile(path, _RangedTensors(path, header, read), header)
 
 
-def _described(path: str, header: Header) -> Description:
+def covered_text(metadata: Mapping[str, str]) -> str:
+    """The texts of a file that its checksum covers."""
+    return "\n".join([metadata["description"], *([metadata[BLOCKS]] if BLOCKS in metadata else [])])
+
+
+def _described(path: str, header: Header) -> tuple[Description, BlockTable | None]:
     metadata = header.metadata
     if metadata.get("format") != FORMAT:
         refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
-    if metadata.get("format_version") not in READ_VERSIONS:
-        refuse(
-            path,
-            f"version {' or '.join(READ_VERSIONS)} of the format",
-            f"version {shown(metadata.get('format_version'))}",
-            "it is damaged, or of a later kvlayers: update kvlayers, or save it again",
+    version = metadata.get("format_version")
+    if version not in READ_VERSIONS:
+        raise UnknownVersionError(
+            f"{path} must have version {' or '.join(READ_VERSIONS)} of the format, got version {shown(version)}: it is "
+            "damaged, or of a later kvlayers: update kvlayers, or save it again."
         )
-    if set(metadata) != set(METADATA):
-        refuse(path, f"metadata of {', '.join(METADATA)}", shown(sorted(metadata)))
+    expected = (*METADATA, BLOCKS) if version == str(ENTRY_VERSION) else METADATA
+    if set(metadata) != set(expected):
+        refuse(path, f"metadata of {', '.join(expected)}", shown(sorted(metadata)))
     description = read_description(path, metadata["description"], metadata["format_version"])
+    table = read_table(path, metadata[BLOCKS], description) if BLOCKS in metadata else None
     names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
     names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
-    if sorted([*names, DIGESTS]) != sorted(set(header.tensors) - {TOKEN_IDS}):
+    names += [DIGESTS]
+    there = [*header.tensors, *(name for name, _ in table.tensors())] if table is not None else [*header.tensors]
+    if sorted(names) != sorted(name for name in there if name != TOKEN_IDS):
         refuse(path, "the tensors that it describes, and no others", f"{len(header.tensors)} of other names")
-    return description
+    return description, table
 
 
 def _replaced(path: str) -> CacheFileError:

@@ -109,7 +109,8 @@ class Directory:
         Raises:
             CachePathError: the files cannot be listed now.
         """
-        files = sorted(self.backend.files(), key=lambda file: (file.used, file.name))
+        entries = (file for file in self.backend.files() if file.name.endswith(SUFFIX))
+        files = sorted(entries, key=lambda file: (file.used, file.name))
         paths = {self.backend.path_of(file.name) for file in files}
         # A damaged file is read again once somebody has written it anew.
         new = [
@@ -143,7 +144,11 @@ class Directory:
         """Count the file of an entry as damaged, and log it once."""
         file = None
         with contextlib.suppress(UnreachableError):
+<<<<<<< HEAD
             file = self.backend.find(_name(path))
+=======
+            (file,) = self.backend.find([_name(path)])
+>>>>>>> blocks
         self._report(_name(path), file, error)
 
     def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
@@ -253,7 +258,11 @@ class Directory:
             Whether it is deleted now.
         """
         try:
+<<<<<<< HEAD
             self.backend.delete(_name(path))
+=======
+            self.backend.delete([_name(path)])
+>>>>>>> blocks
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
             return False

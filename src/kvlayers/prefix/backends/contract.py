@@ -9,7 +9,19 @@ from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile
 
 SUFFIX = ".safetensors"
-"""Suffix of the files of entries. Other files are left alone."""
+"""Suffix of the files of entries."""
+
+BLOCK_SUFFIX = ".block"
+"""Suffix of the files of blocks. The name of a block is a digest of its content, so that it never changes."""
+
+SUFFIXES = (SUFFIX, BLOCK_SUFFIX)
+"""Suffixes of all files of a store. Other files are left alone."""
+
+ABANDONED_SECONDS = 3600
+"""A file that nothing refers to, and that nobody has used for so long, was left behind by a writer that was killed."""
+
+Content = bytes | bytearray | memoryview
+"""The bytes of a file."""
 
 
 class UnreachableError(CachePathError):
@@ -40,20 +52,36 @@ class StoredFile:
 class StorageBackend(Protocol):
     """Files by name. A file exists completely or not at all, as far as the underlying storage can ensure that.
 
-    Methods raise `UnreachableError` if it is unknown whether a file exists.
+    All methods may be called by several threads at once. They raise `UnreachableError` if it is unknown whether a file
+    exists. Methods that take several files ask for all of them together, where the storage can answer that.
     """
 
     def path_of(self, name: str) -> str:
         """The path of a file in messages to users: it ends with the name, and has no credentials."""
 
     def files(self) -> list[StoredFile]:
-        """All files whose names end with `SUFFIX`, in no particular order."""
+        """All files whose names end with one of `SUFFIXES`, in no particular order."""
 
-    def find(self, name: str) -> StoredFile | None:
-        """One file as it is now, `None` if it does not exist."""
+    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
+        """Each file as it is now, `None` if it does not exist."""
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """For each file, its header, or the error that reading it raised. One file must not hide the others."""
+        """For each file of an entry, its header, or the error that reading it raised. One file must not hide others."""
+
+    def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
+        """The content of each file, in order and as soon as it has arrived, while the next files are being read.
+
+        A local file is mapped into memory. The bytes are what the storage returned: whoever knows a digest of them
+        compares it.
+
+        Args:
+            files: names and sizes in bytes. Nothing else of them is looked at.
+            wait_seconds: seconds from now after which a remote file that has not arrived is an `UnreachableError`.
+
+        Returns:
+            For each file its content, or the error: `GoneError` if it does not exist, `CacheFileError` if it has
+            another size, `UnreachableError` if that is unknown. One file does not hide the others.
+        """
 
     def reading(self, name: str, max_bytes: int) -> AbstractContextManager[str]:
         """The path of a local file with the content of `name`, for the length of the context.
@@ -75,8 +103,34 @@ class StorageBackend(Protocol):
             CachePathError: the file cannot be written.
         """
 
+    def write(self, name: str, content: Content) -> None:
+        """Write a file, and replace the file of this name. When this returns, a crash does not lose it.
+
+        Raises:
+            CachePathError: the file cannot be written.
+        """
+
+    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """The files that a writer has to write before it can refer to them.
+
+        The others exist, have the same size, and count as used now in the eyes of every process: if files unused
+        for `ABANDONED_SECONDS` are deleted, they stay for at least half as long.
+
+        Args:
+            files: names and sizes in bytes.
+        """
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Record that files were read now, as far as the storage can. Files that do not exist are not made."""
+
     def last_uses(self) -> Mapping[str, int]:
         """Time of the last read or write of each file, by name, in nanoseconds since 1970."""
 
-    def delete(self, name: str) -> None:
-        """Delete a file, if it exists."""
+    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
+        """Delete files, if they exist.
+
+        Args:
+            names: their names.
+            used_before: files used at this time or later stay, nanoseconds since 1970. It is looked up as late as the
+                storage can, since another process may come to need a file that nobody did. Default: no file stays.
+        """

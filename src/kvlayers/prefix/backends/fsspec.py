@@ -1,8 +1,10 @@
 """Files in any file system that fsspec supports."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -13,10 +15,23 @@ from fsspec.registry import known_implementations
 from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.contract import SUFFIX, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import (
+    ABANDONED_SECONDS,
+    SUFFIXES,
+    Content,
+    StoredFile,
+    UnreachableError,
+)
 from kvlayers.prefix.backends.object_store import ByteRange
 
 Result = TypeVar("Result")
+
+REQUESTS_AT_ONCE = 16
+"""Requests for single files that wait for their answers together."""
+
+FRESH_NS = ABANDONED_SECONDS * 10**9 // 2
+"""How long nobody takes a file for abandoned after it was written. Most file systems cannot be told that it is used, so
+that it has to be written again after that."""
 
 MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """Names that file systems use for the time of the last change. If there are several, the first one counts."""
@@ -24,6 +39,8 @@ MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "cr
 
 class FsspecObjectStore:
     """The files directly below a URL.
+
+    The file system of fsspec may be used by several threads, and so may this. Its times of last uses are its own.
 
     Args:
         address: the URL and the options of its file system.
@@ -38,6 +55,7 @@ class FsspecObjectStore:
         self._fs, path = _filesystem(address)
         self._root = path.rstrip("/")
         self._uses: dict[str, int] = {}
+        self._lock = threading.Lock()
         self._call(self._probe)
 
     def _probe(self) -> None:
@@ -56,6 +74,13 @@ class FsspecObjectStore:
         except Exception as error:
             raise self._address.unreachable(error) from None
 
+    def _each(self, call: Callable[[str], Result], names: Sequence[str]) -> list[Result]:
+        """The results of one request for each file, several at once."""
+        if len(names) < 2:
+            return self._call(lambda: list(map(call, names)))
+        with ThreadPoolExecutor(min(len(names), REQUESTS_AT_ONCE)) as threads:
+            return self._call(lambda: list(threads.map(call, names)))
+
     def files(self) -> list[StoredFile]:
         """As `ObjectStore.files`."""
 
@@ -70,64 +95,96 @@ class FsspecObjectStore:
             return found
 
         infos = self._call(listed)
-        files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIX)]
-        for file in files:
-            self._uses[file.name] = max(file.used, self._uses.get(file.name, 0))
+        files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIXES)]
+        with self._lock:
+            for file in files:
+                self._uses[file.name] = max(file.used, self._uses.get(file.name, 0))
         return files
 
-    def find(self, name: str) -> StoredFile | None:
+    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `ObjectStore.find`."""
-        path = self._at(name)
 
-        def found() -> dict[str, Any] | None:
+        def found(name: str) -> StoredFile | None:
+            path = self._at(name)
             self._fs.invalidate_cache(path)
             try:
                 info: dict[str, Any] = self._fs.info(path)
             except FileNotFoundError:
                 return None
-            return info
+            return _stored(info) if info["type"] == "file" else None
 
-        info = self._call(found)
-        return None if info is None or info["type"] != "file" else _stored(info)
+        return self._each(found, names)
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
         """As `ObjectStore.read_ranges`; concurrently, if the file system can do that."""
-        paths = [self._at(file.name) for file, _, _ in ranges]
-        starts, ends = [start for _, start, _ in ranges], [end for _, _, end in ranges]
+        names, starts, ends = (
+            [each.file.name for each in ranges],
+            [each.start for each in ranges],
+            [each.end for each in ranges],
+        )
+        return [b"" if found is None else found for found in self._read(names, starts, ends)]
 
-        def read() -> list[bytes | Exception]:
-            found: list[bytes | Exception] = self._fs.cat_ranges(paths, starts, ends, on_error="return")
-            return found
+    def read(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
+        """As `ObjectStore.read`; concurrently, if the file system can do that."""
+        return self._read([file.name for file in files], [0] * len(files), [file.nbytes + 1 for file in files])
 
-        return [self._content(each) for each in self._call(read)]
+    def _read(
+        self, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[bytes | UnreachableError | None]:
+        """The bytes of each range, or the error; `None` if the file does not exist."""
+        paths = [self._at(name) for name in names]
+        found: list[bytes | Exception] = self._call(
+            lambda: self._fs.cat_ranges(paths, list(starts), list(ends), on_error="return")
+        )
+        return [self._content(each) for each in found]
 
-    def _content(self, found: bytes | Exception) -> bytes | UnreachableError:
+    def _content(self, found: bytes | Exception) -> bytes | UnreachableError | None:
         if isinstance(found, FileNotFoundError):
-            return b""
+            return None
         return self._address.unreachable(found) if isinstance(found, Exception) else bytes(found)
 
     def upload(self, path: str, name: str) -> None:
         """As `ObjectStore.upload`."""
         self._call(lambda: self._fs.put_file(path, self._at(name)))
-        self.touch(name)
+        self.touch([name])
 
-    def delete(self, name: str) -> None:
-        """As `ObjectStore.delete`."""
+    def write(self, name: str, content: Content) -> None:
+        """As `ObjectStore.write`."""
+        self._call(lambda: self._fs.pipe_file(self._at(name), bytes(content)))
+        self.touch([name])
 
-        def deleted() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._at(name))
+    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """As `ObjectStore.missing`. A file that may soon be taken for abandoned has to be written again."""
+        fresh = time.time_ns() - FRESH_NS
+        found = zip(files, self.find([file.name for file in files]), strict=True)
+        return [file for file, now in found if now is None or now.nbytes != file.nbytes or now.used < fresh]
 
-        self._call(deleted)
-        self._uses.pop(name, None)
+    def touch(self, names: Sequence[str]) -> None:
+        """As `ObjectStore.touch`; other processes do not see it."""
+        now = time.time_ns()
+        with self._lock:
+            self._uses.update(dict.fromkeys(names, now))
 
     def last_uses(self) -> Mapping[str, int]:
         """When files were last written, or used by this store, since few file systems record reads."""
-        return self._uses
+        with self._lock:
+            return dict(self._uses)
 
-    def touch(self, name: str) -> None:
-        """As `ObjectStore.touch`."""
-        self._uses[name] = time.time_ns()
+    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
+        """As `ObjectStore.delete`. If the file system does not know the age of a file, it is not taken for old."""
+        if used_before is not None:
+            uses = self.last_uses()
+            found = [file for file in self.find(names) if file is not None and file.used]
+            names = [file.name for file in found if max(file.used, uses.get(file.name, 0)) < used_before]
+
+        def deleted(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._at(name))
+
+        self._each(deleted, names)
+        with self._lock:
+            for name in names:
+                self._uses.pop(name, None)
 
 
 def _filesystem(address: Address) -> tuple[Any, str]:

@@ -1,23 +1,31 @@
 """Files in a local directory."""
 
 import contextlib
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.atomic_file import clear_temporaries, temporary_name
+from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
 from kvlayers.persistence.inspect import CacheFile, inspect_cache
-from kvlayers.prefix.backends.contract import SUFFIX, GoneError, StoredFile, UnreachableError
+from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.prefix.backends.contract import (
+    ABANDONED_SECONDS,
+    SUFFIXES,
+    Content,
+    GoneError,
+    StoredFile,
+    UnreachableError,
+)
 
 OWNER_ONLY = 0o700
 """Permissions of a new directory, since the files reveal what somebody has asked a model."""
 
-ABANDONED_SECONDS = 3600
-"""An unfinished file of this age was left behind by a process that was killed."""
-
 
 class LocalBackend:
     """A local directory. Files are memory-mapped in place, and written under a temporary name first.
+
+    It has no state, so that any number of threads may use it. The modification time of a file is its last use.
 
     Args:
         path: the directory, which is created if it does not exist.
@@ -51,12 +59,15 @@ class LocalBackend:
             names = os.listdir(self.path)
         except OSError as error:
             raise _unreachable(self.path, error) from error
+        found = self.find([name for name in names if name.endswith(SUFFIXES)])
         # Another process may delete a file at this moment.
-        found = (self.find(name) for name in names if name.endswith(SUFFIX))
         return [file for file in found if file is not None]
 
-    def find(self, name: str) -> StoredFile | None:
+    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `StorageBackend.find`. A damaged file is never used, so its time distinguishes it from its replacement."""
+        return [self._found(name) for name in names]
+
+    def _found(self, name: str) -> StoredFile | None:
         try:
             facts = os.lstat(self.path_of(name))
         except FileNotFoundError:
@@ -76,6 +87,32 @@ class LocalBackend:
             except CachePathError as error:
                 yield error if os.path.lexists(path) else GoneError(str(error))
 
+    def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
+        """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
+        yield from [self._mapped(file) for file in files]
+
+    def _mapped(self, file: StoredFile) -> Content | KVLayersError:
+        path = self.path_of(file.name)
+        try:
+            check_regular(path)
+            with open(path, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != file.nbytes:
+                    return CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, got {size}.")
+                if not size:
+                    return b""
+                # A private copy of what is written to, because torch warns of memory that it must not write to.
+                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            return _gone(path)
+        except CachePathError as error:
+            return error if os.path.lexists(path) else _gone(path)
+        except OSError as error:
+            return _unreachable(path, error)
+        if os.name == "posix":
+            mapped.madvise(mmap.MADV_WILLNEED)
+        return memoryview(mapped)
+
     @contextlib.contextmanager
     def reading(self, name: str, max_bytes: int) -> Iterator[str]:
         """The path of the file itself, whatever its size, since a mapped file takes no memory."""
@@ -87,23 +124,50 @@ class LocalBackend:
             if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError):
                 raise _unreachable(path, reason) from reason
             raise
-        # The modification time of a file is its last use.
-        with contextlib.suppress(OSError):
-            os.utime(path)
+        self.touch([name])
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
         """The path of the file itself, which `save_cache` replaces once it has written a temporary one."""
         yield self.path_of(name)
 
+    def write(self, name: str, content: Content) -> None:
+        """As `StorageBackend.write`."""
+        with replacing(self.path_of(name)) as temporary, open(temporary, "wb", buffering=0) as file:
+            left = memoryview(content)
+            while left:
+                left = left[file.write(left) :]
+
+    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """As `StorageBackend.missing`."""
+        found = zip(files, self.find([file.name for file in files]), strict=True)
+        there = [file for file, now in found if now is not None and now.nbytes == file.nbytes]
+        self.touch([file.name for file in there])
+        return [file for file in files if file not in there]
+
+    def touch(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(self.path_of(name))
+
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`."""
         return {file.name: file.used for file in self.files()}
 
-    def delete(self, name: str) -> None:
+    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.path_of(name))
+        for name in names:
+            if used_before is not None:
+                file = self._found(name)
+                if file is None or file.used >= used_before:
+                    continue
+            with contextlib.suppress(OSError):
+                os.unlink(self.path_of(name))
+
+
+def _gone(path: str) -> GoneError:
+    return GoneError(f"{path} does not exist: it was deleted.")
 
 
 def _unreachable(path: str, error: OSError) -> UnreachableError:

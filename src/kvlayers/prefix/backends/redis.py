@@ -15,7 +15,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import OptionError
 from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.contract import SUFFIX, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import (
+    ABANDONED_SECONDS,
+    SUFFIXES,
+    Content,
+    StoredFile,
+    UnreachableError,
+)
 from kvlayers.prefix.backends.object_store import ByteRange
 
 Result = TypeVar("Result")
@@ -36,9 +42,6 @@ MAX_PARTS = 2**16
 memory."""
 
 MAX_MANIFEST_BYTES = 512
-
-ABANDONED_SECONDS = 3600
-"""How long parts live without a manifest, so that the parts of a killed writer disappear by themselves."""
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 30
@@ -80,6 +83,9 @@ class RedisObjectStore:
 
     A manifest is written last, together with the index, and the parts that it replaces are deleted in the same
     transaction. Thus each file exists completely or not at all, whoever else writes, and whenever a writer is killed.
+    Parts without a manifest expire after `ABANDONED_SECONDS`, so that those of a killed writer disappear by themselves.
+
+    The client gives each thread a connection of its own, so that any number of threads may use this.
 
     Args:
         address: a URL `redis://`, `rediss://`, `valkey://` or `valkeys://`, with `?prefix=` for another prefix of
@@ -147,10 +153,9 @@ class RedisObjectStore:
     def files(self) -> list[StoredFile]:
         """As `ObjectStore.files`."""
         uses = self.last_uses()
-        names = [name for name in uses if name.endswith(SUFFIX)]
-        texts = self._call(lambda: self._many([("GET", self._key(name)) for name in names]))
+        names = [name for name in uses if name.endswith(SUFFIXES)]
         files = []
-        for name, text in zip(names, texts, strict=True):
+        for name, text in zip(names, self._manifests(names), strict=True):
             manifest = _Manifest.parse(text)
             if manifest is not None:
                 files.append(manifest.stored(name, uses[name]))
@@ -158,6 +163,9 @@ class RedisObjectStore:
                 # The server has evicted the manifest, if it is configured to evict keys.
                 self._call(partial(self._unlist, name))
         return files
+
+    def _manifests(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._call(lambda: self._many([("GET", self._key(name)) for name in names]))
 
     def _many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The answers of the server to several commands that are sent together."""
@@ -176,10 +184,10 @@ class RedisObjectStore:
 
         self._client.transaction(unlist, self._key(name))
 
-    def find(self, name: str) -> StoredFile | None:
+    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `ObjectStore.find`."""
-        manifest = _Manifest.parse(self._call(lambda: self._client.get(self._key(name))))
-        return None if manifest is None else manifest.stored(name)
+        found = zip(names, map(_Manifest.parse, self._manifests(names)), strict=True)
+        return [None if manifest is None else manifest.stored(name) for name, manifest in found]
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
         """As `ObjectStore.read_ranges`. A missing part has no bytes."""
@@ -197,14 +205,34 @@ class RedisObjectStore:
             pieces[owner].append(piece)
         return [b"".join(each) for each in pieces]
 
+    def read(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
+        """As `ObjectStore.read`. One request gets the manifests, and one the parts of all files."""
+        found = self.find([file.name for file in files])
+        there = [
+            ByteRange(now, 0, min(now.nbytes, file.nbytes + 1))
+            for file, now in zip(files, found, strict=True)
+            if now is not None
+        ]
+        contents = iter(self.read_ranges(there))
+        return [None if now is None else next(contents) for now in found]
+
     def upload(self, path: str, name: str) -> None:
         """As `ObjectStore.upload`."""
-        manifest = _Manifest(secrets.token_hex(16), os.path.getsize(path), PART_BYTES)
+        with open(path, "rb") as file:
+            self._write(name, os.path.getsize(path), lambda: file.read(PART_BYTES))
+
+    def write(self, name: str, content: Content) -> None:
+        """As `ObjectStore.write`."""
+        view = memoryview(content)
+        parts = (view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES))
+        self._write(name, len(view), lambda: next(parts))
+
+    def _write(self, name: str, nbytes: int, next_part: Callable[[], Content]) -> None:
+        manifest = _Manifest(secrets.token_hex(16), nbytes, PART_BYTES)
         parts = self._parts(manifest)
         try:
-            with open(path, "rb") as file:
-                for part in parts:
-                    self._call(partial(self._client.set, part, file.read(PART_BYTES), ex=ABANDONED_SECONDS))
+            for part in parts:
+                self._call(partial(self._client.set, part, next_part(), ex=ABANDONED_SECONDS))
         except UnreachableError:
             # The parts would expire by themselves, but a server that is full needs the memory now.
             with contextlib.suppress(UnreachableError):
@@ -230,17 +258,31 @@ class RedisObjectStore:
 
         self._client.transaction(commit, self._key(name))
 
-    def delete(self, name: str) -> None:
-        """As `ObjectStore.delete`."""
+    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """As `ObjectStore.missing`."""
+        found = zip(files, self.find([file.name for file in files]), strict=True)
+        missing = [file for file, now in found if now is None or now.nbytes != file.nbytes]
+        self.touch([file.name for file in files if file not in missing])
+        return missing
 
+    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
+        """As `ObjectStore.delete`. If somebody uses or writes one of the files meanwhile, it is looked at again."""
+        for name in names:
+            self._call(partial(self._delete, name, used_before))
+
+    def _delete(self, name: str, used_before: int | None) -> None:
         def delete(transaction: Any) -> None:
             old = _Manifest.parse(transaction.get(self._key(name)))
+            used = transaction.zscore(self._index, name)
             transaction.multi()
+            if used_before is not None and used is not None and int(used) * 1000 >= used_before:
+                return
             transaction.unlink(self._key(name))
             transaction.zrem(self._index, name)
             self._unlink_parts(transaction, old)
 
-        self._call(lambda: self._client.transaction(delete, self._key(name)))
+        watched = [self._key(name)] if used_before is None else [self._key(name), self._index]
+        self._client.transaction(delete, *watched)
 
     def _unlink_parts(self, transaction: Any, manifest: _Manifest | None) -> None:
         if manifest is not None and manifest.nbytes:
@@ -251,10 +293,12 @@ class RedisObjectStore:
         found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
         return {name.decode("utf-8", "replace"): int(score) * 1000 for name, score in found}
 
-    def touch(self, name: str) -> None:
+    def touch(self, names: Sequence[str]) -> None:
         """As `ObjectStore.touch`."""
-        # `xx`, since a file that was deleted meanwhile must not be listed again.
-        self._call(lambda: self._client.zadd(self._index, {name: _now()}, xx=True))
+        now = _now()
+        if names:
+            # `xx`, since a file that was deleted meanwhile must not be listed again.
+            self._call(lambda: self._client.zadd(self._index, dict.fromkeys(names, now), xx=True))
 
 
 def _now() -> int:

@@ -3,13 +3,17 @@
 import contextlib
 import os
 import tempfile
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotArrived
 from functools import partial
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile, inspect_ranges
 from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.contract import GoneError, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import Content, GoneError, StoredFile, UnreachableError
 from kvlayers.prefix.backends.object_store import ByteRange, ObjectStore
 
 HEAD_BYTES = 128 * 2**10
@@ -23,6 +27,12 @@ CHUNK_BYTES = 8 * 2**20
 CHUNKS_AT_ONCE = 4
 """Chunks of a loaded file that are in memory at the same time."""
 
+BATCH_BYTES = 32 * 2**20
+"""Bytes of whole files that are requested together, unless a single one has more."""
+
+BATCHES_AT_ONCE = 2
+"""Batches of whole files that are in memory, or on their way to it, at the same time."""
+
 ATTEMPTS = 3
 """Attempts to read a file that other processes replace meanwhile."""
 
@@ -31,7 +41,10 @@ KnownRanges = Mapping[ByteRange, bytes | UnreachableError]
 
 
 class RemoteBackend:
-    """Files on other machines. They are copied to temporary files on this machine, which are always deleted.
+    """Files on other machines.
+
+    Whole caches are copied to temporary files on this machine, which are always deleted. Other files are read into
+    memory. It has no state, so that as many threads may use it as may use the object store.
 
     Args:
         objects: the object store.
@@ -51,17 +64,29 @@ class RemoteBackend:
         # kvlayers never writes names with control characters, which a terminal might obey.
         return [file for file in self._objects.files() if file.name.isprintable()]
 
-    def find(self, name: str) -> StoredFile | None:
+    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `StorageBackend.find`."""
-        return self._objects.find(name)
+        return self._objects.find(names)
+
+    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """As `StorageBackend.missing`."""
+        return self._objects.missing(files)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`."""
+        self._objects.touch(names)
+
+    def write(self, name: str, content: Content) -> None:
+        """As `StorageBackend.write`."""
+        self._objects.write(name, content)
 
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`."""
         return self._objects.last_uses()
 
-    def delete(self, name: str) -> None:
+    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`."""
-        self._objects.delete(name)
+        self._objects.delete(names, used_before)
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
         """As `StorageBackend.inspect`."""
@@ -105,6 +130,48 @@ class RemoteBackend:
             raise content
         return content
 
+    def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
+        """As `StorageBackend.read`. A thread requests the next files while the caller looks at the ones before."""
+        deadline = None if wait_seconds is None else time.monotonic() + wait_seconds
+        coming: deque[tuple[list[StoredFile], Future[list[Content | KVLayersError]]]] = deque()
+        batches = iter(_batches(files))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
+        try:
+            for batch in batches:
+                coming.append((batch, thread.submit(self._read_batch, batch)))
+                if len(coming) == BATCHES_AT_ONCE:
+                    yield from self._arrived(*coming.popleft(), deadline)
+            while coming:
+                yield from self._arrived(*coming.popleft(), deadline)
+        finally:
+            # The caller does not wait for what it does not want any more.
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _arrived(
+        self, batch: list[StoredFile], coming: Future[list[Content | KVLayersError]], deadline: float | None
+    ) -> list[Content | KVLayersError]:
+        try:
+            return coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
+        except NotArrived:
+            return [UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch]
+        except UnreachableError as error:
+            return [error] * len(batch)
+
+    def _read_batch(self, batch: list[StoredFile]) -> list[Content | KVLayersError]:
+        found: list[Content | KVLayersError] = []
+        for file, content in zip(batch, self._objects.read(batch), strict=True):
+            if isinstance(content, bytes) and len(content) != file.nbytes:
+                # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
+                (content,) = self._objects.read([file])
+            if content is None:
+                found.append(self._gone(file.name))
+            elif isinstance(content, bytes) and len(content) != file.nbytes:
+                path = self.path_of(file.name)
+                found.append(CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, and has others."))
+            else:
+                found.append(content)
+        return found
+
     @contextlib.contextmanager
     def reading(self, name: str, max_bytes: int) -> Iterator[str]:
         """As `StorageBackend.reading`."""
@@ -112,7 +179,7 @@ class RemoteBackend:
             self._download(name, path, max_bytes)
             yield path
         with contextlib.suppress(UnreachableError):
-            self._objects.touch(name)
+            self._objects.touch([name])
 
     def _download(self, name: str, path: str, max_bytes: int) -> None:
         for _ in range(ATTEMPTS):
@@ -155,10 +222,13 @@ class RemoteBackend:
             self._objects.upload(path, name)
 
     def _existing(self, name: str) -> StoredFile:
-        file = self._objects.find(name)
+        (file,) = self._objects.find([name])
         if file is None:
-            raise GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
+            raise self._gone(name)
         return file
+
+    def _gone(self, name: str) -> GoneError:
+        return GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
 
     def _keeps_changing(self, name: str) -> UnreachableError:
         return UnreachableError(
@@ -190,3 +260,15 @@ def _ends(file: StoredFile) -> list[ByteRange]:
     if file.nbytes <= HEAD_BYTES + TAIL_BYTES:
         return [ByteRange(file, 0, file.nbytes)] if file.nbytes else []
     return [ByteRange(file, 0, HEAD_BYTES), ByteRange(file, file.nbytes - TAIL_BYTES, file.nbytes)]
+
+
+def _batches(files: Sequence[StoredFile]) -> Iterator[list[StoredFile]]:
+    """Files in order, in groups that are requested together."""
+    batch: list[StoredFile] = []
+    for file in files:
+        if batch and sum(each.nbytes for each in batch) + file.nbytes > BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(file)
+    if batch:
+        yield batch

@@ -1,0 +1,230 @@
+"""Many small files in each backend: read, found, kept and deleted together, by several threads."""
+
+import hashlib
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import s3_server
+from backend_cases import PART
+from kvlayers import CacheFileError, CachePathError
+from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for, redis
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, BLOCK_SUFFIX, Content
+from kvlayers.prefix.backends.remote import RemoteBackend
+from redis_server import running, why_not
+
+KINDS = ("local", "memory", "redis", "s3")
+THREADS = 8
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if why_not():
+        pytest.skip(why_not())
+    with running(tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    if s3_server.why_not():
+        pytest.skip(s3_server.why_not())
+    with s3_server.running() as port:
+        yield port
+
+
+@pytest.fixture(params=KINDS)
+def backend(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> StorageBackend:
+    # Several parts and several batches of a few files, which would have one each.
+    monkeypatch.setattr(redis, "PART_BYTES", PART)
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 3 * PART)
+    return opened(request, tmp_path)
+
+
+def opened(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> StorageBackend:
+    """A backend on an empty directory of this test."""
+    name = f"{os.getpid()}-{hashlib.sha256(request.node.name.encode()).hexdigest()[:8]}"
+    if request.param == "local":
+        return backend_for(tmp_path / "files", None)
+    if request.param == "memory":
+        MemoryFileSystem.store.clear()
+        return backend_for(f"memory://bucket/{name}", None)
+    if request.param == "redis":
+        return backend_for(f"{request.getfixturevalue('redis_url')}?prefix={name}", None)
+    return backend_for(f"s3://{s3_server.BUCKET}/{name}", s3_server.options(request.getfixturevalue("s3_port")))
+
+
+def content_of(number: int) -> bytes:
+    return bytes([number % 256]) * (PART * (number % 3) + number + 1)
+
+
+def block(content: bytes) -> StoredFile:
+    """A block as an entry refers to it: its name and its size."""
+    return StoredFile(hashlib.sha256(content).hexdigest() + BLOCK_SUFFIX, len(content))
+
+
+def written(backend: StorageBackend, count: int) -> list[StoredFile]:
+    files = []
+    for number in range(count):
+        files.append(block(content_of(number)))
+        backend.write(files[-1].name, content_of(number))
+    return files
+
+
+def test_files_are_read_in_order_and_one_does_not_hide_the_others(backend: StorageBackend) -> None:
+    files = written(backend, 9)
+    assert [bytes(each) for each in contents(backend, files)] == list(map(content_of, range(9)))
+    asked = [replace(files[0], name="0.block"), files[1], replace(files[2], nbytes=5), replace(files[3], nbytes=2**20)]
+    found = list(backend.read([*asked, files[4]]))
+    assert [type(each) for each in found if isinstance(each, Exception)] == [GoneError, CacheFileError, CacheFileError]
+    assert all(backend.path_of(asked[number].name) in str(found[number]) for number in (0, 2, 3))
+    assert [bytes(found[number]) for number in (1, 4)] == [content_of(1), content_of(4)]  # type: ignore[arg-type]
+    assert list(backend.read([])) == []
+
+
+def contents(backend: StorageBackend, files: list[StoredFile]) -> list[Content]:
+    found = []
+    for each in backend.read(files):
+        assert not isinstance(each, Exception), each
+        found.append(each)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_content_of_any_kind_is_written_and_becomes_a_tensor_without_a_copy(backend: StorageBackend) -> None:
+    (file,) = written(backend, 1)
+    (content,) = contents(backend, [file])
+    assert torch.frombuffer(content, dtype=torch.uint8).tolist() == list(content_of(0))
+    for view in (memoryview(content_of(4)), bytearray(content_of(4))):
+        backend.write(block(content_of(4)).name, view)
+        assert bytes(contents(backend, [block(content_of(4))])[0]) == content_of(4)
+
+
+def test_entries_and_blocks_are_listed_and_nothing_else(backend: StorageBackend) -> None:
+    files = written(backend, 3)
+    backend.write("it.safetensors", b"entry")
+    backend.write("notes.txt", b"mine")
+    assert {file.name: file.nbytes for file in backend.files()} == {
+        "it.safetensors": 5,
+        **{file.name: file.nbytes for file in files},
+    }
+    found = backend.find([files[0].name, "0.block", files[2].name])
+    assert [file and (file.name, file.nbytes) for file in found] == [
+        (files[0].name, files[0].nbytes),
+        None,
+        (files[2].name, files[2].nbytes),
+    ]
+    assert set(backend.last_uses()) >= {file.name for file in files}
+
+
+def test_what_exists_need_not_be_written_and_is_kept(backend: StorageBackend) -> None:
+    files = written(backend, 3)
+    long_ago = time.time_ns() - 2 * ABANDONED_SECONDS * 10**9
+    absent, other_size = block(b"absent"), replace(files[1], nbytes=7)
+    before = time.time_ns()
+    assert backend.missing([files[0], absent, other_size, files[2]]) == [absent, other_size]
+    backend.delete([file.name for file in [*files, absent]], used_before=long_ago)
+    assert backend.find([file.name for file in files]).count(None) == 0
+    # Clocks of servers have seconds.
+    backend.delete([files[0].name, files[2].name], used_before=before - 2 * 10**9)
+    assert backend.find([file.name for file in files]).count(None) == 0
+    backend.delete([file.name for file in [*files, absent]], used_before=time.time_ns() + 2 * 10**9)
+    assert backend.find([file.name for file in files]) == [None] * 3
+    assert backend.missing(files) == files
+
+
+def test_files_are_deleted_together_and_those_that_are_gone_are_no_error(backend: StorageBackend) -> None:
+    files = written(backend, 4)
+    backend.delete([files[0].name, "0.block", files[2].name])
+    assert [file is None for file in backend.find([file.name for file in files])] == [True, False, True, False]
+    backend.touch([files[0].name, files[1].name])
+    assert {file.name for file in backend.files()} == {files[1].name, files[3].name}
+
+
+def test_threads_share_a_backend(backend: StorageBackend, request: pytest.FixtureRequest) -> None:
+    """Each thread writes its own files and those that all write, and reads them while others write and delete."""
+    errors: list[BaseException] = []
+    shared = [block(content_of(number)) for number in range(100, 104)]
+    if request.node.callspec.params["backend"] == "s3":
+        # moto, unlike S3, fails if two clients write the same file at once.
+        for number, file in enumerate(shared, 100):
+            backend.write(file.name, content_of(number))
+
+    def work(thread: int) -> None:
+        try:
+            mine = [(block(content_of(number)), content_of(number)) for number in range(thread * 3, thread * 3 + 3)]
+            common = list(zip(shared, map(content_of, range(100, 104)), strict=True))
+            for file, content in [*common, *mine]:
+                if backend.missing([file]):
+                    backend.write(file.name, content)
+            for each, (_, content) in zip(backend.read([file for file, _ in common]), common, strict=True):
+                # A file that another thread writes anew may be gone for readers, but is never another one.
+                assert isinstance(each, Exception) or bytes(each) == content
+            found = [bytes(each) for each in contents(backend, [file for file, _ in mine])]
+            assert found == [content for _, content in mine]
+            assert len(backend.files()) >= len(mine)
+            backend.last_uses()
+            backend.delete([file.name for file, _ in mine[:2]])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(backend.files()) == len(shared) + THREADS
+    assert [bytes(each) for each in contents(backend, shared)] == list(map(content_of, range(100, 104)))
+
+
+def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    MemoryFileSystem.store.clear()
+    monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 1)
+    backend = backend_for("memory://bucket/slow", None)
+    assert isinstance(backend, RemoteBackend)
+    files = written(backend, 6)
+    read, arrived, stuck = backend._objects.read, [], threading.Event()
+
+    def stuck_after_two(batch: Any) -> Any:
+        if len(arrived) == 2:
+            stuck.wait(20)
+        arrived.append(batch)
+        return read(batch)
+
+    monkeypatch.setattr(backend._objects, "read", stuck_after_two)
+    start = time.monotonic()
+    found = list(backend.read(files, wait_seconds=0.2))
+    assert time.monotonic() - start < 10
+    assert [isinstance(each, UnreachableError) for each in found] == [False] * 2 + [True] * 4
+    assert "has not arrived in time" in str(found[2])
+    stuck.set()
+    # A reader that needs no more leaves what was not asked for yet.
+    arrived.clear()
+    reading = backend.read(files)
+    next(reading)
+    reading.close()  # type: ignore[attr-defined]
+    assert len(arrived) <= 3
+
+
+def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Path) -> None:
+    backend = backend_for(tmp_path, None)
+    (tmp_path / "real").write_bytes(b"12345")
+    (tmp_path / "link.block").symlink_to(tmp_path / "real")
+    (tmp_path / "folder.block").mkdir()
+    asked = ["link.block", "folder.block"]
+    if os.name == "posix":
+        os.mkfifo(tmp_path / "pipe.block")
+        asked.append("pipe.block")
+    found = list(backend.read([StoredFile(name, 5) for name in asked]))
+    assert all(isinstance(each, CachePathError) and "must be a regular file" in str(each) for each in found)
+    (tmp_path / "empty.block").write_bytes(b"")
+    assert [bytes(each) for each in contents(backend, [StoredFile("empty.block", 0)])] == [b""]

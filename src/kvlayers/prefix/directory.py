@@ -144,11 +144,7 @@ class Directory:
         """Count the file of an entry as damaged, and log it once."""
         file = None
         with contextlib.suppress(UnreachableError):
-<<<<<<< HEAD
-            file = self.backend.find(_name(path))
-=======
             (file,) = self.backend.find([_name(path)])
->>>>>>> blocks
         self._report(_name(path), file, error)
 
     def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
@@ -258,11 +254,7 @@ class Directory:
             Whether it is deleted now.
         """
         try:
-<<<<<<< HEAD
-            self.backend.delete(_name(path))
-=======
             self.backend.delete([_name(path)])
->>>>>>> blocks
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
             return False

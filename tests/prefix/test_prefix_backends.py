@@ -261,7 +261,7 @@ def test_files_used_longest_ago_go_first(files: Files) -> None:
     assert covered(store, [0, 0, 0]) == 3
     store.evict()
     assert store.refresh() == 0
-    store._index.directory_max_bytes = 2 * size + 100
+    store._writes.directory_max_bytes = 2 * size + 100
     put(store, [3, 0, 0])
     assert [covered(store, [first, 0, 0]) for first in range(4)] == [3, 0, 0, 3]
     assert len(files.names()) == 2
@@ -383,7 +383,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
     store = PrefixStore(ROOM, failing.url)
     put(store, [1, 5, 6])
     size = store.statistics.file_bytes
-    store._index.directory_max_bytes = size
+    store._writes.directory_max_bytes = size
     Failing.fails = {"delete"}
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         put(store, [2, 5, 6])

@@ -507,7 +507,7 @@ WRITER = """
             for layer in range(2):
                 cache.update(states, -states, layer_idx=layer)
             store.insert(torch.arange(64) + number * 100, cache, model="m")
-            store.evict()
+            store.flush()
             os.write(written, f"{number} ".encode())
 
     kills, kills_a_store = map(int, sys.argv[2:])

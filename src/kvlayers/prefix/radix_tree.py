@@ -40,6 +40,21 @@ class PrefixMatch(Generic[T]):
     tokens: int
 
 
+@dataclass(frozen=True)
+class TreeNode(Generic[T]):
+    """A node of the tree.
+
+    Attributes:
+        parent: number of its parent in the order of `RadixTree.nodes`; `None` for the root.
+        tokens: number of tokens behind those of its parent.
+        value: the value of exactly the tokens that lead here, or `None`.
+    """
+
+    parent: int | None
+    tokens: int
+    value: T | None
+
+
 class RadixTree(Generic[T]):
     """A mapping from sequences of token ids to values, which stores common prefixes once.
 
@@ -139,6 +154,16 @@ class RadixTree(Generic[T]):
     def values(self) -> Iterator[T]:
         """All values, in no particular order."""
         return self._root.values()
+
+    def nodes(self) -> Iterator[TreeNode[T]]:
+        """All nodes, each behind its parent."""
+        pending: list[tuple[int | None, _Node[T]]] = [(None, self._root)]
+        number = -1
+        while pending:
+            parent, node = pending.pop()
+            number += 1
+            yield TreeNode(parent, len(node.edge), node.value)
+            pending.extend((number, child) for child in reversed(node.children.values()))
 
     def _descend(self, ids: Tokens) -> tuple[_Node[T], int, int]:
         """The node that `ids` leads to, the number of matched tokens, and how many of them end inside its edge."""

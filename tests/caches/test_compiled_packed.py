@@ -14,7 +14,6 @@ import kvlayers.caches.base
 from kvlayers import Prefetcher, StaleStatesError
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
-from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.upstream import compat
 from models import COMMON, prompt
 from recording_transfers import RecordingTransfers
@@ -100,19 +99,16 @@ def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:
 def read_in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each time that codes, or a prefix that sequences share, are brought to full precision."""
     read: list[str] = []
-    of_segments, of_shared = KVSegments.dense, SharedPrefixSegments.dense
+    of_segments = KVSegments.dense
 
     def noted(self: KVSegments, *arguments: Any) -> torch.Tensor:
         if self.packed is not None:
             read.append("codes")
+        if self.shares_rows:
+            read.append("prefix")
         return of_segments(self, *arguments)
 
-    def noted_shared(self: SharedPrefixSegments, *arguments: Any) -> torch.Tensor:
-        read.append("prefix")
-        return of_shared(self, *arguments)
-
     monkeypatch.setattr(KVSegments, "dense", noted)
-    monkeypatch.setattr(SharedPrefixSegments, "dense", noted_shared)
     return read
 
 

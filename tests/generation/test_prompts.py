@@ -8,7 +8,6 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers.stores import SharedStore
 from models import fresh_model, prompt, tiny_model
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "deepseek_v3", "gpt2", "jamba"]
@@ -51,7 +50,7 @@ def test_the_model_reads_each_prompt_once_and_the_cache_holds_it_once(way: str) 
     repeats = max(WAYS[way].get("num_beams", 1), WAYS[way].get("num_return_sequences", 1))
     assert passed[0] == (2, 40)
     assert set(passed[1:]) == {(2 * repeats, 1)}
-    assert all(isinstance(layer._store, SharedStore) for layer in cache.layers)
+    assert all(layer.store.pieces(40 + 1)[0].rows is not None for layer in cache.layers)
 
 
 def test_a_short_prompt_a_given_cache_and_a_static_one_are_left_to_transformers() -> None:

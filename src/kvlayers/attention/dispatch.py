@@ -2,23 +2,21 @@
 
 import math
 from collections import Counter
+from typing import Protocol
 
 from torch import Tensor
 
-from kvlayers.attention import fused, reference
+from kvlayers.attention import fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
-from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.utils.autocast import without_autocast
-
-AnySegments = KVSegments | SharedPrefixSegments
 
 CPU = "a compiled kernel on packed states"
 CUDA = "a Triton kernel on packed states"
 BLOCKS = "plain torch, block by block"
 SLABS = "slab by slab"
-SHARED = "the shared prefix once for all sequences"
+SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
 
 PRODUCT = "no kernel takes a single product of eager attention"
@@ -41,9 +39,7 @@ class PathCounter:
         self.counts[path] += 1
 
 
-def attend(
-    query: Tensor, segments: AnySegments, mask: Tensor | None, scale: float | None, paths: PathCounter
-) -> Tensor:
+def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float | None, paths: PathCounter) -> Tensor:
     """Softmax attention of queries to the tokens of segments.
 
     Args:
@@ -62,45 +58,49 @@ def attend(
     # Torch takes a tensor for a number, and a kernel would take it for an address.
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     with without_autocast(query.device):
-        if isinstance(segments, SharedPrefixSegments):
-            means = fused.description(query, segments.prefix) if fused.serves(query.device) else fused.PLAIN
-            paths.record(f"{means}, {SHARED}")
-            return segments.attend(query, mask, scale)
-        if fused.serves(query.device):
-            obstacle = cuda_kernel.obstacle(query, segments, mask)
-            paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
-            return (fused.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
-        use_kernel = _uses_cpu_kernel(query, segments, paths)
-        return (cpu_kernel.attend if use_kernel else reference.attend)(query, segments, mask, scale)
+        if not fused.serves(query.device):
+            return _cpu_means(query, segments, paths).attend(query, segments, mask, scale)
+        if segments.shares_rows:
+            paths.record(f"{fused.description(query, segments)}, {SHARED}")
+            return shared_segments.attend(query, segments, mask, scale)
+        obstacle = cuda_kernel.obstacle(query, segments, mask)
+        paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
+        return (fused.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
 
 
-def scores(query: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
+def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
-        if isinstance(segments, SharedPrefixSegments):
-            paths.record(f"{fused.PLAIN}, {SHARED}")
-            return segments.scores(query)
-        if fused.serves(query.device):
-            paths.record(f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
-            return fused.scores(query, segments)
-        return (cpu_kernel.scores if _uses_cpu_kernel(query, segments, paths) else reference.scores)(query, segments)
+        return _means_of_products(query, segments, paths).scores(query, segments)
 
 
-def combine(weights: Tensor, segments: AnySegments, paths: PathCounter) -> Tensor:
+def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
-        if isinstance(segments, SharedPrefixSegments):
-            paths.record(f"{fused.PLAIN}, {SHARED}")
-            return segments.combine(weights)
-        if fused.serves(weights.device):
-            paths.record(f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
-            return fused.combine(weights, segments)
-        use_kernel = _uses_cpu_kernel(weights, segments, paths)
-        return (cpu_kernel.combine if use_kernel else reference.combine)(weights, segments)
+        return _means_of_products(weights, segments, paths).combine(weights, segments)
 
 
-def _uses_cpu_kernel(rows: Tensor, segments: KVSegments, paths: PathCounter) -> bool:
-    """Whether the CPU kernel takes rows `[batch, heads, queries, any]`. The answer is counted."""
-    obstacle = cpu_kernel.obstacle(rows, segments)
-    paths.record(CPU if obstacle is None else f"{BLOCKS}, as {obstacle}")
-    return obstacle is None
+class _Means(Protocol):
+    """A module that computes attention."""
+
+    def attend(self, query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor: ...
+    def scores(self, query: Tensor, segments: KVSegments) -> Tensor: ...
+    def combine(self, weights: Tensor, segments: KVSegments) -> Tensor: ...
+
+
+def _cpu_means(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
+    """What computes attention of queries, or weights, `[batch, heads, queries, any]` on a CPU. It is counted."""
+    obstacle = cpu_kernel.obstacle(queries, segments)
+    if obstacle is None:
+        paths.record(CPU)
+        return cpu_kernel
+    paths.record(f"{SHARED if segments.shares_rows else BLOCKS}, as {obstacle}")
+    return shared_segments if segments.shares_rows else reference
+
+
+def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
+    """As `_cpu_means`, for one of the two products of eager attention, on any device."""
+    if not fused.serves(queries.device):
+        return _cpu_means(queries, segments, paths)
+    paths.record(f"{fused.PLAIN}, {SHARED}" if segments.shares_rows else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
+    return shared_segments if segments.shares_rows else fused

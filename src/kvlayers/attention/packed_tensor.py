@@ -20,7 +20,6 @@ from kvlayers.attention.dense_reads import note_dense_read
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_operators import StoreHandle, full_precision
 from kvlayers.attention.segments import KVSegments
-from kvlayers.attention.shared_prefix import SharedPrefixSegments
 from kvlayers.errors import ReadOnlyStatesError, StaleStatesError, UnsupportedLayerError
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.autocast import without_autocast
@@ -59,7 +58,7 @@ class Snapshot:
         paths: counts the paths that attention on the segments takes.
     """
 
-    segments: KVSegments | SharedPrefixSegments
+    segments: KVSegments
     dtype: torch.dtype
     device: torch.device
     version: Version
@@ -70,7 +69,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.version.handle.newest = weakref.ref(self)
 
-    def read(self) -> KVSegments | SharedPrefixSegments:
+    def read(self) -> KVSegments:
         """The segments.
 
         Raises:

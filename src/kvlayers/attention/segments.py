@@ -14,6 +14,19 @@ from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.packed_side import PackedSide
 
 
+class KernelCache(dict[str, Any]):
+    """Arguments that kernels have prepared for a segment and may use again, by the kernel's name.
+
+    A copy of the segment has other addresses, so the cache of a copy is empty.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KernelCache":
+        return KernelCache()
+
+    def __reduce__(self) -> tuple[type["KernelCache"], tuple[()]]:
+        return KernelCache, ()
+
+
 @dataclass(frozen=True, eq=False)
 class DenseSegment:
     """Tokens in full precision.
@@ -22,11 +35,13 @@ class DenseSegment:
         keys: `[batch, kv_heads, tokens, key_head_dim]`.
         values: `[batch, kv_heads, tokens, value_head_dim]`.
         rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
+        kernel_cache: what kernels have prepared for the segment.
     """
 
     keys: Tensor
     values: Tensor
     rows: SegmentRows | None = None
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -48,6 +63,7 @@ class PackedSegment:
         first: tokens at the beginning of the first block that have been evicted.
         ends: for each block the tokens that it holds, counted from its beginning; `None` if all are full.
         rows: as `DenseSegment.rows`.
+        kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
     keys: PackedSide
@@ -55,8 +71,7 @@ class PackedSegment:
     first: int = 0
     ends: tuple[int, ...] | None = None
     rows: SegmentRows | None = None
-    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Arguments that kernels have prepared for the segment and may use again, by the kernel's name."""
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
     def blocks(self) -> int:
@@ -144,25 +159,14 @@ class KVSegments:
         """Whether at most one segment is packed."""
         return sum(isinstance(segment, PackedSegment) for segment in self.in_order) <= 1
 
+    @functools.cached_property
+    def shares_rows(self) -> bool:
+        """Whether sequences of the batch share sequences of a segment."""
+        return any(segment.rows is not None for segment in self.in_order)
+
     def of_sequence(self, index: int) -> "KVSegments":
-        """The segments of one sequence, a batch of one."""
-        one = slice(index, index + 1)
-
-        def of_packed(packed: PackedSegment) -> PackedSegment:
-            keys, values = (
-                replace(side, codes=side.codes[one], parameters=side.parameters[one])
-                for side in (packed.keys, packed.values)
-            )
-            return PackedSegment(keys, values, packed.first, packed.ends)
-
-        return KVSegments(
-            tuple(
-                DenseSegment(segment.keys[one], segment.values[one])
-                if isinstance(segment, DenseSegment)
-                else of_packed(segment)
-                for segment in self.in_order
-            )
-        )
+        """The segments of one sequence, a batch of one. The host must know their rows."""
+        return KVSegments(tuple(_of_sequence(segment, index) for segment in self.in_order))
 
     def with_prefix(self, segment: DenseSegment) -> "KVSegments":
         """The same segments with another one in front."""
@@ -176,7 +180,8 @@ class KVSegments:
     @property
     def batch(self) -> int:
         """Sequences side by side."""
-        return self._shape()[0]
+        rows = self.in_order[0].rows
+        return self._shape()[0] if rows is None else len(rows)
 
     @property
     def kv_heads(self) -> int:
@@ -210,12 +215,24 @@ class KVSegments:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`."""
         parts = []
         for segment in self.in_order:
-            if isinstance(segment, DenseSegment):
-                parts.append(segment.side(side))
-            else:
-                parts.append(segment.states(side, dtype))
+            states = segment.side(side) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
+            parts.append(states if segment.rows is None else states.index_select(0, segment.rows.on(states.device)[0]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _is_dense(segment: Segment) -> bool:
     return isinstance(segment, DenseSegment)
+
+
+def _of_sequence(segment: Segment, index: int) -> Segment:
+    if segment.rows is not None:
+        if segment.rows.known is None:
+            raise ValueError("index must be that of a sequence whose rows the host knows: read all sequences.")
+        index = segment.rows.known[index]
+    one = slice(index, index + 1)
+    if isinstance(segment, DenseSegment):
+        return DenseSegment(segment.keys[one], segment.values[one])
+    keys, values = (
+        replace(side, codes=side.codes[one], parameters=side.parameters[one]) for side in (segment.keys, segment.values)
+    )
+    return PackedSegment(keys, values, segment.first, segment.ends)

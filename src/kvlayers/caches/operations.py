@@ -216,6 +216,36 @@ class LayerwiseOperations(DescribesItself, LayerList):
                     layer.expand(repeats)
                 self._select_known_ids(rows)
 
+    def share_prefix(self, other: Self, tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory in which another cache holds them, layer by layer.
+
+        Use it for caches that have computed the same tokens independently of each other. Their states must be the same,
+        which nobody checks. Layers that cannot share memory with the other cache do not change.
+
+        Args:
+            other: a cache of the same model with the same first tokens. Nobody may change it while this is done.
+            tokens: how many tokens they have in common.
+        """
+        for layer, other_layer in zip(self.adapted_layers(), other.adapted_layers(), strict=False):
+            layer.share_prefix(other_layer, tokens)
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of tokens that no cache reads any more.
+
+        Memory is moved only if more than an eighth of it is given back.
+        """
+        for layer in self.adapted_layers():
+            layer.trim()
+
+    def compact(self) -> None:
+        """Hold the tokens of each layer in one piece of memory that no other cache holds.
+
+        A fork that shares its first tokens reads them in several pieces, and keeps all of the shared memory alive. In
+        one piece it takes more memory in all, and attention may be faster. Layers of other kinds do not change.
+        """
+        for layer in self.adapted_layers():
+            layer.compact()
+
     def _select(self, rows: Tensor) -> None:
         if is_identity(rows, self.batch_size):
             return

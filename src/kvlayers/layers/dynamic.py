@@ -1,7 +1,6 @@
 """A layer that keeps every token."""
 
 from collections.abc import Mapping
-from typing import cast
 
 from torch import Tensor
 from typing_extensions import override
@@ -10,7 +9,7 @@ from kvlayers.errors import RollbackError
 from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.stores import DenseStore, SharedStore, TokenStore
+from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.utils.options import checks_options
 
 
@@ -44,13 +43,6 @@ class DynamicLayer(TokenLayer):
     @override
     def can_be_stacked(self) -> bool:
         return self._store.holds_tokens_apart
-
-    @override
-    def expand(self, repeats: int) -> None:
-        if self._store.shares_prefixes and self._store.length:
-            self._store = SharedStore(cast("DenseStore", self._store.fork()), repeats)
-        else:
-            super().expand(repeats)
 
     @property
     @override

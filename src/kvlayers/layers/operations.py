@@ -415,6 +415,18 @@ class LayerOperations(DescribesItself, ABC):
         if self.batch_size is not None:
             self.select(repeated_rows(repeats, self.batch_size))
 
+    def share_prefix(self, other: "LayerOperations", tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory of `other`, which has seen the same ones, if both can.
+
+        The states must be the same, which nobody checks. A layer without tokens in stores does nothing.
+        """
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of tokens that no layer reads any more, if that is worth a copy."""
+
+    def compact(self) -> None:
+        """Hold all tokens in memory of its own, in one piece."""
+
     def offload(self) -> None:
         """Refuse to move the states to the host: only an `OffloadedLayer` moves them.
 

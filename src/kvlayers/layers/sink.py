@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.arguments import repeated_rows, whole_number
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
@@ -289,6 +289,13 @@ class SinkLayer(TokenLayer):
         sinks = self._sinks.selected(indices)
         super().select(indices)
         self._sinks = sinks
+
+    @override
+    def expand(self, repeats: int) -> None:
+        batch_size = self.batch_size
+        super().expand(repeats)
+        if batch_size is not None:
+            self._sinks = self._sinks.selected(repeated_rows(repeats, batch_size))
 
     @override
     def reset(self) -> None:

@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.contract import CacheLayer
-from kvlayers.layers.operations import LayerState
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore
@@ -225,6 +225,26 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @override
     def select(self, indices: Tensor) -> None:
         self._store.select(indices)
+
+    @override
+    def expand(self, repeats: int) -> None:
+        self._store.expand(repeats)
+
+    @override
+    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+        if not isinstance(other, TokenLayer):
+            return
+        dropped = self.length - self._store.length
+        if dropped == other.length - other.store.length:
+            self._store.share_prefix(other.store, tokens - dropped)
+
+    @override
+    def trim(self) -> None:
+        self._store.trim()
+
+    @override
+    def compact(self) -> None:
+        self._store.compact()
 
     @override
     def reset(self) -> None:

@@ -8,7 +8,6 @@ from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.registry import register_store, store_names, unregister_store
-from kvlayers.stores.shared_prefix import SharedStore
 from kvlayers.stores.static import StaticStore
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "DescriptionContext",
     "Quantization",
     "QuantizedStore",
-    "SharedStore",
     "StateForm",
     "StaticStore",
     "TokenStore",

@@ -46,6 +46,19 @@ class BufferPair(TokenStore):
         return self._end - self._start
 
     @property
+    def tail_length(self) -> int:
+        """Tokens in the buffers."""
+        return self._end - self._start
+
+    @property
+    def fixed_slots(self) -> tuple[int, int] | None:
+        """See `BufferHolder`."""
+        return None
+
+    def note_move(self) -> None:
+        """See `BufferHolder`."""
+
+    @property
     @override
     def key_form(self) -> StateForm | None:
         return self._key_form
@@ -101,7 +114,7 @@ class BufferPair(TokenStore):
         """Move the held tokens to new buffers for `capacity` tokens, behind the room for a prefix."""
         if self._key_form is None or self._value_form is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        length, free = self.length, self.prefix_room
+        length, free = self.tail_length, self.prefix_room
         capacity += free
         if self._keys is not None and self._values is not None:
             # Both are made before either is assigned: if there is no memory for the second, nothing has changed.
@@ -127,7 +140,7 @@ class BufferPair(TokenStore):
 
     def _shift_to_front(self) -> None:
         key_buffer, value_buffer = self._buffers()
-        length, free = self.length, self.prefix_room
+        length, free = self.tail_length, self.prefix_room
         try:
             key_buffer.shift_to_front(self._start, length, free)
             value_buffer.shift_to_front(self._start, length, free)
@@ -169,12 +182,17 @@ class BufferPair(TokenStore):
         """Whether any held token is in the slots from `start` to `end`."""
         return start < self._end and self._start < end
 
-    def _copy_unless_writable(self, start: int, end: int) -> None:
-        """Move to buffers of its own if other stores or callers use slots that are about to be written."""
-        if self._copy_on_write is None or (self._copy_on_write.has_one_holder and not self._copy_on_write.is_viewed):
+    def _may_write(self, start: int, end: int) -> bool:
+        """Whether no other store and no caller uses the slots from `start` to `end`. No other store may from now on."""
+        sharing = self._copy_on_write
+        if sharing is None or (sharing.has_one_holder and not sharing.is_viewed):
             self._copy_on_write = None
-        elif not self._copy_on_write.claim(self, start, end):
-            self._allocate(self._capacity_of_copy(max(end - self._end, 0)))
+            return True
+        return sharing.claim(self, start, end)
+
+    def _leave_buffers(self, tokens: int) -> None:
+        """Go on in buffers of its own, with room for `tokens` more tokens."""
+        self._allocate(self._capacity_of_copy(tokens))
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
@@ -227,7 +245,7 @@ class BufferPair(TokenStore):
         # Threads may fork one store at the same time: all forks must know of each other.
         with _first_fork:
             if self._copy_on_write is None:
-                sharing = CopyOnWrite()
+                sharing = CopyOnWrite(*self._buffers())
                 sharing.join(self)
                 self._copy_on_write = sharing
             return self._copy_on_write
@@ -236,7 +254,7 @@ class BufferPair(TokenStore):
         # Copies of the live tokens alone: spare room and dropped tokens are not part of the state.
         live = {**self.__dict__, "_copy_on_write": None, "_views": None}
         if self._keys is not None and self._values is not None:
-            start, length = self._start, self.length
+            start, length = self._start, self.tail_length
             if self._tracks_gradients and not torch.is_inference_mode_enabled():
                 keys, values = (TokenBuffer(states.clone()) for states in self.newest(length))
             else:
@@ -244,6 +262,6 @@ class BufferPair(TokenStore):
                 keys, values = (buffer.reallocated(start, length, length) for buffer in (self._keys, self._values))
             live["_keys"], live["_values"] = keys, values
             live["_tracks_gradients"] = keys.tracks_gradients or values.tracks_gradients
-        live["_start"], live["_end"] = 0, self.length
-        live["_capacity"] = self.length
+        live["_start"], live["_end"] = 0, self.tail_length
+        live["_capacity"] = self.tail_length
         return live

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.attention.gqa import grouped_for_one_query
+from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import InterruptedPassError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.buffer_pair import BufferPair
@@ -54,7 +55,7 @@ class ContiguousStore(BufferPair):
                     "The held tokens are lost, because moving them was interrupted: reset() the cache, and pass all "
                     "tokens again."
                 )
-            if self._start != self._end:
+            if self.length:
                 raise mismatch((key_form, value_form), (self._key_form, self._value_form), self.length)
             check_one_batch(key_form, value_form)
             self._validated = key_form, value_form
@@ -91,8 +92,8 @@ class ContiguousStore(BufferPair):
             self._make_room(tokens)
         elif not tokens:
             return
-        elif self._copy_on_write is not None:
-            self._copy_unless_writable(self._end, self._end + tokens)
+        elif self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
+            self._leave_buffers(tokens)
         end = self._end
         self._keys.write(end, keys)  # type: ignore[union-attr]
         self._values.write(end, values)  # type: ignore[union-attr]
@@ -110,7 +111,9 @@ class ContiguousStore(BufferPair):
         self.append(keys, values)
         count = self.length if past is None else past + tokens
         attended = self.newest(count) if prefix_states is None else self._newest_after_prefix(prefix_states, count)
-        return (grouped_for_one_query(attended[0]), attended[1]) if tokens == 1 else attended
+        if tokens == 1 and type(attended[0]) is not PackedStates:
+            return grouped_for_one_query(attended[0]), attended[1]
+        return attended
 
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
         """A prefix and the newest `count` tokens: a view if no other held token is in between."""
@@ -120,8 +123,8 @@ class ContiguousStore(BufferPair):
             return torch.cat([prefix[0], keys], dim=2), torch.cat([prefix[1], values], dim=2)
         if self._start < width:
             self._allocate(self._capacity - self._start)
-        elif self._copy_on_write is not None:
-            self._copy_unless_writable(self._start - width, self._start)
+        elif self._copy_on_write is not None and not self._may_write(self._start - width, self._start):
+            self._allocate(self._capacity_of_copy(0))
         key_buffer, value_buffer = self._buffers()
         start = self._start - width
         key_buffer.write(start, prefix[0])
@@ -132,13 +135,18 @@ class ContiguousStore(BufferPair):
     def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
     ) -> KVPair:
-        held = [*([] if prefix_states is None else [prefix_states]), *([self.newest(past)] if past else [])]
+        held = [*([] if prefix_states is None else [prefix_states]), *([self._plain(past)] if past else [])]
         if held:
             keys = torch.cat([*(states[0] for states in held), keys], dim=2)
             values = torch.cat([*(states[1] for states in held), values], dim=2)
         start = keys.shape[2] - kept
         self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
         return keys, values
+
+    def _plain(self, count: int) -> KVPair:
+        """Keys and values of the newest `count` tokens, as plain tensors."""
+        keys, values = self.newest(count)
+        return as_dense(keys), as_dense(values)
 
     def check_room(self, tokens: int) -> None:
         """Raise `CapacityError` if `tokens` more exceed the limit."""
@@ -149,7 +157,7 @@ class ContiguousStore(BufferPair):
         if self._start == self._end:
             self._adopt(keys.clone(), values.clone())
         else:
-            held = self.newest(self.length)
+            held = self.newest(self.tail_length)
             self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
 
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
@@ -208,7 +216,7 @@ class ContiguousStore(BufferPair):
             if key_form != self._key_form:
                 self.reserve_form(key_form, value_form)
             return
-        keys, values = self.newest(self.length)
+        keys, values = self._plain(self.length)
         indices = indices.to(keys.device)
         keys, values = keys.index_select(0, indices), values.index_select(0, indices.to(values.device))
         if key_form == self._key_form:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -56,8 +57,6 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
 
     holds_tokens_apart = False
     """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
-    shares_prefixes = False
-    """Whether a `SharedStore` can hold the tokens once for several sequences that go on from them."""
 
     @property
     def sized_for(self) -> int | None:
@@ -215,6 +214,27 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     @abstractmethod
     def select(self, indices: Tensor) -> None:
         """Make row `indices[i]` of the batch row `i`; `indices` is `[new_batch]`, int64, checked by the caller."""
+
+    def expand(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
+        if self.key_form is not None:
+            self.select(torch.arange(self.key_form.batch_size).repeat_interleave(repeats))
+
+    def share_prefix(self, other: "TokenStore", tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory in which `other` holds them, if both stores can.
+
+        The states of these tokens must be the same in both stores, which nobody checks.
+
+        Args:
+            other: a store with the same first tokens. It does not change while this is done.
+            tokens: how many tokens they have in common.
+        """
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of dropped tokens that no other store reads, if that is worth a copy."""
+
+    def compact(self) -> None:
+        """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
 
     @abstractmethod
     def clear(self) -> None:

@@ -2,40 +2,56 @@
 
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
+
+from torch import Tensor
+
+from kvlayers.stores.buffer import TokenBuffer
 
 
 class BufferHolder(Protocol):
-    """A store, as far as other stores over the same buffers must know it."""
+    """A store, or a segment of one, as far as other stores over the same buffers must know it."""
 
     def reads(self, start: int, end: int) -> bool:
         """Whether any of its tokens is in the slots from `start` to `end`."""
 
+    @property
+    def fixed_slots(self) -> tuple[int, int] | None:
+        """Where its slots start and end if it only reads, `None` if it may write, or read other slots later."""
+
+    def note_move(self) -> None:
+        """Read the tokens where they are now. Called for holders that only read."""
+
 
 class CopyOnWrite:
-    """The stores that share one pair of buffers, and the slots of which a caller has views.
+    """The holders of one pair of buffers, and the slots of which a caller has views.
 
     A store that grows writes after its tokens. The first one to do so becomes the writer, and stays it as long as no
-    other store reads those slots; all others copy their tokens to memory of their own. Each store may be used by
-    another thread.
+    other holder reads those slots; all others go on in memory of their own. Each store may be used by another thread.
 
     Nobody can tell how long a caller keeps a view, so slots that a caller has seen are never written again. Buffers
     that a caller has views of belong to one store: the caller may write to a view, and no other store may see that.
+
+    Attributes:
+        buffers: the buffers of keys and of values, and the number of their first slot. `trim` replaces all three at
+            once; a slot keeps its number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: TokenBuffer, values: TokenBuffer) -> None:
+        self.buffers = keys, values, 0
         self._lock = threading.Lock()
         self._holders: weakref.WeakSet[BufferHolder] = weakref.WeakSet()
         self._writer: weakref.ref[BufferHolder] | None = None
         self._viewed: tuple[int, int] | None = None
 
     def join(self, holder: BufferHolder) -> None:
-        """Add a store to the holders."""
+        """Add a holder."""
         with self._lock:
             self._holders.add(holder)
 
     def leave(self, holder: BufferHolder) -> None:
-        """Remove a store from the holders."""
+        """Remove a holder."""
         with self._lock:
             self._holders.discard(holder)
             if self._writer is not None and self._writer() is holder:
@@ -72,6 +88,28 @@ class CopyOnWrite:
 
     @property
     def has_one_holder(self) -> bool:
-        """Whether at most one store is left."""
+        """Whether at most one holder is left."""
         with self._lock:
             return len(self._holders) <= 1
+
+    def trim(self, divisor: int) -> None:
+        """Move to smaller buffers if segments alone are left, and more than one slot in `divisor` is not read."""
+        with self._lock:
+            read = [holder.fixed_slots for holder in self._holders]
+            slots = [fixed for fixed in read if fixed is not None]
+            keys, values, first = self.buffers
+            if not slots or len(slots) < len(read):
+                return
+            start, end = min(slot[0] for slot in slots), max(slot[1] for slot in slots)
+            count = end - start
+            if (keys.capacity - count) * divisor > keys.capacity:
+                shorter = (buffer.reallocated(start - first, count, count) for buffer in (keys, values))
+                self.buffers = *shorter, start  # type: ignore[assignment]
+                for holder in self._holders:
+                    holder.note_move()
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """The tensors of the buffers."""
+        keys, values, _ = self.buffers
+        yield keys.tensor
+        yield values.tensor

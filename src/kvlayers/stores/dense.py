@@ -4,9 +4,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.stores.buffer import StateForm, nbytes_of
-from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
+from kvlayers.stores.segmented import MAXIMUM_SEGMENTS, SegmentedStore
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -14,10 +14,13 @@ GROWTH_DIVISOR = 8
 MINIMUM_GROWTH = 128
 """Fewest tokens by which a buffer grows, so that short sequences are not moved every few tokens."""
 
+TAIL_MINIMUM_GROWTH = 16
+"""The same for a tail behind segments: there may be many sequences, and their tails are short."""
+
 
 @register_store
-class DenseStore(ContiguousStore):
-    """Full-precision states in buffers that grow geometrically.
+class DenseStore(SegmentedStore):
+    """Full-precision states in buffers that grow geometrically. What forks have in common is in segments.
 
     Args:
         length_hint: the most tokens that are expected, if known. Growth stops there while the hint holds, so that the
@@ -25,10 +28,10 @@ class DenseStore(ContiguousStore):
         growth_divisor: a full buffer grows by its size divided by this.
         minimum_growth: fewest tokens by which it grows.
         prefix_room: slots left free before the tokens; see `ContiguousStore`.
+        maximum_segments: if there are more, the smallest neighbours are merged.
     """
 
-    hints = ("length_hint", "growth_divisor", "minimum_growth", "prefix_room")
-    shares_prefixes = True
+    hints = ("length_hint", "growth_divisor", "minimum_growth", "prefix_room", "maximum_segments")
 
     def __init__(
         self,
@@ -36,19 +39,33 @@ class DenseStore(ContiguousStore):
         growth_divisor: int = GROWTH_DIVISOR,
         minimum_growth: int = MINIMUM_GROWTH,
         prefix_room: int = 0,
+        maximum_segments: int = MAXIMUM_SEGMENTS,
     ) -> None:
-        super().__init__(prefix_room=prefix_room)
+        super().__init__(prefix_room, maximum_segments)
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
 
+    @property
+    @override
+    def shortest_segment(self) -> int:
+        # A copy takes no more memory than the spare room of a new tail.
+        return self.minimum_growth
+
+    @override
     def grown_capacity(self, needed: int) -> int:
-        """Tokens to allocate when `needed` tokens must fit."""
-        return self.capacity_for(needed, self.length_hint)
+        shared = self._shared_tokens
+        if not shared:
+            return self.capacity_for(needed, self.length_hint)
+        hint = None if self.length_hint is None else self.length_hint - shared
+        return self._grown(needed, hint, min(self.minimum_growth, TAIL_MINIMUM_GROWTH))
 
     def capacity_for(self, needed: int, length_hint: int | None) -> int:
         """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
-        capacity = needed + max(needed // self.growth_divisor, self.minimum_growth)
+        return self._grown(needed, length_hint, self.minimum_growth)
+
+    def _grown(self, needed: int, length_hint: int | None, minimum_growth: int) -> int:
+        capacity = needed + max(needed // self.growth_divisor, minimum_growth)
         if length_hint is not None and needed <= length_hint:
             return min(capacity, length_hint)
         return capacity
@@ -68,42 +85,51 @@ class DenseStore(ContiguousStore):
         capacity = self.capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
         return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
+    # Memory
+
     @override
     def _make_room(self, tokens: int) -> None:
-        length = self.length
+        length = self.tail_length
         needed = length + tokens
         # A move to the front must win enough room to pay for itself, or a window would be copied at every token.
         dropped = self._start - self.prefix_room
         fits = needed + self.prefix_room <= self._capacity
         if fits and dropped * GROWTH_DIVISOR >= length and not self._tracks_gradients and self._copy_on_write is None:
             self._shift_to_front()
+        elif self._keeps_tail():
+            self._begin_tail(tokens)
         else:
             self._allocate(self.grown_capacity(needed))
 
     @override
     def _capacity_of_copy(self, tokens: int) -> int:
-        return min(self._capacity - self._start, self.grown_capacity(self.length + tokens))
+        return min(self._capacity - self._start, self.grown_capacity(self.tail_length + tokens))
 
     @override
-    def select(self, indices: Tensor) -> None:
-        if self._keys is None or self._values is None or self._tracks_gradients:
-            super().select(indices)
-            return
-        length, free = self.length, self.prefix_room
-        capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
-        keys = self._keys.selected(indices, self._start, length, capacity, free)
-        values = self._values.selected(indices, self._start, length, capacity, free)
-        self._set_buffers(keys, values)
-        self._start, self._end, self._capacity = free, free + length, capacity
-        self._key_form, self._value_form = keys.form, values.form
+    def reserve(self, tokens: int) -> None:
+        self._apply_form(tokens)
+        # To new buffers, never within these: the next states may be a view of them. States that autograd follows are
+        # concatenated when the next ones arrive, not moved.
+        tokens -= self._shared_tokens
+        if self._start + tokens > self._capacity and not self._tracks_gradients:
+            if self._keeps_tail():
+                self._begin_tail(tokens - self.tail_length)
+            else:
+                self._allocate(self.grown_capacity(tokens))
+
+    @override
+    def shrink(self, tokens: int) -> None:
+        capacity = self.grown_capacity(max(tokens - self._shared_tokens, self.tail_length))
+        if self._capacity - self.prefix_room > capacity and not self._tracks_gradients:
+            self._allocate(capacity)
 
     def selected(self, indices: Tensor) -> Self:
-        """A store of the selected sequences in memory of its own; this one does not change."""
+        """A store of the selected sequences; this one does not change."""
         if self._tracks_gradients:
             twin = self.fork()
         else:
             twin = self.__class__.__new__(self.__class__)
-            twin.__dict__.update(self.__dict__, _copy_on_write=None)
+            twin.__dict__.update(self.__dict__, _copy_on_write=None, _shared=self._copied_segments())
         twin.select(indices)
         return twin
 
@@ -115,19 +141,6 @@ class DenseStore(ContiguousStore):
         fresh.append(keys, values)
         return fresh
 
-    @override
-    def reserve(self, tokens: int) -> None:
-        self._apply_form(tokens)
-        # To new buffers, never within these: the next states may be a view of them. States that autograd follows are
-        # concatenated when the next ones arrive, not moved.
-        if self._start + tokens > self._capacity and not self._tracks_gradients:
-            self._allocate(self.grown_capacity(tokens))
-
-    @override
-    def shrink(self, tokens: int) -> None:
-        if self._capacity - self.prefix_room > self.grown_capacity(tokens) and not self._tracks_gradients:
-            self._allocate(self.grown_capacity(tokens))
-
     # Slots ahead of the held tokens: they are written first and held later, at once
 
     def prepare_slots(self, tokens: int) -> None:
@@ -136,8 +149,8 @@ class DenseStore(ContiguousStore):
         The form of the store must be known.
         """
         self.reserve(self.length + tokens)
-        if self._copy_on_write is not None:
-            self._copy_unless_writable(self._end, self._end + tokens)
+        if self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
+            self._leave_buffers(tokens)
 
     def slots_ahead(self, skipped: int, tokens: int) -> KVPair:
         """Prepared slots to write to: `tokens` of them, after the first `skipped`."""

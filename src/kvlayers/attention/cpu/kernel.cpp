@@ -21,7 +21,6 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int DENSE_UNIT = 64;
-constexpr int MAX_DENSE = 4;
 constexpr int ROWS_AT_ONCE = 4;
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
@@ -162,7 +161,13 @@ struct Packed {
     Side keys, values;
     int64_t blocks, block_tokens, first;
     const int32_t* ends;
-    int64_t key_rotation, value_rotation;
+    int64_t keys_rotated, values_rotated;
+};
+
+struct Segment {
+    int64_t is_packed;
+    Dense dense;
+    Packed packed;
 };
 
 struct Mask {
@@ -180,9 +185,10 @@ struct Call {
     int64_t is_bfloat16, threads;
     double scale;
     Mask mask;
-    int64_t dense_before, dense_after;
-    Dense dense[MAX_DENSE];
-    Packed packed;
+    int64_t segment_count;
+    const Segment* const* segments;
+    // For each segment: which of its sequences each sequence of the batch reads; null if each reads its own.
+    const int64_t* const* rows;
 };
 }
 
@@ -432,37 +438,95 @@ void dense_combine(const State* values, int64_t token_stride, int64_t tokens, in
                     weights[i * weight_stride + token] * to_float(values[token * token_stride + rest]);
 }
 
-// The tokens as a sequence of units
+// The tokens as runs of units
 
 struct Unit {
-    int64_t dense;  // index of the dense segment, -1 for a packed block
-    int64_t index;  // first token within the segment, or the block
+    const Segment* segment;
+    int64_t index;  // first token within a dense segment, or the packed block
     int64_t begin, end;  // valid tokens within the unit
     int64_t position;  // column of the first valid token in the mask
 };
 
-std::vector<Unit> units_of(const Call& call) {
+// Consecutive segments of which the sequences of the batch read the same rows.
+struct Run {
     std::vector<Unit> units;
-    int64_t position = 0;
-    const auto add_dense = [&](int64_t segment) {
-        const int64_t tokens = call.dense[segment].tokens;
-        for (int64_t start = 0; start < tokens; start += DENSE_UNIT) {
-            const int64_t count = std::min<int64_t>(DENSE_UNIT, tokens - start);
-            units.push_back({segment, start, 0, count, position});
+    std::vector<std::vector<int64_t>> readers;  // for each row, the sequences of the batch that read it
+    std::vector<int64_t> row, place;  // for each sequence of the batch: its row, and its place among the readers
+    int64_t splits, first_item;
+};
+
+void add_units(const Segment& segment, int64_t& position, std::vector<Unit>& units) {
+    if (!segment.is_packed) {
+        for (int64_t start = 0; start < segment.dense.tokens; start += DENSE_UNIT) {
+            const int64_t count = std::min<int64_t>(DENSE_UNIT, segment.dense.tokens - start);
+            units.push_back({&segment, start, 0, count, position});
             position += count;
         }
-    };
-    for (int64_t segment = 0; segment < call.dense_before; ++segment) add_dense(segment);
-    for (int64_t block = 0; block < call.packed.blocks; ++block) {
-        const int64_t begin = block == 0 ? call.packed.first : 0;
-        const int64_t end = call.packed.ends ? call.packed.ends[block] : call.packed.block_tokens;
+        return;
+    }
+    const Packed& packed = segment.packed;
+    for (int64_t block = 0; block < packed.blocks; ++block) {
+        const int64_t begin = block == 0 ? packed.first : 0;
+        const int64_t end = packed.ends ? packed.ends[block] : packed.block_tokens;
         if (end <= begin) continue;
-        units.push_back({-1, block, begin, end, position});
+        units.push_back({&segment, block, begin, end, position});
         position += end - begin;
     }
-    for (int64_t segment = 0; segment < call.dense_after; ++segment) add_dense(call.dense_before + segment);
-    return units;
 }
+
+// How many splits to make of the units of each head of a run, so that every thread has work.
+int64_t splits_for(const Call& call, const Run& run, double share_of_work) {
+    const int64_t heads = run.readers.size() * call.kv_heads;
+    if (call.threads <= 1 || heads % call.threads == 0) return 1;
+    const int64_t wanted = std::ceil(4 * call.threads * share_of_work / heads);
+    return std::max<int64_t>(1, std::min<int64_t>(wanted, run.units.size() / 4));
+}
+
+struct Item {
+    const Run* run;
+    int64_t row, kv_head;
+    int64_t from, to;  // units
+};
+
+// The work of one call: items that any thread may take.
+struct Plan {
+    std::vector<Run> runs;
+    std::vector<Item> items;
+    int64_t largest_unit = DENSE_UNIT;
+
+    explicit Plan(const Call& call) {
+        int64_t position = 0;
+        for (int64_t i = 0; i < call.segment_count; ++i) {
+            const Segment& segment = *call.segments[i];
+            if (i == 0 || call.rows[i] != call.rows[i - 1]) add_run(call, call.rows[i]);
+            add_units(segment, position, runs.back().units);
+            if (segment.is_packed) largest_unit = std::max(largest_unit, segment.packed.block_tokens);
+        }
+        double work = 0;
+        for (const Run& run : runs) work += double(run.units.size()) * call.batch;
+        for (Run& run : runs) {
+            run.splits = splits_for(call, run, run.units.size() * call.batch / std::max(work, 1.0));
+            run.first_item = items.size();
+            const int64_t count = run.units.size(), rows = run.readers.size();
+            for (int64_t index = 0; index < rows * call.kv_heads; ++index)
+                for (int64_t split = 0; split < run.splits; ++split)
+                    items.push_back({&run, index / call.kv_heads, index % call.kv_heads, count * split / run.splits,
+                                     count * (split + 1) / run.splits});
+        }
+    }
+
+    void add_run(const Call& call, const int64_t* rows) {
+        Run run;
+        for (int64_t sequence = 0; sequence < call.batch; ++sequence) {
+            const int64_t row = rows ? rows[sequence] : sequence;
+            if (row >= int64_t(run.readers.size())) run.readers.resize(row + 1);
+            run.row.push_back(row);
+            run.place.push_back(run.readers[row].size());
+            run.readers[row].push_back(sequence);
+        }
+        runs.push_back(std::move(run));
+    }
+};
 
 inline float mask_entry(const Mask& mask, int64_t offset) {
     if (mask.is_bool) return ((const uint8_t*)mask.entries)[offset] ? 0.0f : -INFINITY;
@@ -470,7 +534,8 @@ inline float mask_entry(const Mask& mask, int64_t offset) {
 }
 
 // The rotation of `hadamard.py`, which is its own inverse: a fast Walsh-Hadamard transform of each `size` channels.
-void rotate(float* channels, int64_t count, int64_t size) {
+void rotate(float* channels, int64_t count) {
+    const int64_t size = count & -count;
     const float norm = 1.0f / std::sqrt(float(size));
     for (int64_t run = 0; run < count; run += size)
         for (int64_t half = 1; half < size; half *= 2)
@@ -483,266 +548,309 @@ void rotate(float* channels, int64_t count, int64_t size) {
     for (int64_t i = 0; i < count; ++i) channels[i] *= norm;
 }
 
-// A kv head of one sequence, with all query rows that attend to it.
+// The row of the query, or of the result, that stands at `row` of a kv head of one sequence.
+template <typename State>
+State* row_of(State* base, const Call& call, int64_t sequence, int64_t kv_head, int64_t row, int64_t batch_stride,
+              int64_t head_stride, int64_t token_stride) {
+    const int64_t head = kv_head * call.groups + row / call.query_tokens;
+    return base + sequence * batch_stride + head * head_stride + row % call.query_tokens * token_stride;
+}
+
+template <typename State>
+State* out_row(const Call& call, int64_t sequence, int64_t kv_head, int64_t row) {
+    return row_of((State*)call.out, call, sequence, kv_head, row, call.out_batch, call.out_head, call.out_token);
+}
+
+// A kv head of one row of a run, with all query rows of its readers.
 template <typename State>
 struct Head {
     const Call& call;
-    int64_t batch, kv_head, rows, padded_key, padded_value, padded_block;
-    std::vector<float> query, packed_query, scores;
+    const std::vector<int64_t>& readers;
+    int64_t segment_row, kv_head, rows_of_reader, rows, padded_key, padded_value, padded_block;
+    std::vector<float> query, rotated_query, scores;
     Buffers buffers;
 
-    Head(const Call& call, int64_t batch, int64_t kv_head)
-        : call(call), batch(batch), kv_head(kv_head), rows(call.groups * call.query_tokens) {
+    Head(const Call& call, const Plan& plan, const Item& item)
+        : call(call),
+          readers(item.run->readers[item.row]),
+          segment_row(item.row),
+          kv_head(item.kv_head),
+          rows_of_reader(call.groups * call.query_tokens),
+          rows(readers.size() * rows_of_reader) {
         padded_key = rounded_up(call.key_dim + 8);
         padded_value = rounded_up(call.value_dim + 8);
-        padded_block = rounded_up(std::max<int64_t>(DENSE_UNIT, call.packed.block_tokens) + 8);
+        padded_block = rounded_up(plan.largest_unit + 8);
         scores.resize(ROWS_AT_ONCE * padded_block);
     }
 
-    const State* row_of(const void* base, int64_t row, int64_t batch_stride, int64_t head_stride,
-                        int64_t token_stride) const {
-        const int64_t head = kv_head * call.groups + row / call.query_tokens;
-        return (const State*)base + batch * batch_stride + head * head_stride +
-               row % call.query_tokens * token_stride;
+    const State* query_row(int64_t row) const {
+        return row_of((const State*)call.query, call, readers[row / rows_of_reader], kv_head, row % rows_of_reader,
+                      call.query_batch, call.query_head, call.query_token);
     }
 
     void read_query() {
         query.assign(rows * padded_key, 0.0f);
         for (int64_t row = 0; row < rows; ++row) {
-            const State* from = row_of(call.query, row, call.query_batch, call.query_head, call.query_token);
+            const State* from = query_row(row);
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
                 query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
         }
-        // Products stay the same if both sides are rotated, so the keys need not be rotated back.
-        packed_query = query;
-        if (call.packed.key_rotation > 1)
-            for (int64_t row = 0; row < rows; ++row)
-                rotate(packed_query.data() + row * padded_key, call.key_dim, call.packed.key_rotation);
+    }
+
+    // Products stay the same if both sides are rotated, so the keys need not be rotated back.
+    const float* query_for(const Segment& segment) {
+        if (!segment.is_packed || !segment.packed.keys_rotated) return query.data();
+        if (rotated_query.empty()) {
+            rotated_query = query;
+            for (int64_t row = 0; row < rows; ++row) rotate(rotated_query.data() + row * padded_key, call.key_dim);
+        }
+        return rotated_query.data();
     }
 
     // Scores of rows [row, row + R) for the unit's tokens, without the mask: scores[i][token within the unit].
     template <int R>
     void score(const Unit& unit, int64_t row) {
-        if (unit.dense >= 0) {
-            const Dense& dense = call.dense[unit.dense];
-            const State* keys = (const State*)dense.keys + batch * dense.key_batch + kv_head * dense.key_head +
-                                unit.index * dense.key_token;
-            dense_scores<R>(keys, dense.key_token, unit.end, call.key_dim, query.data() + row * padded_key, padded_key,
-                            scores.data(), padded_block);
-        } else {
+        const float* rows_of_query = query_for(*unit.segment) + row * padded_key;
+        if (unit.segment->is_packed) {
             std::fill(scores.begin(), scores.begin() + R * padded_block, 0.0f);
-            multiply<R, State>(call.packed.keys, batch, kv_head, unit.index, 0, call.key_dim,
-                               packed_query.data() + row * padded_key, padded_key, scores.data(), padded_block,
-                               buffers);
+            multiply<R, State>(unit.segment->packed.keys, segment_row, kv_head, unit.index, 0, call.key_dim,
+                               rows_of_query, padded_key, scores.data(), padded_block, buffers);
+        } else {
+            const Dense& dense = unit.segment->dense;
+            const State* keys = (const State*)dense.keys + segment_row * dense.key_batch + kv_head * dense.key_head +
+                                unit.index * dense.key_token;
+            dense_scores<R>(keys, dense.key_token, unit.end, call.key_dim, rows_of_query, padded_key, scores.data(),
+                            padded_block);
         }
     }
 
-    // Adds the unit's values, weighted by scores[i][token within the unit], to dense or packed sums.
+    // Adds the unit's values, weighted by scores[i][token within the unit], to plain or rotated sums.
     template <int R>
-    void combine(const Unit& unit, float* dense_sums, float* packed_sums) {
-        if (unit.dense >= 0) {
-            const Dense& dense = call.dense[unit.dense];
-            const State* values = (const State*)dense.values + batch * dense.value_batch + kv_head * dense.value_head +
-                                  unit.index * dense.value_token;
-            dense_combine<R>(values, dense.value_token, unit.end, call.value_dim, scores.data(), padded_block, dense_sums,
-                             padded_value);
+    void combine(const Unit& unit, float* plain_sums, float* rotated_sums) {
+        if (unit.segment->is_packed) {
+            const Packed& packed = unit.segment->packed;
+            multiply<R, State>(packed.values, segment_row, kv_head, unit.index, unit.begin, unit.end, scores.data(),
+                               padded_block, packed.values_rotated ? rotated_sums : plain_sums, padded_value, buffers);
         } else {
-            multiply<R, State>(call.packed.values, batch, kv_head, unit.index, unit.begin, unit.end, scores.data(),
-                               padded_block, packed_sums, padded_value, buffers);
+            const Dense& dense = unit.segment->dense;
+            const State* values = (const State*)dense.values + segment_row * dense.value_batch +
+                                  kv_head * dense.value_head + unit.index * dense.value_token;
+            dense_combine<R>(values, dense.value_token, unit.end, call.value_dim, scores.data(), padded_block,
+                             plain_sums, padded_value);
         }
     }
 
     void add_mask(const Unit& unit, int64_t row, float* row_scores) const {
         const Mask& mask = call.mask;
-        const int64_t head = kv_head * call.groups + row / call.query_tokens;
-        const int64_t base = batch * mask.batch + head * mask.head + row % call.query_tokens * mask.query;
+        const int64_t within = row % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
+        const int64_t base = readers[row / rows_of_reader] * mask.batch + head * mask.head +
+                             within % call.query_tokens * mask.query;
         for (int64_t token = unit.begin; token < unit.end; ++token)
             row_scores[token] += mask_entry(mask, base + (unit.position + token - unit.begin) * mask.key);
     }
 };
 
-// Result of one split of the units: sums over tokens weighted by e^(score - highest), for each row.
+// Result of one item: sums over tokens weighted by e^(score - highest), for each row. Sums of rotated values are apart.
 struct Partial {
-    std::vector<float> highest, total, dense, packed;
+    std::vector<float> highest, total, plain, rotated;
+
+    void clear(int64_t rows, int64_t padded_value, float initial) {
+        highest.assign(rows, initial);
+        total.assign(rows, 0.0f);
+        plain.assign(rows * padded_value, 0.0f);
+        rotated.assign(rows * padded_value, 0.0f);
+    }
 };
 
-template <typename State, int R>
-void attend_unit(Head<State>& head, const Unit& unit, int64_t row, Partial& partial) {
-    head.template score<R>(unit, row);
-    const int64_t stride = head.padded_value;
-    float* dense = partial.dense.data() + row * stride;
-    float* packed = partial.packed.data() + row * stride;
-    for (int i = 0; i < R; ++i) {
-        float* scores = head.scores.data() + i * head.padded_block;
-        if (head.call.mask.entries) head.add_mask(unit, row + i, scores);
-        float highest = partial.highest[row + i];
-        bool is_nan = false;
-        for (int64_t token = unit.begin; token < unit.end; ++token) {
-            highest = std::max(highest, scores[token]);
-            is_nan |= std::isnan(scores[token]);
-        }
-        if (is_nan) highest = NAN;
-        // Tokens before and after the valid ones must have no weight.
-        for (int64_t token = 0; token < unit.begin; ++token) scores[token] = -INFINITY;
-        const int64_t padded_end = rounded_up(unit.end);
-        for (int64_t token = unit.end; token < padded_end; ++token) scores[token] = -INFINITY;
-        if (highest == -INFINITY) {
-            std::fill(scores, scores + padded_end, 0.0f);
-            continue;
-        }
-        const float previous = partial.highest[row + i];
-        if (highest != previous && previous != -INFINITY) {
-            const float shrink = std::exp(previous - highest);
-            partial.total[row + i] *= shrink;
-            for (int64_t channel = 0; channel < stride; ++channel) dense[i * stride + channel] *= shrink;
-            for (int64_t channel = 0; channel < stride; ++channel) packed[i * stride + channel] *= shrink;
-        }
-        partial.highest[row + i] = highest;
-        Floats total = {};
-        for (int64_t token = 0; token < padded_end; token += LANES) {
-            const Floats weight = exponential(load<Floats>(scores + token) - highest);
-            store(scores + token, weight);
-            total += weight;
-        }
-        partial.total[row + i] += std::isnan(highest) ? NAN : sum(total);
-    }
-    head.template combine<R>(unit, dense, packed);
-}
-
-template <typename State>
-void attend_rows(Head<State>& head, const Unit& unit, Partial& partial) {
+// Calls `work.template rows<R>(row)` for all rows, four at once.
+template <typename Work>
+void for_rows(int64_t rows, Work work) {
     int64_t row = 0;
-    for (; row + 4 <= head.rows; row += 4) attend_unit<State, 4>(head, unit, row, partial);
-    switch (head.rows - row) {
-        case 3: attend_unit<State, 3>(head, unit, row, partial); break;
-        case 2: attend_unit<State, 2>(head, unit, row, partial); break;
-        case 1: attend_unit<State, 1>(head, unit, row, partial); break;
+    for (; row + 4 <= rows; row += 4) work.template rows<4>(row);
+    switch (rows - row) {
+        case 3: work.template rows<3>(row); break;
+        case 2: work.template rows<2>(row); break;
+        case 1: work.template rows<1>(row); break;
         default: break;
     }
 }
 
-// How many splits to make of the units, so that every thread has work.
-int64_t splits_for(const Call& call, int64_t units) {
-    const int64_t heads = call.batch * call.kv_heads;
-    if (call.threads <= 1 || heads % call.threads == 0) return 1;
-    const int64_t wanted = (4 * call.threads + heads - 1) / heads;
-    return std::max<int64_t>(1, std::min(wanted, units / 4));
+template <typename State>
+struct AttendUnit {
+    Head<State>& head;
+    const Unit& unit;
+    Partial& partial;
+
+    template <int R>
+    void rows(int64_t row) {
+        head.template score<R>(unit, row);
+        const int64_t stride = head.padded_value;
+        float* plain = partial.plain.data() + row * stride;
+        float* rotated = partial.rotated.data() + row * stride;
+        for (int i = 0; i < R; ++i) {
+            float* scores = head.scores.data() + i * head.padded_block;
+            if (head.call.mask.entries) head.add_mask(unit, row + i, scores);
+            float highest = partial.highest[row + i];
+            bool is_nan = false;
+            for (int64_t token = unit.begin; token < unit.end; ++token) {
+                highest = std::max(highest, scores[token]);
+                is_nan |= std::isnan(scores[token]);
+            }
+            if (is_nan) highest = NAN;
+            // Tokens before and after the valid ones must have no weight.
+            for (int64_t token = 0; token < unit.begin; ++token) scores[token] = -INFINITY;
+            const int64_t padded_end = rounded_up(unit.end);
+            for (int64_t token = unit.end; token < padded_end; ++token) scores[token] = -INFINITY;
+            if (highest == -INFINITY) {
+                std::fill(scores, scores + padded_end, 0.0f);
+                continue;
+            }
+            const float previous = partial.highest[row + i];
+            if (highest != previous && previous != -INFINITY) {
+                const float shrink = std::exp(previous - highest);
+                partial.total[row + i] *= shrink;
+                for (int64_t channel = 0; channel < stride; ++channel) plain[i * stride + channel] *= shrink;
+                for (int64_t channel = 0; channel < stride; ++channel) rotated[i * stride + channel] *= shrink;
+            }
+            partial.highest[row + i] = highest;
+            Floats total = {};
+            for (int64_t token = 0; token < padded_end; token += LANES) {
+                const Floats weight = exponential(load<Floats>(scores + token) - highest);
+                store(scores + token, weight);
+                total += weight;
+            }
+            partial.total[row + i] += std::isnan(highest) ? NAN : sum(total);
+        }
+        head.template combine<R>(unit, plain, rotated);
+    }
+};
+
+// Merges the results of all items by their highest scores. Without `normalised`, the sums are only added up.
+template <typename State>
+void merge(const Call& call, const Plan& plan, const std::vector<Partial>& partials, bool normalised) {
+    const int64_t rows = call.groups * call.query_tokens, stride = rounded_up(call.value_dim + 8);
+    std::vector<float> plain(stride), rotated(stride);
+    std::vector<std::pair<const Partial*, int64_t>> parts;
+    for (int64_t index = 0; index < call.batch * call.kv_heads * rows; ++index) {
+        const int64_t sequence = index / rows / call.kv_heads, kv_head = index / rows % call.kv_heads;
+        const int64_t row = index % rows;
+        float highest = -INFINITY, total = 0;
+        bool is_nan = false;
+        parts.clear();
+        for (const Run& run : plan.runs) {
+            const int64_t first = run.first_item + (run.row[sequence] * call.kv_heads + kv_head) * run.splits;
+            for (int64_t split = 0; split < run.splits; ++split) {
+                parts.push_back({&partials[first + split], run.place[sequence] * rows + row});
+                const float part = parts.back().first->highest[parts.back().second];
+                highest = std::max(highest, part);
+                is_nan |= std::isnan(part);
+            }
+        }
+        std::fill(plain.begin(), plain.end(), 0.0f);
+        std::fill(rotated.begin(), rotated.end(), 0.0f);
+        for (const auto& [part, at] : parts) {
+            if (highest == -INFINITY) break;
+            const float weight = std::exp(part->highest[at] - highest);
+            total += weight * part->total[at];
+            for (int64_t channel = 0; channel < call.value_dim; ++channel) {
+                plain[channel] += weight * part->plain[at * stride + channel];
+                rotated[channel] += weight * part->rotated[at * stride + channel];
+            }
+        }
+        rotate(rotated.data(), call.value_dim);
+        State* out = out_row<State>(call, sequence, kv_head, row);
+        for (int64_t channel = 0; channel < call.value_dim; ++channel) {
+            float state = plain[channel] + rotated[channel];
+            // As in torch, a query that may attend to no token gets zeros.
+            if (normalised) state = is_nan || std::isnan(total) ? NAN : total > 0 ? state / total : 0.0f;
+            from_float(state, out + channel);
+        }
+    }
 }
 
 template <typename State>
 void attend(const Call& call) {
-    const std::vector<Unit> units = units_of(call);
-    const int64_t heads = call.batch * call.kv_heads, splits = splits_for(call, units.size());
-    std::vector<Partial> partials(heads * splits);
+    const Plan plan(call);
+    const int64_t items = plan.items.size();
+    std::vector<Partial> partials(items);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-    for (int64_t item = 0; item < heads * splits; ++item) {
-        const int64_t index = item / splits, split = item % splits;
-        Head<State> head(call, index / call.kv_heads, index % call.kv_heads);
+    for (int64_t index = 0; index < items; ++index) {
+        const Item& item = plan.items[index];
+        Head<State> head(call, plan, item);
         head.read_query();
-        Partial& partial = partials[item];
-        partial.highest.assign(head.rows, -INFINITY);
-        partial.total.assign(head.rows, 0.0f);
-        partial.dense.assign(head.rows * head.padded_value, 0.0f);
-        partial.packed.assign(head.rows * head.padded_value, 0.0f);
-        const int64_t count = units.size(), from = count * split / splits, to = count * (split + 1) / splits;
-        for (int64_t unit = from; unit < to; ++unit) attend_rows(head, units[unit], partial);
+        partials[index].clear(head.rows, head.padded_value, -INFINITY);
+        for (int64_t unit = item.from; unit < item.to; ++unit)
+            for_rows(head.rows, AttendUnit<State>{head, item.run->units[unit], partials[index]});
     }
-    for (int64_t index = 0; index < heads; ++index) {
-        Head<State> head(call, index / call.kv_heads, index % call.kv_heads);
-        std::vector<float> dense(head.padded_value), packed(head.padded_value);
-        for (int64_t row = 0; row < head.rows; ++row) {
-            const Partial* parts = partials.data() + index * splits;
-            float highest = -INFINITY, total = 0;
-            bool is_nan = false;
-            for (int64_t split = 0; split < splits; ++split) {
-                highest = std::max(highest, parts[split].highest[row]);
-                is_nan |= std::isnan(parts[split].highest[row]);
-            }
-            std::fill(dense.begin(), dense.end(), 0.0f);
-            std::fill(packed.begin(), packed.end(), 0.0f);
-            for (int64_t split = 0; split < splits && highest > -INFINITY; ++split) {
-                const float weight = std::exp(parts[split].highest[row] - highest);
-                total += weight * parts[split].total[row];
-                for (int64_t channel = 0; channel < call.value_dim; ++channel) {
-                    dense[channel] += weight * parts[split].dense[row * head.padded_value + channel];
-                    packed[channel] += weight * parts[split].packed[row * head.padded_value + channel];
-                }
-            }
-            if (call.packed.value_rotation > 1) rotate(packed.data(), call.value_dim, call.packed.value_rotation);
-            State* out = (State*)head.row_of(call.out, row, call.out_batch, call.out_head, call.out_token);
-            for (int64_t channel = 0; channel < call.value_dim; ++channel) {
-                // As in torch, a query that may attend to no token gets zeros.
-                const float state = total > 0 ? (dense[channel] + packed[channel]) / total : 0.0f;
-                from_float(is_nan || std::isnan(total) ? NAN : state, out + channel);
-            }
-        }
-    }
+    merge<State>(call, plan, partials, true);
 }
 
 // Scores of every token, for eager attention: out is [batch, heads, query_tokens, tokens].
-template <typename State, int R>
-void write_scores(Head<State>& head, const Unit& unit, int64_t row) {
-    head.template score<R>(unit, row);
-    const Call& call = head.call;
-    for (int i = 0; i < R; ++i) {
-        State* out = (State*)head.row_of(call.out, row + i, call.out_batch, call.out_head, call.out_token);
-        for (int64_t token = unit.begin; token < unit.end; ++token)
-            from_float(head.scores[i * head.padded_block + token], out + unit.position + token - unit.begin);
+template <typename State>
+struct WriteScores {
+    Head<State>& head;
+    const Unit& unit;
+
+    template <int R>
+    void rows(int64_t row) {
+        head.template score<R>(unit, row);
+        for (int i = 0; i < R; ++i) {
+            const int64_t reader = head.readers[(row + i) / head.rows_of_reader];
+            State* out = out_row<State>(head.call, reader, head.kv_head, (row + i) % head.rows_of_reader);
+            for (int64_t token = unit.begin; token < unit.end; ++token)
+                from_float(head.scores[i * head.padded_block + token], out + unit.position + token - unit.begin);
+        }
     }
-}
+};
 
 template <typename State>
 void score(const Call& call) {
-    const std::vector<Unit> units = units_of(call);
-    const int64_t heads = call.batch * call.kv_heads, splits = splits_for(call, units.size());
+    const Plan plan(call);
+    const int64_t items = plan.items.size();
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-    for (int64_t item = 0; item < heads * splits; ++item) {
-        const int64_t index = item / splits, split = item % splits;
-        Head<State> head(call, index / call.kv_heads, index % call.kv_heads);
+    for (int64_t index = 0; index < items; ++index) {
+        const Item& item = plan.items[index];
+        Head<State> head(call, plan, item);
         head.read_query();
-        const int64_t count = units.size(), from = count * split / splits, to = count * (split + 1) / splits;
-        for (int64_t unit = from; unit < to; ++unit) {
-            int64_t row = 0;
-            for (; row + 4 <= head.rows; row += 4) write_scores<State, 4>(head, units[unit], row);
-            for (; row < head.rows; ++row) write_scores<State, 1>(head, units[unit], row);
-        }
+        for (int64_t unit = item.from; unit < item.to; ++unit)
+            for_rows(head.rows, WriteScores<State>{head, item.run->units[unit]});
     }
 }
 
 // Values weighted by given weights: query is [batch, heads, query_tokens, tokens].
-template <typename State, int R>
-void combine_unit(Head<State>& head, const Unit& unit, int64_t row, float* dense, float* packed) {
-    const Call& call = head.call;
-    for (int i = 0; i < R; ++i) {
-        const State* weights = head.row_of(call.query, row + i, call.query_batch, call.query_head, call.query_token);
-        float* to = head.scores.data() + i * head.padded_block;
-        for (int64_t token = unit.begin; token < unit.end; ++token)
-            to[token] = to_float(weights[unit.position + token - unit.begin]);
+template <typename State>
+struct CombineUnit {
+    Head<State>& head;
+    const Unit& unit;
+    Partial& partial;
+
+    template <int R>
+    void rows(int64_t row) {
+        for (int i = 0; i < R; ++i) {
+            const State* weights = head.query_row(row + i);
+            float* to = head.scores.data() + i * head.padded_block;
+            for (int64_t token = unit.begin; token < unit.end; ++token)
+                to[token] = to_float(weights[unit.position + token - unit.begin]);
+        }
+        const int64_t first = row * head.padded_value;
+        head.template combine<R>(unit, partial.plain.data() + first, partial.rotated.data() + first);
     }
-    head.template combine<R>(unit, dense + row * head.padded_value, packed + row * head.padded_value);
-}
+};
 
 template <typename State>
 void combine(const Call& call) {
-    const std::vector<Unit> units = units_of(call);
-    const int64_t heads = call.batch * call.kv_heads;
+    const Plan plan(call);
+    const int64_t items = plan.items.size();
+    std::vector<Partial> partials(items);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-    for (int64_t index = 0; index < heads; ++index) {
-        Head<State> head(call, index / call.kv_heads, index % call.kv_heads);
-        std::vector<float> dense(head.rows * head.padded_value), packed(head.rows * head.padded_value);
-        for (const Unit& unit : units) {
-            int64_t row = 0;
-            for (; row + 4 <= head.rows; row += 4) combine_unit<State, 4>(head, unit, row, dense.data(), packed.data());
-            for (; row < head.rows; ++row) combine_unit<State, 1>(head, unit, row, dense.data(), packed.data());
-        }
-        for (int64_t row = 0; row < head.rows; ++row) {
-            float* from_packed = packed.data() + row * head.padded_value;
-            if (call.packed.value_rotation > 1) rotate(from_packed, call.value_dim, call.packed.value_rotation);
-            State* out = (State*)head.row_of(call.out, row, call.out_batch, call.out_head, call.out_token);
-            for (int64_t channel = 0; channel < call.value_dim; ++channel)
-                from_float(dense[row * head.padded_value + channel] + from_packed[channel], out + channel);
-        }
+    for (int64_t index = 0; index < items; ++index) {
+        const Item& item = plan.items[index];
+        Head<State> head(call, plan, item);
+        partials[index].clear(head.rows, head.padded_value, 0.0f);
+        for (int64_t unit = item.from; unit < item.to; ++unit)
+            for_rows(head.rows, CombineUnit<State>{head, item.run->units[unit], partials[index]});
     }
+    merge<State>(call, plan, partials, false);
 }
 
 }  // namespace

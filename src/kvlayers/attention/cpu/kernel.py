@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
-from kvlayers.quantizers.hadamard import rotation_size
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment, Segment
 from kvlayers.quantizers.packed_side import PackedSide
 from kvlayers.utils.native_library import compiled_library, once
 
 SOURCE = pathlib.Path(__file__).with_name("kernel.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-MAXIMUM_DENSE_SEGMENTS = 4
 CPU_MAXIMUM_ROWS = 128
 """Queries of one kv head, over all heads that share it, up to which the kernel beats matrix products on blocks.
 
@@ -51,8 +49,12 @@ class _Packed(ctypes.Structure):
         ("values", _Side),
         *((name, ctypes.c_int64) for name in ("blocks", "block_tokens", "first")),
         ("ends", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("key_rotation", "value_rotation")),
+        *((name, ctypes.c_int64) for name in ("keys_rotated", "values_rotated")),
     ]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [("is_packed", ctypes.c_int64), ("dense", _Dense), ("packed", _Packed)]
 
 
 class _Mask(ctypes.Structure):
@@ -72,9 +74,9 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("is_bfloat16", "threads")),
         ("scale", ctypes.c_double),
         ("mask", _Mask),
-        *((name, ctypes.c_int64) for name in ("dense_before", "dense_after")),
-        ("dense", _Dense * MAXIMUM_DENSE_SEGMENTS),
-        ("packed", _Packed),
+        ("segment_count", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
     ]
 
 
@@ -86,10 +88,6 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"the kernel does not take {rows.dtype}"
     if rows.shape[1] // segments.kv_heads * rows.shape[2] > CPU_MAXIMUM_ROWS:
         return f"there are more than {CPU_MAXIMUM_ROWS} queries for a kv head, as in a prompt"
-    if not segments.has_one_packed_run:
-        return "packed tokens are in several segments"
-    if len(segments.before) + len(segments.after) > MAXIMUM_DENSE_SEGMENTS:
-        return f"there are more than {MAXIMUM_DENSE_SEGMENTS} segments in full precision"
     return None if library() is not None else "the kernel could not be compiled (the log says why)"
 
 
@@ -131,28 +129,40 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     call = _Call()
     if query.stride(3) != 1:
         query = query.contiguous()
-    kept: list[Any] = [query, segments]
     call.query = query.data_ptr()
     call.query_batch, call.query_head, call.query_token, _ = query.stride()
     call.query_tokens = queries
     call.is_bfloat16 = query.dtype == torch.bfloat16
     call.threads = torch.get_num_threads()
     call.scale = scale
-    call.dense_before, call.dense_after = len(segments.before), len(segments.after)
-    for entry, segment in zip(call.dense, (*segments.before, *segments.after), strict=False):
-        kept.append(_set_dense(entry, segment))
-        call.batch, call.kv_heads = segment.keys.shape[0], segment.keys.shape[1]
-        call.key_dim, call.value_dim = segment.keys.shape[3], segment.values.shape[3]
-    if segments.packed is not None:
-        call.packed = _packed(segments.packed)
-        codes = segments.packed.keys.codes
-        call.batch, call.kv_heads = codes.shape[0], codes.shape[1]
-        call.key_dim, call.value_dim = segments.packed.keys.head_dim, segments.packed.values.head_dim
+    call.batch, call.kv_heads = segments.batch, segments.kv_heads
+    call.key_dim, call.value_dim = segments.head_dims
     call.groups = heads // call.kv_heads
-    return call, kept
+    prepared = [_prepared(segment) for segment in segments.in_order]
+    count = call.segment_count = len(prepared)
+    addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, prepared))
+    call.segments = ctypes.addressof(addresses)
+    of_rows = [None if segment.rows is None else segment.rows.on(query.device)[0] for segment in segments.in_order]
+    rows = (ctypes.c_void_p * count)(*(None if indices is None else indices.data_ptr() for indices in of_rows))
+    call.rows = ctypes.addressof(rows)
+    return call, [query, segments, prepared, addresses, of_rows, rows]
+
+
+def _prepared(segment: Segment) -> _Segment:
+    """The arguments that describe a segment. Its kernel cache keeps them."""
+    prepared: _Segment | None = segment.kernel_cache.get("cpu")
+    if prepared is None:
+        prepared = _Segment(is_packed=isinstance(segment, PackedSegment))
+        if isinstance(segment, PackedSegment):
+            segment.kernel_cache["cpu arrays"] = _set_packed(prepared.packed, segment)
+        else:
+            segment.kernel_cache["cpu arrays"] = _set_dense(prepared.dense, segment)
+        segment.kernel_cache["cpu"] = prepared
+    return prepared
 
 
 def _set_dense(entry: _Dense, segment: DenseSegment) -> tuple[Tensor, Tensor]:
+    """Describe a segment; return memory that must live as long as the description."""
     keys = segment.keys if segment.keys.stride(3) == 1 else segment.keys.contiguous()
     values = segment.values if segment.values.stride(3) == 1 else segment.values.contiguous()
     entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
@@ -162,24 +172,17 @@ def _set_dense(entry: _Dense, segment: DenseSegment) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _packed(segment: PackedSegment) -> _Packed:
-    packed: _Packed | None = segment.kernel_cache.get("cpu")
-    if packed is None:
-        packed = _Packed(blocks=segment.blocks, block_tokens=segment.keys.block_tokens, first=segment.first)
-        _set_side(packed.keys, segment.keys)
-        _set_side(packed.values, segment.values)
-        if segment.ends is not None:
-            ends = (ctypes.c_int32 * segment.blocks)(*segment.ends)
-            packed.ends = ctypes.addressof(ends)
-            segment.kernel_cache["ends"] = ends
-        packed.key_rotation, packed.value_rotation = _rotation(segment.keys), _rotation(segment.values)
-        segment.kernel_cache["cpu"] = packed
-    return packed
-
-
-def _rotation(side: PackedSide) -> int:
-    """Channels that are mixed with each other, 0 if the side is not rotated."""
-    return rotation_size(side.head_dim) if side.format.rotated else 0
+def _set_packed(entry: _Packed, segment: PackedSegment) -> Any:
+    """As `_set_dense`."""
+    entry.blocks, entry.block_tokens, entry.first = segment.blocks, segment.keys.block_tokens, segment.first
+    _set_side(entry.keys, segment.keys)
+    _set_side(entry.values, segment.values)
+    entry.keys_rotated, entry.values_rotated = segment.keys.format.rotated, segment.values.format.rotated
+    if segment.ends is None:
+        return None
+    ends = (ctypes.c_int32 * segment.blocks)(*segment.ends)
+    entry.ends = ctypes.addressof(ends)
+    return ends
 
 
 def _set_side(entry: _Side, side: PackedSide) -> None:

@@ -1,0 +1,291 @@
+"""Tokens that a store holds in buffers of other stores: they are read, and never written."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.packed_ops import packed_pair
+from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
+from kvlayers.attention.segment_rows import SegmentRows
+from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.contract import KVPair
+from kvlayers.stores.copy_on_write import CopyOnWrite
+
+UNREAD_DIVISOR = 2
+"""Sequences of a segment that nobody reads are dropped once half of all are: it takes a copy of the others."""
+
+
+class SharedSegment:
+    """Consecutive tokens in a range of slots that nobody writes to while the segment exists.
+
+    It never changes, and may be part of many stores, in several threads. `CopyOnWrite.trim` may move its tokens to
+    smaller buffers, where they have the same slots.
+
+    Args:
+        sharing: the holders of the buffers.
+        start: first slot.
+        end: slot behind the last one.
+        rows: which sequence of the buffers each sequence of the batch reads; `None` if each reads its own.
+    """
+
+    __slots__ = ("__weakref__", "_dense", "end", "rows", "sharing", "start")
+
+    def __init__(self, sharing: CopyOnWrite, start: int, end: int, rows: SegmentRows | None = None) -> None:
+        self.sharing, self.start, self.end, self.rows = sharing, start, end, rows
+        self._dense: tuple[object, DenseSegment] | None = None
+        sharing.join(self)
+
+    @classmethod
+    def over(cls, keys: TokenBuffer, values: TokenBuffer, rows: SegmentRows | None = None) -> "SharedSegment":
+        """A segment over all slots of buffers that nobody else holds."""
+        return cls(CopyOnWrite(keys, values), 0, keys.capacity, rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the segment."""
+        return self.end - self.start
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the buffers."""
+        return self.sharing.buffers[0].form.batch_size
+
+    def reads(self, start: int, end: int) -> bool:
+        """Whether any of the tokens is in the slots from `start` to `end`."""
+        return start < self.end and self.start < end
+
+    @property
+    def fixed_slots(self) -> tuple[int, int]:
+        """Where the slots start and end."""
+        return self.start, self.end
+
+    def note_move(self) -> None:
+        """Read the tokens where they are now."""
+        self._dense = None
+
+    def dense(self) -> DenseSegment:
+        """The segment as attention reads it: the same object each time, while the buffers are the same."""
+        buffers = self.sharing.buffers
+        known = self._dense
+        if known is not None and known[0] is buffers and not torch.compiler.is_compiling():
+            return known[1]
+        keys, values, first = buffers
+        states = (buffer.read(self.start - first, self.tokens) for buffer in (keys, values))
+        dense = DenseSegment(*states, self.rows)
+        if not torch.compiler.is_compiling():
+            self._dense = buffers, dense
+        return dense
+
+    def part(self, skipped: int, tokens: int) -> "SharedSegment":
+        """The segment of `tokens` tokens after the first `skipped`."""
+        if tokens == self.tokens:
+            return self
+        start = self.start + skipped
+        return SharedSegment(self.sharing, start, start + tokens, self.rows)
+
+    def holds_the_same_as(self, other: "SharedSegment") -> bool:
+        """Whether both have the same tokens of the same buffers."""
+        return (self.sharing, self.start, self.end) == (other.sharing, other.start, other.end) and (
+            self.rows is other.rows
+        )
+
+    def read_by(self, rows: SegmentRows, used: tuple[int, ...] | None) -> "SharedSegment":
+        """The segment for another batch.
+
+        Args:
+            rows: the rows that its sequences read.
+            used: the sequences of this segment to keep a copy of, whose places `rows` are then; `None` for no copy.
+        """
+        if used is None:
+            return SharedSegment(self.sharing, self.start, self.end, rows)
+        keys, values, first = self.sharing.buffers
+        index, start = torch.tensor(used), self.start - first
+        return SharedSegment.over(
+            *(buffer.selected(index, start, self.tokens, self.tokens) for buffer in (keys, values)), rows
+        )
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """All tensors that keep memory alive."""
+        yield from self.sharing.held_tensors()
+        if self.rows is not None:
+            yield from self.rows.held_tensors()
+
+    def __reduce__(self) -> tuple[Callable[..., "SharedSegment"], tuple[Any, ...]]:
+        # Other holders, and slots of other tokens, are not part of the segment.
+        keys, values, first = self.sharing.buffers
+        live = (buffer.reallocated(self.start - first, self.tokens, self.tokens) for buffer in (keys, values))
+        return SharedSegment.over, (*live, self.rows)
+
+
+@torch.no_grad()
+def write_segment(segment: DenseSegment, keys: TokenBuffer, values: TokenBuffer, slot: int) -> None:
+    """Copy the states of each sequence of the batch to buffers, from `slot` on."""
+    for states, buffer in ((segment.keys, keys), (segment.values, values)):
+        rows = segment.rows
+        buffer.write(slot, states if rows is None else states.index_select(0, rows.on(states.device)[0]))
+
+
+class SharedSegments:
+    """The segments in front of a store's tail, and what the store has returned over both.
+
+    Attributes:
+        segments: the segments, in the order of their tokens.
+        tokens: tokens in the segments.
+        length: tokens of the whole store.
+        paths: counts the paths that attention takes.
+    """
+
+    def __init__(self, segments: tuple[SharedSegment, ...] = (), length: int = 0) -> None:
+        self.segments = segments
+        self.tokens = sum(segment.tokens for segment in segments)
+        self.length = length
+        self.paths = PathCounter()
+        self._version = Version()
+        self._newest: Callable[[], Snapshot | None] = _nothing
+
+    def copy(self) -> "SharedSegments":
+        """The same segments for another store."""
+        return SharedSegments(self.segments, self.length)
+
+    def hold(self, segments: Sequence[SharedSegment]) -> None:
+        """Hold these segments from now on. States that were returned stay valid."""
+        self.segments = tuple(segments)
+        self.tokens = sum(segment.tokens for segment in segments)
+        self._newest = _nothing
+
+    def invalidate(self) -> None:
+        """Make all states that were returned so far stale."""
+        self._version.advance()
+        self._newest = _nothing
+
+    def oldest(self, count: int) -> list[SharedSegment]:
+        """The segments of the oldest `count` tokens."""
+        found = []
+        for segment in self.segments:
+            if count > 0:
+                found.append(segment.part(0, min(count, segment.tokens)))
+            count -= segment.tokens
+        return found
+
+    def newest(self, count: int) -> list[SharedSegment]:
+        """The segments of the newest `count` tokens of those in segments."""
+        found = []
+        for segment in reversed(self.segments):
+            if count > 0:
+                held = min(count, segment.tokens)
+                found.append(segment.part(segment.tokens - held, held))
+            count -= segment.tokens
+        return found[::-1]
+
+    def states(self, pieces: tuple[DenseSegment, ...], key_form: StateForm, value_form: StateForm) -> KVPair:
+        """Keys and values of all tokens or of the newest ones; of one snapshot if they are read one after the other."""
+        tokens, snapshot = sum(piece.tokens for piece in pieces), self._newest()
+        if snapshot is None or (snapshot.length, snapshot.segments.tokens) != (self.length, tokens):
+            returned = self.attended(pieces, key_form, value_form)
+            if isinstance(returned[0], PackedStates):
+                # Whoever reads values after keys still has the keys.
+                self._newest = weakref.ref(returned[0].snapshot)
+            return returned
+        return packed_pair(snapshot, key_form.kv_heads, (key_form.head_dim, value_form.head_dim))
+
+    def attended(self, pieces: tuple[DenseSegment, ...], key_form: StateForm, value_form: StateForm) -> KVPair:
+        """Keys and values of tokens in pieces: packed states, or copies while code is compiled."""
+        segments = KVSegments(pieces)
+        if torch.compiler.is_compiling():
+            return segments.dense("keys", key_form.dtype), segments.dense("values", value_form.dtype)
+        version = self._version
+        snapshot = Snapshot(segments, key_form.dtype, key_form.device, version, version.number, self.length, self.paths)
+        return packed_pair(snapshot, key_form.kv_heads, (key_form.head_dim, value_form.head_dim))
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """All tensors that keep memory alive."""
+        for segment in self.segments:
+            yield from segment.held_tensors()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has returned no states yet.
+        return {**self.__dict__, "_newest": _nothing}
+
+
+def _nothing() -> None:
+    return None
+
+
+def selected(segments: Sequence[SharedSegment], indices: Tensor) -> list[SharedSegment]:
+    """The segments, in which sequence `i` reads what sequence `indices[i]` read before, int64 `[new_batch]`.
+
+    Segments whose rows were one object have one object again, so that attention reads them together.
+    """
+    chosen: dict[object, tuple[SegmentRows, tuple[int, ...] | None]] = {}
+    found = []
+    for segment in segments:
+        before = segment.sequences if segment.rows is None else segment.rows
+        if before not in chosen:
+            sequences = segment.sequences
+            rows = SegmentRows(sequences, tuple(range(sequences))) if segment.rows is None else segment.rows
+            chosen[before] = _without_unread(rows.selected(indices))
+        found.append(segment.read_by(*chosen[before]))
+    return found
+
+
+def _without_unread(rows: SegmentRows) -> tuple[SegmentRows, tuple[int, ...] | None]:
+    """The rows, and the sequences that are read if half of them or fewer are: then the places among these."""
+    used = tuple(sorted(set(rows.known or range(rows.sequences))))
+    if len(used) * UNREAD_DIVISOR > rows.sequences:
+        return rows, None
+    return SegmentRows(len(used), tuple(map(used.index, rows.known or ()))), used
+
+
+def at_most(maximum: int, segments: list[SharedSegment]) -> list[SharedSegment]:
+    """The segments, in which neighbours are merged until there are `maximum` of them: the smallest ones."""
+    while len(segments) > max(maximum, 1):
+        pairs = [_PairOfSegments(*pair) for pair in itertools.pairwise(segments)]
+        place = min(range(len(pairs)), key=lambda at: pairs[at].rows_of_tokens)
+        segments = [*segments[:place], pairs[place].merged(), *segments[place + 2 :]]
+    return segments
+
+
+class _PairOfSegments(NamedTuple):
+    first: SharedSegment
+    second: SharedSegment
+
+    @property
+    def share_rows(self) -> bool:
+        """Whether the sequences of the batch read the same sequences of both."""
+        rows, others = self.first.rows, self.second.rows
+        if rows is None or others is None:
+            return rows is others
+        known = rows.known is not None and (rows.known, rows.sequences) == (others.known, others.sequences)
+        return rows is others or known
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the merged segment."""
+        rows = self.first.rows if self.first.rows is not None else self.second.rows
+        return self.first.sequences if self.share_rows or rows is None else len(rows)
+
+    @property
+    def rows_of_tokens(self) -> int:
+        """Tokens to copy, of all sequences."""
+        return self.sequences * (self.first.tokens + self.second.tokens)
+
+    def merged(self) -> SharedSegment:
+        """One segment with the tokens of both, in memory of its own."""
+        tokens = self.first.tokens + self.second.tokens
+        keys, values = (
+            TokenBuffer.allocate(buffer.form.of_batch(self.sequences), tokens)
+            for buffer in self.first.sharing.buffers[:2]
+        )
+        slot = 0
+        for segment in self:
+            dense = segment.dense()
+            write_segment(replace(dense, rows=None) if self.share_rows else dense, keys, values, slot)
+            slot += segment.tokens
+        return SharedSegment.over(keys, values, self.first.rows if self.share_rows else None)

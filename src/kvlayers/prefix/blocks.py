@@ -29,11 +29,16 @@ BlockTensors = Mapping[str, Tensor]
 """The tensors of a block by name, `[layers, batch, kv_heads, rows, width]`."""
 
 
-def empty_block(entries: Mapping[str, TensorEntry]) -> tuple[bytearray, dict[str, Tensor]]:
-    """The content of a block with these tensors, and the tensors themselves, to be filled."""
+def empty_block(entries: Mapping[str, TensorEntry], position: int) -> tuple[bytearray, dict[str, Tensor]]:
+    """The content of a block with these tensors, and the tensors themselves, to be filled.
+
+    Args:
+        entries: their forms.
+        position: position of the first token. With it in the content, equal states of other tokens are another block.
+    """
     # Wide numbers first, so that all are aligned.
     names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": FORMAT}
+    header: dict[str, object] = {"__metadata__": {**FORMAT, "position": str(position)}}
     end = 0
     for name in names:
         entry = entries[name]
@@ -118,15 +123,16 @@ def read_blocks(
                 yield name, error
 
 
-def filled_block(group: BlockGroup, rows: Sequence[Mapping[str, Tensor]]) -> bytearray:
+def filled_block(group: BlockGroup, rows: Sequence[Mapping[str, Tensor]], position: int) -> bytearray:
     """The content of a block.
 
     Args:
         group: the layers.
         rows: the tensors of each layer, `[batch, kv_heads, rows, width]`.
+        position: position of the first token.
     """
     count = rows[0][group.tensors[0].name].shape[2]
-    content, tensors = empty_block(group.shapes(count))
+    content, tensors = empty_block(group.shapes(count), position)
     for number, states in enumerate(rows):
         for name, target in tensors.items():
             target[number].copy_(states[name])

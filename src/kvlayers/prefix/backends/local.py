@@ -21,6 +21,9 @@ from kvlayers.prefix.backends.contract import (
 OWNER_ONLY = 0o700
 """Permissions of a new directory, since the files reveal what somebody has asked a model."""
 
+ATTEMPTS = 3
+"""Attempts to read a file that other processes delete and write anew meanwhile."""
+
 
 class LocalBackend:
     """A local directory. Files are memory-mapped in place, and written under a temporary name first.
@@ -78,14 +81,22 @@ class LocalBackend:
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
         """As `StorageBackend.inspect`."""
-        for file in files:
-            path = self.path_of(file.name)
+        yield from (self._inspected(file) for file in files)
+
+    def _inspected(self, file: StoredFile) -> CacheFile | KVLayersError:
+        path = self.path_of(file.name)
+        failure: KVLayersError = _gone(path)
+        for _ in range(ATTEMPTS):
             try:
-                yield inspect_cache(path)
+                return inspect_cache(path)
             except CacheFileError as error:
-                yield error
+                return error
             except CachePathError as error:
-                yield error if os.path.lexists(path) else GoneError(str(error))
+                if not os.path.lexists(path):
+                    return _gone(path)
+                # Another process may have written it anew just now.
+                failure = error
+        return failure
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""

@@ -296,18 +296,18 @@ def finish(
     environment: dict[str, Any],
     results: dict[str, Any],
     promises: Sequence[dict[str, Any]],
-    disagreements: Disagreements,
+    *disagreements: Disagreements,
 ) -> int:
-    """Write the JSON, print where caches disagreed, and return the exit code."""
-    content = {"results": results, "targets": promises, "disagreements": disagreements.found}
-    write(console, given, environment, content)
-    for entry in sorted(disagreements.found, key=lambda entry: entry["tie"])[:SHOWN]:
+    """Write the JSON, print where caches disagreed, in each dtype, and return the exit code."""
+    found = [entry for each in disagreements for entry in each.found]
+    write(console, given, environment, {"results": results, "targets": promises, "disagreements": found})
+    for entry in sorted(found, key=lambda entry: entry["tie"])[:SHOWN]:
         gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
         console.print(
             f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
             f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, saw {entry['seen']}{gap}"
         )
-    ties = len(disagreements.found) - disagreements.failures
-    dtype = str(disagreements.dtype).removeprefix("torch.")
-    console.print(f"{disagreements.failures} disagreements with transformers' DynamicCache, and {ties} ties in {dtype}")
-    return 1 if disagreements.failures else 0
+    for each in disagreements:
+        ties, dtype = len(each.found) - each.failures, str(each.dtype).removeprefix("torch.")
+        console.print(f"{each.failures} disagreements with transformers' DynamicCache, and {ties} ties in {dtype}")
+    return 1 if any(each.failures for each in disagreements) else 0

@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import kvlayers
 from kvlayers import ConfigError
 from kvlayers.attention import model_attention
+from kvlayers.attention.dispatch import SHARED
 from kvlayers.upstream import compat
 from models import COMMON, fresh_model, prompt
 
@@ -43,7 +44,7 @@ def generated(model: Any, name: str, **options: Any) -> Any:
 def reads_codes(cache: Any) -> bool:
     """Whether attention read packed states, and no state in full precision."""
     paths = cache.explain().attention
-    return bool(paths) and all(path.startswith((*CODES, "plain torch, the shared prefix")) for path in paths)
+    return bool(paths) and all(path.startswith((*CODES, SHARED)) for path in paths)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         "dtype": "queries are torch.bfloat16, and scales torch.float32",
         "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
         "3 bits": "the kernel does not support such codes",
+        "rotations": "packed segments have other dtypes, or rotations",
+        "readers": "sequences that read one segment are not side by side",
     }
     assert interpreted["refusals"]["supports"] == [True, False, False, False, False, False]
 

@@ -4,6 +4,7 @@ Triton decides when a kernel is defined whether it is compiled or interpreted, s
 before anything imports triton: not in the process of other tests.
 """
 
+import itertools
 import json
 import sys
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,8 @@ from kvlayers.attention.cuda.plan import Launch
 from kvlayers.attention.cuda.support import supports
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.attention.segment_rows import SegmentRows, of_repeats
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment, Segment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
@@ -37,7 +39,8 @@ SIDES: tuple[Side, Side] = ("keys", "values")
 class Case:
     """States and queries of a case.
 
-    `before` and `after` are the tokens of the segments in full precision on both sides of the packed one.
+    `before` and `after` are the tokens of the dense segments on both sides of the packed ones. `cuts` are blocks before
+    which the packed run is cut in two, and `between` the tokens of a dense segment at each cut.
     """
 
     keys: CodeFormat
@@ -53,6 +56,10 @@ class Case:
     q_tokens: int = 1
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    readers: int = 1
+    """Sequences side by side that read one sequence of each segment but the last."""
     options: dict[str, Any] = field(default_factory=dict)
     mask_shape: tuple[int, int, int] | None = None
     mask_dtype: torch.dtype = torch.bool
@@ -170,6 +177,55 @@ CASES: dict[str, Case] = {
     "sinks and residual, added mask in bfloat16": Case(
         **native(4), **AROUND, mask_shape=(1, 1, 2), mask_dtype=torch.bfloat16, q_tokens=2, dtype=torch.bfloat16
     ),
+    # A packed run that is shared up to a cut, with the own tokens of a fork behind it.
+    "cut": Case(**native(4), blocks=5, cuts=(2, 3), before=(5,), after=(70,), kv_heads=2),
+    "cut, several queries": Case(**native(4), blocks=4, cuts=(3,), before=(5,), after=(40, 9), q_tokens=3),
+    "cut, dense tokens at each cut": Case(
+        **native(4), blocks=4, cuts=(1, 3), before=(5, 3), between=(70, 1), after=(20, 2), batch=2, kv_heads=2
+    ),
+    "cut, blocks that are not full": Case(
+        **native(4), blocks=5, cuts=(2, 4), between=(9, 3), options={"ends": (64, 23, 64, 1, 40), "first": 17}
+    ),
+    "cut, mask": Case(
+        **native(4),
+        **AROUND,
+        blocks=5,
+        cuts=(2, 4),
+        between=(9, 3),
+        mask_shape=(1, 4, 3),
+        q_tokens=3,
+        kv_heads=2,
+        options={"ends": (64, 23, 64, 1, 40), "first": 17},
+    ),
+    "cut, added mask": Case(
+        **native(4, rotated=True),
+        **AROUND,
+        blocks=3,
+        cuts=(1,),
+        mask_shape=(1, 1, 2),
+        mask_dtype=torch.float32,
+        q_tokens=2,
+    ),
+    "cut, rotated, bfloat16": Case(
+        **native(4, rotated=True), **AROUND, blocks=4, cuts=(1, 2), between=(3, 70), dtype=torch.bfloat16
+    ),
+    "cut, no block in a piece": Case(**native(4), blocks=2, cuts=(0, 2), after=(9,)),
+    "shared": Case(**native(4), readers=3, before=(5,), after=(70,), kv_heads=2, blocks=3),
+    "shared by two batches, cut, mask": Case(
+        **native(4, rotated=True),
+        batch=2,
+        readers=3,
+        before=(5,),
+        between=(9, 40),
+        after=(7,),
+        kv_heads=2,
+        blocks=4,
+        cuts=(1, 2),
+        mask_shape=(6, 4, 2),
+        q_tokens=2,
+        options={"ends": (64, 23, 64, 1), "first": 17},
+    ),
+    "shared by many, rows of several programs": Case(**native(4), readers=20, after=(3, 5), q_tokens=2, blocks=1),
     "rotated": Case(**native(4, rotated=True), **AROUND, kv_heads=2),
     "rotated, 2 bits": Case(**native(2, rotated=True), key_dim=128, value_dim=128),
     "rotated, bfloat16": Case(**native(4, rotated=True), **AROUND, dtype=torch.bfloat16, key_dim=128, value_dim=128),
@@ -232,16 +288,30 @@ def states_of(case: Case) -> KVSegments:
     keys = quantized(case.keys, "keys", case.key_dim, case)
     values = quantized(case.values, "values", case.value_dim, case)
 
-    def dense(tokens: int) -> DenseSegment:
+    def dense(tokens: int, batch: int = case.batch) -> DenseSegment:
         # A view of what projections give: `[batch, tokens, kv_heads, head_dim]`.
         sides = [
-            torch.randn(case.batch, tokens, case.kv_heads, head_dim).transpose(1, 2).to(case.dtype)
+            torch.randn(batch, tokens, case.kv_heads, head_dim).transpose(1, 2).to(case.dtype)
             for head_dim in (case.key_dim, case.value_dim)
         ]
         return DenseSegment(*sides)
 
-    packed = PackedSegment(keys, values, case.options.get("first", 0), case.options.get("ends"))
-    return KVSegments((*map(dense, case.before), *(() if packed is None else (packed,)), *map(dense, case.after)))
+    first, ends = case.options.get("first", 0), case.options.get("ends")
+
+    def packed(start: int, stop: int) -> PackedSegment:
+        sides = (
+            replace(side, codes=side.codes[:, :, start:stop], parameters=side.parameters[:, :, start:stop])
+            for side in (keys, values)
+        )
+        return PackedSegment(*sides, 0 if start else first, None if ends is None else ends[start:stop])
+
+    pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)))
+    around_cuts = itertools.zip_longest(pieces, map(dense, case.between))
+    shared = [*map(dense, case.before), *(segment for pair in around_cuts for segment in pair if segment is not None)]
+    if case.readers > 1:
+        rows = SegmentRows(case.batch, of_repeats(case.batch, case.readers))
+        shared = [replace(segment, rows=rows) for segment in shared]
+    return KVSegments((*shared, *(dense(tokens, case.batch * case.readers) for tokens in case.after)))
 
 
 def hadamard(head_dim: int) -> Tensor:
@@ -252,11 +322,16 @@ def hadamard(head_dim: int) -> Tensor:
     return torch.block_diag(*[block] * (head_dim // size))
 
 
-def packed_states(side: PackedSide, options: dict[str, Any]) -> Tensor:
-    """The held states of a side in float64, rotated back."""
-    held = counted(side.blocks, side.block_tokens, options)
-    states = side.dequantized()[:, :, held].double()
-    return states @ hadamard(side.head_dim) if side.format.rotated else states
+def states_in_float64(segment: Segment, side: Side) -> Tensor:
+    """The held states of a segment, rotated back, for each sequence of the batch."""
+    if isinstance(segment, DenseSegment):
+        states = segment.side(side).double()
+    else:
+        packed = segment.side(side)
+        held = counted(packed.blocks, packed.block_tokens, {"first": segment.first, "ends": segment.ends})
+        states = packed.dequantized()[:, :, held].double()
+        states = states @ hadamard(packed.head_dim) if packed.format.rotated else states
+    return states if segment.rows is None else states[list(segment.rows.known or ())]
 
 
 def reference(
@@ -264,11 +339,9 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition, in float64."""
     groups = query.shape[1] // segments.kv_heads
-    assert segments.packed is not None
     sides = []
     for side in SIDES:
-        before, after = ([one.side(side).double() for one in part] for part in (segments.before, segments.after))
-        parts = [*before, packed_states(segments.packed.side(side), options), *after]
+        parts = [states_in_float64(segment, side) for segment in segments.in_order]
         sides.append(torch.cat(parts, 2).repeat_interleave(groups, 1))
     scores = query.double() @ sides[0].transpose(2, 3) * options.get("scale", query.shape[3] ** -0.5)
     if mask is not None:
@@ -296,7 +369,7 @@ def mask_of(case: Case, segments: KVSegments) -> Tensor | None:
 def query_of(case: Case) -> Tensor:
     """Queries of a case, a view of what projections give: `[batch, q_tokens, heads, head_dim]`."""
     heads = case.kv_heads * case.groups
-    return torch.randn(case.batch, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
+    return torch.randn(case.batch * case.readers, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
 
 
 def errors(case: Case, launch: Launch) -> dict[str, float]:
@@ -322,10 +395,8 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
     spread = query.double().norm(dim=-1).amax() * scale
     score_limit = rounding * (1 + 2 * abs(float(spread)))
-    assert segments.packed is not None
-    values = segments.packed.values
-    sizes = [values.dequantized().nan_to_num(0), *(one.values for one in (*segments.before, *segments.after))]
-    size = max(float(states.abs().amax()) for states in sizes if states.numel()) if segments.tokens else 1.0
+    sizes = [states_in_float64(segment, "values").nan_to_num(0) for segment in segments.in_order]
+    size = max((float(states.abs().amax()) for states in sizes if states.numel()), default=1.0)
     seen = lse != -torch.inf
     return {
         "out": float((out - expected).abs().amax() / (size * (score_limit + rounding))) if out.numel() else 0.0,
@@ -351,8 +422,8 @@ def check_merge() -> dict[str, Any]:
     torch.manual_seed(0)
     segments, query = states_of(case), query_of(case)
     parts = [
-        kernel.attend_partly(query, KVSegments((*segments.before, segments.packed)), None, 0.125),
-        plain.attend_partly(query, KVSegments(segments.after), None, 0.125),
+        kernel.attend_partly(query, KVSegments(segments.in_order[:2]), None, 0.125),
+        plain.attend_partly(query, KVSegments(segments.in_order[2:]), None, 0.125),
     ]
     out, lse = plain.merge(*zip(*parts, strict=True))
     expected, expected_lse = reference(query, segments, None, {"scale": 0.125})
@@ -382,9 +453,9 @@ def check_not_finite() -> dict[str, list[bool]]:
     for name, part, number in (
         ("query", "query", torch.nan),
         ("infinite query", "query", torch.inf),
-        ("sink", "before", torch.nan),
-        ("newest key", "after", torch.nan),
-        ("infinite key", "after", torch.inf),
+        ("sink", 0, torch.nan),
+        ("newest key", 2, torch.nan),
+        ("infinite key", 2, torch.inf),
         ("scale", "scale", torch.nan),
     ):
         torch.manual_seed(0)
@@ -395,7 +466,7 @@ def check_not_finite() -> dict[str, list[bool]]:
         elif part == "scale":
             scale = number
         else:
-            getattr(segments, part)[0].keys[0, -1, 2, 3] = number
+            segments.in_order[part].keys[0, -1, 2, 3] = number
         out = kernel.attend(query, segments, None, scale)
         found[name] = out.isnan().any(-1)[0, :, 0].tolist()
     return found
@@ -418,9 +489,9 @@ def check_resources() -> dict[str, Any]:
         return 1000 * int(arguments[-1]["num_stages"])
 
     for limit in (3000, 2500, 1000, 900, None):
-        packed = segments.packed
-        assert packed is not None
+        packed = segments.in_order[1]
         packed.kernel_cache.clear()
+        segments.kernel_cache.clear()
         with (
             mock.patch.object(triton_support, "device_facts", lambda device, limit=limit: DeviceFacts(None, 1, limit)),
             mock.patch.object(plan.ATTEND_SPLIT, "shared_memory", shared_memory, create=True),
@@ -428,7 +499,7 @@ def check_resources() -> dict[str, Any]:
             obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
                 assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.plan_of(packed).variant(4, 16, 0)
+            variant = plan.plan_of(packed).variant(4, 16, 0, False)
             found["stages"].append(obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
@@ -457,7 +528,7 @@ def check_cache(backend: str, nbits: int) -> dict[str, Any]:
         whole = None if mask is None else mask.expand(1, 4, new, segments.tokens)
         expected = plain.attend(query, segments, whole, 64**-0.5)
         worst = max(worst, float((out - expected).abs().amax()))
-        packed_tokens.add(segments.packed.tokens)
+        packed_tokens.add(sum(one.tokens for one in segments.in_order if isinstance(one, PackedSegment)))
         paths |= set(keys.snapshot.paths.counts)
     return {"worst": worst, "packed": sorted(packed_tokens), "paths": sorted(paths)}
 
@@ -504,20 +575,23 @@ def check_device() -> dict[str, Any]:
 def check_refusals() -> dict[str, Any]:
     """What `obstacle` says of states and queries that the kernel does not take."""
     segments = states_of(Case(**native(4), **AROUND, key_dim=128, value_dim=128))
-    packed = segments.packed
-    assert packed is not None
+    before, packed, after = segments.in_order
     keys, values = packed.keys, packed.values
     query = torch.randn(1, 4, 1, 128)
     of_3_bits = PackedSegment(replace(keys, format=replace(keys.format, bits=3)), values)
-    half = tuple(DenseSegment(segment.keys.half(), segment.values) for segment in segments.after)
+    half = DenseSegment(after.keys.half(), after.values)
+    rotated = PackedSegment(keys, replace(values, format=replace(values.format, rotated=True)))
+    uneven = replace(packed, rows=SegmentRows(2, (0, 1, 0)))
     said = {
         "taken": kernel.obstacle(query, segments, None),
-        "nothing packed": kernel.obstacle(query, KVSegments((*segments.before, *segments.after)), None),
+        "nothing packed": kernel.obstacle(query, KVSegments((before, after)), None),
         "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
         "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
         "dtype": kernel.obstacle(query.bfloat16(), segments, None),
-        "dtype of the residual": kernel.obstacle(query, KVSegments((*segments.before, packed, *half)), None),
-        "3 bits": kernel.obstacle(query, KVSegments((*segments.before, of_3_bits, *segments.after)), None),
+        "dtype of the residual": kernel.obstacle(query, KVSegments((before, packed, half)), None),
+        "3 bits": kernel.obstacle(query, KVSegments((before, of_3_bits, after)), None),
+        "rotations": kernel.obstacle(query, KVSegments((packed, rotated)), None),
+        "readers": kernel.obstacle(query, KVSegments((uneven,)), None),
     }
     kind: dict[str, Any] = {
         "key_head_dim": 128,

@@ -400,3 +400,61 @@ def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_pa
     assert batches.main(["--cases", "2x16", "--steps", "3", "--trials", "1", "--output", str(output)]) == 0
     seconds = json.loads(output.read_text())["results"]["2x16"]
     assert [len(seconds[name]) for name in batches.NAMES] == [2, 2, 2, 2]
+
+
+ONLY_BRANCHES = ["--quick", "--only", "decode,insert", "--lengths", "32", "--steps", "8", "--trials", "1"]
+
+
+def test_the_benchmark_of_prefixes_times_steps_behind_a_hit_and_counts_what_a_branch_writes(
+    benchmark: Any, tmp_path: pathlib.Path
+) -> None:
+    import prefix
+
+    output = tmp_path / "prefix.json"
+    assert prefix.main([*ONLY_BRANCHES, "--output", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    steps = results["decode_behind_hit"]
+    assert set(steps) == {"32, float32", "32, bfloat16", "32, int4"}
+    assert all(len(entry["seconds"]["behind a hit"][0]) == 8 for entry in steps.values())
+    # Two layers, two KV heads of 16, keys and values, two bytes each.
+    assert results["insert"]["branch_bytes"] == 100 * 2 * 2 * 16 * 2 * 2
+    assert all(moved >= results["insert"]["branch_bytes"] for moved in results["insert"]["moved_in_all"])
+
+
+def test_other_tokens_behind_a_hit_fail_the_benchmark_of_prefixes(
+    benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import prefix
+    from lib import branches
+
+    found = branches.hit_in
+
+    def lacking_tokens(store: kvlayers.PrefixStore, ids: Tensor, covered: int) -> Any:
+        cache = found(store, ids, covered)
+        cache.crop(covered // 4)
+        return cache
+
+    monkeypatch.setattr(branches, "hit_in", lacking_tokens)
+    arguments = [*ONLY_BRANCHES, "--only", "decode", "--kinds", "float32", "--output", str(tmp_path / "prefix.json")]
+    assert prefix.main(arguments) == 1
+
+
+def test_bytes_that_operations_write_are_counted_and_views_are_not(benchmark: Any) -> None:
+    from lib.moved_bytes import MovedBytes
+
+    states = torch.zeros(4, 8)
+    with MovedBytes() as moved:
+        states[:2].transpose(0, 1)
+        torch.empty(100)
+        assert moved.nbytes == 0
+        states[:2].copy_(torch.ones(2, 8))
+        # The ones, and the rows that they are written to.
+        assert moved.nbytes == 2 * 64
+        torch.cat([states, states])
+        assert moved.nbytes == 2 * 64 + 256
+
+
+def test_tokens_with_a_common_prefix_are_counted_once(benchmark: Any) -> None:
+    from lib.prefix_memory import distinct_tokens
+
+    assert distinct_tokens([[1, 2, 3], [1, 2, 4, 5], [2]]) == 6

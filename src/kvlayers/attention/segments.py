@@ -48,6 +48,12 @@ class DenseSegment:
         """Tokens in the segment."""
         return int(self.keys.shape[2])
 
+    @functools.cached_property
+    def arguments(self) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+        """What kernels take: keys, values, the batch, head and token strides of both, and the number of tokens."""
+        keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (self.keys, self.values))
+        return keys, values, (*keys.stride()[:3], *values.stride()[:3]), self.tokens
+
     def side(self, side: Side) -> Tensor:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
@@ -138,6 +144,8 @@ class KVSegments:
     """
 
     in_order: tuple[Segment, ...]
+    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What kernels have found out about the segments, by the kernel's name."""
 
     @functools.cached_property
     def before(self) -> tuple[DenseSegment, ...]:

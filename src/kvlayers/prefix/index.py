@@ -1,7 +1,7 @@
 """The entries of a store, and the memory that they take. Not thread-safe by itself, and it reads and writes no file."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvlayers.caches.base import Cache
@@ -55,6 +55,8 @@ class EntryIndex:
         self._uses = 0
         self._memory = MemoryAccount()
         self._staying = MemoryAccount()
+        self._holders: dict[int, set[PrefixEntry]] = {}
+        self._untrimmed: set[PrefixEntry] = set()
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         for tree in self._trees.values():
@@ -106,12 +108,12 @@ class EntryIndex:
         return None
 
     def closest_in_memory(self, label: str, ids: Tokens) -> tuple[Cache, int] | None:
-        """The cache in memory that begins with most of these tokens, and how many they are; `None` without one."""
+        """A fork of the cache that begins with most of these tokens, and how many they are; `None` without one."""
         for found in self.tree(label).nearest(ids):
             if not found.tokens:
                 return None
             if found.value.cache is not None:
-                return found.value.cache, found.tokens
+                return found.value.cache.fork(), found.tokens
         return None
 
     def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
@@ -161,16 +163,55 @@ class EntryIndex:
     def set_cache(self, entry: PrefixEntry, cache: Cache, storages: Storages) -> None:
         """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
         self.drop_cache(entry)
-        entry.cache, entry.storages = cache, storages
-        self._memory.add(storages)
-        self._staying.add(storages)
+        entry.cache = cache
+        self._count(entry, storages)
+        self._untrimmed.add(entry)
+
+    def _count(self, entry: PrefixEntry, storages: Storages) -> None:
+        """Count the memory of an entry, in place of what was counted for it before."""
+        accounts = [self._memory] if entry.is_leaving else [self._memory, self._staying]
+        for account in accounts:
+            account.remove(entry.storages)
+            account.add(storages)
+        for address in entry.storages:
+            self._holders[address].discard(entry)
+            if not self._holders[address]:
+                del self._holders[address]
+        for address in storages:
+            self._holders.setdefault(address, set()).add(entry)
+        entry.storages = storages
 
     def drop_cache(self, entry: PrefixEntry) -> None:
-        """Stop holding the cache of an entry in memory."""
-        self._memory.remove(entry.storages)
-        if not entry.is_leaving:
-            self._staying.remove(entry.storages)
-        entry.cache, entry.storages, entry.is_leaving = None, {}, False
+        """Stop holding the cache of an entry in memory. Memory that it alone has read is given back."""
+        before = entry.storages
+        entry.cache = None
+        self._count(entry, {})
+        entry.is_leaving = False
+        self._untrimmed.discard(entry)
+        self._trim_holders(before)
+
+    def _trim_holders(self, storages: Iterable[int]) -> None:
+        """Give back what nobody reads any more of this memory."""
+        seen: set[int] = set()
+        for address in storages:
+            # One of the holders trims what all of them share.
+            holder = next(iter(self._holders.get(address, ())), None)
+            if holder is not None and address not in seen:
+                seen.update(holder.storages)
+                self._trim(holder)
+
+    def _trim(self, entry: PrefixEntry) -> None:
+        before = entry.storages
+        if entry.cache is not None:
+            entry.cache.trim()
+            self._count(entry, entry.cache.storages())
+            self.note_moves(before.keys() - entry.storages.keys())
+
+    def note_moves(self, addresses: Iterable[int]) -> None:
+        """Count the memory of the entries that were in memory at these addresses, and are no longer."""
+        for entry in {entry for address in addresses for entry in self._holders.get(address, ())}:
+            if entry.cache is not None:
+                self._count(entry, entry.cache.storages())
 
     def leave(self, entry: PrefixEntry) -> None:
         """Stop holding the cache of an entry as soon as the entry is in a file."""
@@ -212,18 +253,22 @@ class EntryIndex:
         """Remove all entries, pinned or not, and return the paths of their files."""
         paths = [entry.path for entry in self if entry.path is not None]
         for entry in list(self):
-            self.drop_cache(entry)
-        self._trees = {}
+            self.remove(entry)
         return paths
 
     # Memory
 
-    def exchange(self, label: str, ids: Tokens, cache: Cache, storages: Storages) -> Exchange | None:
-        """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens."""
+    def use_covering(self, label: str, ids: Tokens) -> bool:
+        """Whether an entry in memory can be rolled back to exactly these tokens. If so, it is used now."""
         covering = self.entry_covering(label, ids)
         if covering is not None:
             covering.boundaries.add(len(ids))
             self.touch(covering)
+        return covering is not None
+
+    def exchange(self, label: str, ids: Tokens, cache: Cache, storages: Storages) -> Exchange | None:
+        """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens."""
+        if self.use_covering(label, ids):
             return None
         tree = self.tree(label)
         known = tree.get(ids)
@@ -308,6 +353,8 @@ class EntryIndex:
     def _evict(self, candidates: Sequence[PrefixEntry], most: int) -> list[PrefixEntry]:
         """Evict entries until those that stay take no more than `most` bytes, or only pinned ones are left."""
         must_be_written: list[PrefixEntry] = []
+        while self._untrimmed and self._staying.nbytes > most:
+            self._trim(self._untrimmed.pop())
         if self._staying.nbytes <= most:
             return must_be_written
         evictable = [entry for entry in candidates if not entry.pins and not entry.is_leaving]

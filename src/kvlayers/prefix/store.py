@@ -21,10 +21,12 @@ from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.index import EntryIndex, Exchange
 from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import Hit, Search
+from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.prefix.statistics import PrefixStatistics
 from kvlayers.prefix.tree import PrefixTree, TreeEntry, tree_of
 from kvlayers.prefix.write_queue import WriteQueue
 from kvlayers.utils.options import checked_device, checks_options
+from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -158,7 +160,10 @@ class PrefixStore:
         ids = ids[:length].copy()
         # Forked before it is clear whether there is room, since other threads may continue to use the cache.
         cache = fork_at(cache, length)
-        storages = cache.storages()
+        with self._lock:
+            if self._index.use_covering(label, ids):
+                return False
+        storages = self._share(label, ids, cache)
         with self._lock:
             while True:
                 exchange = self._index.exchange(label, ids, cache, storages)
@@ -167,6 +172,21 @@ class PrefixStore:
                 if self._take(exchange):
                     return True
                 self._wait_for_memory(deadline)
+
+    def _share(self, label: str, ids: Tokens, cache: Cache) -> Storages:
+        """Have a cache hold its first tokens where an entry in memory holds them, and return its memory."""
+        before = cache.storages()
+        with self._lock:
+            closest = None if cache.rotates_keys else self._index.closest_in_memory(label, ids)
+        if closest is not None:
+            cache.share_prefix(*closest)
+            # Of the other cache's holders, the entry alone is left.
+            del closest
+        cache.trim()
+        storages = cache.storages()
+        with self._lock:
+            self._index.note_moves(before.keys() - storages.keys())
+        return storages
 
     def _take(self, exchange: Exchange) -> bool:
         """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
@@ -218,8 +238,10 @@ class PrefixStore:
                 with self._lock:
                     self._loading -= announced
                     self._changed.notify_all()
+        loaded = search.loaded
+        storages = {} if loaded is None else self._share(label, loaded[0].ids, loaded[1])
         with self._lock:
-            self._keep(search)
+            self._keep(search, storages)
             hit = search.hit()
             self._hits += hit.cache is not None
             self._misses += hit.cache is None
@@ -242,7 +264,7 @@ class PrefixStore:
         self._loading |= announced
         return announced
 
-    def _keep(self, search: Search) -> None:
+    def _keep(self, search: Search, storages: Storages) -> None:
         """Hold in memory what was loaded, and forget files that are gone or damaged."""
         index = self._index
         for file in search.damaged:
@@ -251,7 +273,7 @@ class PrefixStore:
         loaded, entry = search.keep_loaded(), search.entry
         if loaded is not None and entry is not None and entry in index and entry.cache is None:
             with contextlib.suppress(CapacityError):
-                self._take(Exchange(entry, loaded, loaded.storages()))
+                self._take(Exchange(entry, loaded, storages))
         if entry is not None and entry in index:
             index.hit(entry)
 
@@ -367,7 +389,7 @@ class PrefixStore:
         changes = directory.changes(known)
         with self._lock:
             added = self._index.update(changes.added, changes.gone)
-            writes.shrink()
+            writes.tidy()
             writes.wait()
             return added
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvlayers.errors import CachePathError, KVLayersError
@@ -42,16 +42,16 @@ class _Write:
 
 @dataclass(eq=False)
 class _Delete:
-    """A file to delete."""
+    """Files to delete."""
 
-    path: str
-
-
-class _Shrink:
-    """The least recently used files are to be deleted."""
+    paths: Sequence[str]
 
 
-_Job = _Write | _Delete | _Shrink
+class _Tidy:
+    """Garbage and the least recently used files are to be deleted."""
+
+
+_Job = _Write | _Delete | _Tidy
 
 
 class WriteQueue:
@@ -102,15 +102,14 @@ class WriteQueue:
             if isinstance(job, _Write) and job.entry is replaced:
                 self._jobs[ticket] = _Write(entry)
 
-    def delete(self, paths: Iterable[str]) -> None:
+    def delete(self, paths: Sequence[str]) -> None:
         """Have files deleted."""
-        for path in paths:
-            self._add(_Delete(path))
+        if paths:
+            self._add(_Delete(paths))
 
-    def shrink(self) -> None:
-        """Have the least recently used files deleted until the others fit into `directory_max_bytes`."""
-        if self.directory_max_bytes is not None:
-            self._add(_Shrink())
+    def tidy(self) -> None:
+        """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
+        self._add(_Tidy())
 
     def forget_writes(self) -> None:
         """Write nothing of what waits."""
@@ -200,6 +199,8 @@ class WriteQueue:
             delay = 0.0
             try:
                 delay = self._do(job)
+            except Exception:
+                logger.exception("A prefix store could not tidy its directory")
             finally:
                 with self._changed:
                     self._current = None
@@ -216,9 +217,10 @@ class WriteQueue:
         if isinstance(job, _Write):
             return self._do_write(job)
         if isinstance(job, _Delete):
-            self._do_delete(job.path)
+            self._do_delete(job.paths)
         else:
             self._do_shrink()
+            self._directory.collect_garbage()
         return 0.0
 
     def _do_write(self, job: _Write) -> float:
@@ -273,14 +275,14 @@ class WriteQueue:
             else:
                 # The store was cleared meanwhile.
                 paths = [written.path]
-        for path in paths:
-            self._do_delete(path)
+        self._do_delete(paths)
 
-    def _do_delete(self, path: str) -> None:
+    def _do_delete(self, paths: Sequence[str]) -> None:
+        if not paths:
+            return
         with self._changed:
-            if any(entry.path == path for entry in self._index):
-                return
-        self._directory.delete(path)
+            used = {entry.path for entry in self._index}
+        self._directory.delete_all([path for path in paths if path not in used])
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes

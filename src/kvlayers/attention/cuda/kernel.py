@@ -1,10 +1,10 @@
-"""Attention on a CUDA device to packed tokens, and to the tokens in full precision around them, in two launches."""
+"""Attention on a CUDA device to packed segments, and to the dense ones around them: a launch for each, and a merge."""
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda.launch import SplitCall, kind_of
-from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, SegmentPlan, plan_of
+from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, Read, reads_of
 from kvlayers.attention.cuda.specs import MAXIMUM_ROWS as ROWS_OF_A_PROGRAM
 from kvlayers.attention.cuda.specs import rows_of_program
 from kvlayers.attention.segments import KVSegments
@@ -22,28 +22,28 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
 
     The first answer for a kind of states compiles the kernel, to see how much shared memory it needs.
     """
-    packed = segments.packed
-    if packed is None:
-        return "no token is packed yet"
-    if not segments.has_one_packed_run:
-        return "packed tokens are in several segments"
-    plan = plan_of(packed, launch)
-    if plan.obstacle is not None:
-        return plan.obstacle
-    if query.shape[1] // plan.kv_heads * query.shape[2] > MAXIMUM_ROWS:
+    reads = reads_of(segments, launch)
+    if isinstance(reads, str):
+        return reads
+    plan, kind = reads[0].plan, kind_of(mask)
+    batch, heads, queries, _ = query.shape
+    if heads // plan.kv_heads * queries * max(read.readers for read in reads) > MAXIMUM_ROWS:
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
-    if query.shape[0] * plan.kv_heads > MAXIMUM_HEADS:
+    if batch * plan.kv_heads > MAXIMUM_HEADS:
         return f"there are more than {MAXIMUM_HEADS} kv heads in all sequences"
     if query.dtype != plan.dtype:
         return f"queries are {query.dtype}, and scales {plan.dtype}"
     for states in segments.dense_states():
         if states.dtype != query.dtype:
             return f"queries are {query.dtype}, and states in full precision {states.dtype}"
-    rows = rows_of_program(query.shape[1] // plan.kv_heads * query.shape[2])
-    variant = plan.variant(query.shape[1], rows, kind_of(mask))
-    if variant.constants is None:
-        SplitCall(query, segments, plan, mask, 1.0)
-    return variant.obstacle
+    for read in reads:
+        rows = rows_of_program(heads // plan.kv_heads * queries * read.readers)
+        variant = read.plan.variant(heads, rows, kind, read.readers > 1)
+        if variant.constants is None:
+            SplitCall(query, reads, mask, 1.0)
+        if variant.obstacle is not None:
+            return variant.obstacle
+    return None
 
 
 def attend(
@@ -53,7 +53,7 @@ def attend(
 
     The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """
-    return SplitCall(query, segments, _plan(segments, launch), mask, scale).run(query.dtype, logsumexp=False)[0]
+    return SplitCall(query, _reads(segments, launch), mask, scale).run(query.dtype, logsumexp=False)[0]
 
 
 def attend_partly(
@@ -65,10 +65,11 @@ def attend_partly(
         Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
         `[batch, heads, queries]`, as `reference.merge` takes them.
     """
-    return SplitCall(query, segments, _plan(segments, launch), mask, scale).run(torch.float32, logsumexp=True)
+    return SplitCall(query, _reads(segments, launch), mask, scale).run(torch.float32, logsumexp=True)
 
 
-def _plan(segments: KVSegments, launch: Launch) -> SegmentPlan:
-    if segments.packed is None:
-        raise StateMismatchError("No token is packed: call obstacle() first.")
-    return plan_of(segments.packed, launch)
+def _reads(segments: KVSegments, launch: Launch) -> list[Read]:
+    reads = reads_of(segments, launch)
+    if isinstance(reads, str):
+        raise StateMismatchError(f"The kernel cannot take the segments ({reads}): call obstacle() first.")
+    return reads

@@ -15,17 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.plan import (
-    ATTEND_SPLIT,
-    DENSE_TOKENS,
-    MERGE_SPLITS,
-    DenseArguments,
-    SegmentPlan,
-    Variant,
-    dense_arguments,
-)
+from kvlayers.attention.cuda.plan import ATTEND_SPLIT, DENSE_TOKENS, MERGE_SPLITS, Read, Variant
 from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK, rows_of_program
-from kvlayers.attention.segments import KVSegments
 
 _LOG2_E = math.log2(math.e)
 _NO_STRIDES = (0,) * 6
@@ -37,42 +28,29 @@ def kind_of(mask: Tensor | None) -> int:
 
 
 class SplitCall:
-    """One launch of the split kernel, with its arguments.
+    """The launches of the split kernel, with their arguments.
 
-    Attributes:
-        variant: the kernel to launch.
+    Args:
+        query: `[batch, heads, queries, key_head_dim]`.
+        reads: what each launch reads.
+        mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
+        scale: factor of the scores.
     """
 
-    __slots__ = ("_arguments", "_grid", "_partials", "_plan", "_query", "_splits", "variant")
+    __slots__ = ("_launches", "_partials", "_plan", "_query", "_splits")
 
-    def __init__(
-        self, query: Tensor, segments: KVSegments, plan: SegmentPlan, mask: Tensor | None, scale: float
-    ) -> None:
-        """Arguments are those of `kernel.attend`; `plan` is that of the packed segment."""
+    def __init__(self, query: Tensor, reads: list[Read], mask: Tensor | None, scale: float) -> None:
         if scale <= 0:
             # The kernel takes the largest score before it scales.
             query, scale = query * (-1 if scale else 0), -scale or 1.0
         if query.stride(3) != 1:
             query = query.contiguous()
         batch, heads, q_tokens, _ = query.shape
-        kv_heads = plan.kv_heads
-        rows_of_head = heads // kv_heads * q_tokens
-        rows = rows_of_program(rows_of_head)
-        tiles = -(-rows_of_head // rows)
-        per_split = plan.blocks_per_split(max(1, batch * kv_heads * tiles))
-        packed_splits = -(-plan.blocks // per_split)
-        tokens_per_split = max(DENSE_TOKENS, per_split * plan.block_tokens)
-
-        before: DenseArguments = (query, query, _NO_STRIDES, 0)
-        after = before
-        if segments.before:
-            if plan.before is None or plan.before[0] is not segments.before:
-                plan.before = segments.before, dense_arguments(segments.before)
-            before = plan.before[1]
-        if segments.after:
-            after = dense_arguments(segments.after)
-        splits_before, splits_after = -(-before[3] // tokens_per_split), -(-after[3] // tokens_per_split)
-        splits = packed_splits + splits_before + splits_after
+        plan = reads[0].plan
+        divisions = [_Division(read, batch * plan.kv_heads, heads // plan.kv_heads * q_tokens) for read in reads]
+        packed_place, dense_place = 0, sum(division.packed for division in divisions)
+        splits = sum(division.splits for division in divisions)
+        self._splits = dense_place, splits
 
         kind, entries = kind_of(mask), query
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -83,42 +61,58 @@ class SplitCall:
 
         results = batch * heads * q_tokens
         partials = query.new_empty(results * splits * (plan.value_dim + 1), dtype=torch.float32)
-        self.variant: Variant = plan.variant(heads, rows, kind)
-        self._plan, self._query, self._splits, self._partials = plan, query, (packed_splits, splits), partials
-        self._grid = splits, batch * kv_heads, tiles
-        self._arguments: tuple[Any, ...] = (
-            query,
-            *plan.tensors,
-            plan.starts() if kind != NO_MASK else plan.tensors[4],
-            before[0],
-            before[1],
-            after[0],
-            after[1],
-            entries,
-            partials,
-            query.stride(),
-            plan.strides,
-            before[2],
-            after[2],
-            *mask_strides,
-            plan.blocks,
-            per_split,
-            packed_splits,
-            plan.first,
-            plan.tokens,
-            before[3],
-            splits_before,
-            after[3],
-            splits_after,
-            tokens_per_split,
-            q_tokens,
-            scale * _LOG2_E,
-        )
-        if self.variant.constants is None:
-            self.variant.fit(plan.device, self._grid, self._arguments)
+        self._plan, self._query, self._partials = plan, query, partials
+        nothing = (query, query, _NO_STRIDES, 0)
+        self._launches: list[tuple[Variant, tuple[int, ...], tuple[Any, ...]]] = []
+        for read, division in zip(reads, divisions, strict=True):
+            if not division.splits:
+                continue
+            of_read = read.plan
+            (a, column_a), (b, column_b), *_ = (*read.dense, (None, 0), (None, 0))
+            keys_a, values_a, strides_a, tokens_a = nothing if a is None else a.arguments
+            keys_b, values_b, strides_b, tokens_b = nothing if b is None else b.arguments
+            arguments: tuple[Any, ...] = (
+                query,
+                *of_read.tensors,
+                of_read.starts() if kind != NO_MASK else of_read.tensors[4],
+                keys_a,
+                values_a,
+                keys_b,
+                values_b,
+                entries,
+                partials,
+                query.stride(),
+                of_read.strides,
+                strides_a,
+                strides_b,
+                *mask_strides,
+                read.blocks,
+                division.blocks,
+                division.packed,
+                of_read.first,
+                read.column,
+                tokens_a,
+                division.of_a,
+                column_a,
+                tokens_b,
+                column_b,
+                division.tokens,
+                packed_place,
+                dense_place,
+                splits,
+                q_tokens,
+                read.readers,
+                scale * _LOG2_E,
+            )
+            packed_place += division.packed
+            dense_place += division.splits - division.packed
+            variant = of_read.variant(heads, division.rows, kind, read.readers > 1)
+            if variant.constants is None:
+                variant.fit(plan.device, division.grid, arguments)
+            self._launches.append((variant, division.grid, arguments))
 
     def run(self, dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
-        """Launch both kernels.
+        """Launch the kernels.
 
         Args:
             dtype: dtype of the attended values.
@@ -134,14 +128,51 @@ class SplitCall:
         # In the memory layout of torch's own attention, so that the transpose after it costs nothing.
         out = query.new_empty((batch, q_tokens, heads, plan.value_dim), dtype=dtype)
         lses = query.new_empty((batch, heads, q_tokens), dtype=torch.float32) if logsumexp else partials
-        packed_splits, splits = self._splits
-        constants = self.variant.constants
-        if out.numel() and constants is not None:
-            ATTEND_SPLIT.launch(plan.device, self._grid, self._arguments, constants)
+        if out.numel():
+            for variant, grid, arguments in self._launches:
+                ATTEND_SPLIT.launch(plan.device, grid, arguments, variant.constants or {})
             MERGE_SPLITS.launch(
                 plan.device,
                 (batch * heads * q_tokens,),
-                (partials, out, lses, packed_splits, splits, q_tokens),
+                (partials, out, lses, *self._splits, q_tokens),
                 plan.merge(heads, logsumexp),
             )
         return out.transpose(1, 2), lses
+
+
+class _Division:
+    """How a launch is divided into programs.
+
+    Args:
+        read: what the launch reads.
+        kv_heads: kv heads of all sequences of the batch.
+        rows_of_head: rows of queries of one of them.
+
+    Attributes:
+        rows: rows of queries that a program takes.
+        blocks: packed blocks of a split.
+        tokens: dense tokens of a split.
+        packed: splits of the packed segment.
+        of_a: splits of the first dense segment.
+        splits: all splits.
+        grid: programs in each dimension.
+    """
+
+    __slots__ = ("blocks", "grid", "of_a", "packed", "rows", "splits", "tokens")
+
+    def __init__(self, read: Read, kv_heads: int, rows_of_head: int) -> None:
+        plan, readers = read.plan, read.readers
+        rows_of_head *= readers
+        kv_heads //= readers
+        self.rows = rows_of_program(rows_of_head)
+        tiles = -(-rows_of_head // self.rows)
+        size = plan.block_tokens
+        sizes = [segment.tokens for segment, _ in read.dense]
+        longest = max(read.blocks, *(-(-tokens // size) for tokens in sizes), 0)
+        self.blocks = plan.blocks_per_split(longest, max(1, kv_heads * tiles))
+        self.tokens = max(DENSE_TOKENS, self.blocks * size)
+        self.packed = -(-read.blocks // self.blocks)
+        of_dense = [-(-tokens // self.tokens) for tokens in sizes]
+        self.of_a = of_dense[0] if of_dense else 0
+        self.splits = self.packed + sum(of_dense)
+        self.grid = self.splits, kv_heads, tiles

@@ -1,14 +1,14 @@
 """What is prepared once for a packed segment, and used for each launch until the next block is packed."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda.specs import MergeSpec, SplitSpec, merge_spec, side_spec, split_spec, warps_of_program
 from kvlayers.attention.cuda.support import supports
-from kvlayers.attention.segments import DenseSegment, PackedSegment
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
 
 
@@ -38,10 +38,6 @@ DENSE_TOKENS = 64
 
 ATTEND_SPLIT = TritonKernel("kvlayers.attention.cuda.triton_kernels", "attend_split")
 MERGE_SPLITS = TritonKernel("kvlayers.attention.cuda.triton_kernels", "merge_splits")
-
-
-DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int]
-"""Keys, values, batch, head and token strides of both, and the number of tokens."""
 
 
 class Variant:
@@ -90,9 +86,9 @@ class SegmentPlan:
         tokens: tokens that are held.
         first: tokens at the front of the first block that have been evicted.
         value_dim: channels of a value.
+        rotation: binary logarithm of the channels that a Hadamard matrix has mixed in values, or 0.
         multiprocessors: multiprocessors of the device.
         shared_memory: bytes of shared memory that a program can have there, `None` if there is no limit.
-        before: dense segments in front, and what `dense_arguments` gave for them.
     """
 
     def __init__(self, segment: PackedSegment, launch: Launch) -> None:
@@ -122,7 +118,6 @@ class SegmentPlan:
         # Pointers of the right type stand for what is never read.
         ends = _ends_of(segment) if segment.ends is not None else key_codes
         self.tensors = (*of_packed, ends)
-        self.before: tuple[tuple[DenseSegment, ...], DenseArguments] | None = None
         # Not the segment itself: it holds the plan, and the two would outlive each other on the GPU.
         self._has_ends = segment.ends is not None
         self._starts: Tensor | None = None
@@ -130,7 +125,8 @@ class SegmentPlan:
             side_spec(keys.format, "keys", keys.head_dim, self.block_tokens, self.dtype, launch.assembly),
             side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
         )
-        self._variants: dict[tuple[int, int, int], Variant] = {}
+        self.rotation = self._specs[1].rotation
+        self._variants: dict[tuple[int, int, int, bool], Variant] = {}
         self._merges: dict[tuple[int, bool], dict[str, Any]] = {}
 
     def starts(self) -> Tensor:
@@ -143,9 +139,9 @@ class SegmentPlan:
             self._starts[1:] -= self.first
         return self._starts
 
-    def variant(self, heads: int, rows: int, mask: int) -> Variant:
-        """The split kernel for a number of query heads, of rows of a program, and a kind of mask."""
-        variant = self._variants.get((heads, rows, mask))
+    def variant(self, heads: int, rows: int, mask: int, shared: bool) -> Variant:
+        """The split kernel for so many query heads and rows of a program, a kind of mask, and one reader or more."""
+        variant = self._variants.get((heads, rows, mask, shared))
         if variant is None:
             keys, values = self._specs
             first, ends = self.first > 0, self._has_ends
@@ -160,10 +156,11 @@ class SegmentPlan:
                 mask,
                 first,
                 ends,
+                shared,
             )
             key = self.device, self.shared_memory, spec, self.launch
             variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
-            self._variants[heads, rows, mask] = variant
+            self._variants[heads, rows, mask, shared] = variant
         return variant
 
     def merge(self, heads: int, logsumexp: bool) -> dict[str, Any]:
@@ -174,12 +171,12 @@ class SegmentPlan:
             constants = self._merges[heads, logsumexp] = {"SPEC": spec, "num_warps": 4, "enable_fp_fusion": True}
         return constants
 
-    def blocks_per_split(self, programs_of_a_split: int) -> int:
-        """Blocks of a split, so that all multiprocessors are busy."""
+    def blocks_per_split(self, blocks: int, programs_of_a_split: int) -> int:
+        """Blocks of a split among so many, so that all multiprocessors are busy."""
         launch = self.launch
         wanted = -(-self.multiprocessors * launch.programs // programs_of_a_split)
-        splits = min(wanted, -(-self.blocks // launch.minimum_blocks))
-        return max(1, -(-self.blocks // max(1, splits)))
+        splits = min(wanted, -(-blocks // launch.minimum_blocks))
+        return max(1, -(-blocks // max(1, splits)))
 
 
 def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:
@@ -190,17 +187,62 @@ def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentP
     return plan
 
 
-def dense_arguments(segments: tuple[DenseSegment, ...]) -> DenseArguments:
-    """Keys, values, their batch, head and token strides, and the number of tokens, of neighbouring segments."""
-    if len(segments) == 1:
-        keys, values = segments[0].keys, segments[0].values
-    else:
-        keys, values = (torch.cat([segment.side(side) for segment in segments], 2) for side in ("keys", "values"))
-    if keys.stride(3) != 1:
-        keys = keys.contiguous()
-    if values.stride(3) != 1:
-        values = values.contiguous()
-    return keys, values, (*keys.stride()[:3], *values.stride()[:3]), keys.shape[2]
+class Read(NamedTuple):
+    """What one launch of the split kernel reads.
+
+    Attributes:
+        plan: plan of the packed segment, or of another one if the launch reads dense segments only.
+        blocks: blocks of the packed segment, or 0.
+        column: column of a mask that belongs to its first token.
+        readers: sequences side by side that read each sequence of the segments.
+        dense: at most two dense segments, and the column of each.
+    """
+
+    plan: SegmentPlan
+    blocks: int
+    column: int
+    readers: int
+    dense: list[tuple[DenseSegment, int]]
+
+
+def reads_of(segments: KVSegments, launch: Launch = DEFAULT_LAUNCH) -> list[Read] | str:
+    """What each launch of the split kernel reads, or why the kernel cannot take the segments. Found once for them."""
+    found: tuple[Launch, list[Read] | str] | None = segments.kernel_cache.get("triton")
+    if found is None or found[0] is not launch:
+        found = segments.kernel_cache["triton"] = launch, _reads_of(segments, launch)
+    return found[1]
+
+
+def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
+    reads: list[Read] = []
+    dense: list[tuple[DenseSegment, int, int]] = []
+    column = 0
+    for segment in segments.in_order:
+        rows = segment.rows
+        if rows is not None and not rows.are_even:
+            return "sequences that read one segment are not side by side"
+        readers = 1 if rows is None else len(rows) // rows.sequences
+        if isinstance(segment, DenseSegment):
+            if segment.tokens:
+                dense.append((segment, column, readers))
+            column += segment.tokens
+            continue
+        plan = plan_of(segment, launch)
+        if plan.obstacle is not None:
+            return plan.obstacle
+        if reads and (plan.dtype, plan.rotation) != (reads[0].plan.dtype, reads[0].plan.rotation):
+            return "packed segments have other dtypes, or rotations"
+        reads.append(Read(plan, plan.blocks, column, readers, []))
+        column += plan.tokens
+    if not reads:
+        return "no token is packed yet"
+    for segment, column, readers in dense:
+        read = next((read for read in reads if read.readers == readers and len(read.dense) < 2), None)
+        if read is None:
+            read = Read(reads[0].plan, 0, 0, readers, [])
+            reads.append(read)
+        read.dense.append((segment, column))
+    return reads
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ class SplitSpec:
         mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
         first: whether tokens at the front of the first block have been evicted.
         ends: whether there are blocks that are not full.
+        shared: whether several sequences read each sequence of the segments.
         boost: factor of the value scales.
         divisor: factor of the sums that is to be undone.
         unfold: factor of the scores of packed keys.
@@ -109,6 +110,7 @@ class SplitSpec:
     mask: int
     first: bool
     ends: bool
+    shared: bool
     boost: float
     divisor: float
     unfold: float
@@ -202,6 +204,7 @@ def split_spec(
     mask: int,
     first: bool,
     ends: bool,
+    shared: bool,
 ) -> SplitSpec:
     """The spec of `attend_split` for `rows` rows of queries of a dtype."""
     boost = _FLOAT16_BOOSTS[values.bits] if dtype == torch.float16 else 1.0
@@ -222,6 +225,7 @@ def split_spec(
         mask=mask,
         first=first,
         ends=ends,
+        shared=shared,
         boost=boost,
         divisor=boost if values.folded and not values.floating else 1.0,
         # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.

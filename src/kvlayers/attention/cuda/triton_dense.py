@@ -14,7 +14,14 @@ except ImportError:  # Tools that import every module, such as a collector of do
 
 from kvlayers.attention.cuda.triton_codes import add_product
 from kvlayers.attention.cuda.triton_hadamard import jit
-from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, mask_part, normalised, rows_of_program
+from kvlayers.attention.cuda.triton_softmax import (
+    finite_base,
+    logsumexp_of,
+    mask_part,
+    normalised,
+    result_rows,
+    rows_of_program,
+)
 
 
 @jit
@@ -35,6 +42,7 @@ def attend_tokens(
     lses,
     splits,
     rows_of_head,
+    readers,
     SPEC: tl.constexpr,
 ):
     """Attention of queries `[rows, channels]` to tokens `begin` to `end` of a kv head, by an online softmax.
@@ -44,9 +52,10 @@ def attend_tokens(
         key_token: states between the keys of neighbouring tokens, as `value_token`.
         column: column of the mask that belongs to token 0.
         scale: factor of the scores, in units of log2(e).
-        outs: pointer to where the first row of the kv head has its sums, `splits` rows before the second.
+        outs: pointer to where the first of `result_rows` has its sums, `splits` rows before the second.
         lses: pointer to where it has its log-sum-exp.
-        rows_of_head: rows of queries of the kv head.
+        rows_of_head: rows of queries of the kv head, of all sequences that read the segment.
+        readers: how many these are.
     """
     DTYPE: tl.constexpr = query.dtype
     HEAD_DIM: tl.constexpr = SPEC.values.head_dim
@@ -87,8 +96,8 @@ def attend_tokens(
             other=0.0,
         )
         sums = add_product(shares.to(DTYPE), value, sums * decay[:, None], SPEC.emulated)
-    rows = rows_of_program(SPEC)
-    asked = rows < rows_of_head
+    asked = rows_of_program(SPEC) < rows_of_head
+    rows = result_rows(rows_of_head, readers, SPEC)
     tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
     tl.store(
         outs + (rows * (splits * HEAD_DIM))[:, None] + value_channels[None, :],

@@ -22,8 +22,9 @@ from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, ro
 
 _GROWING = (
     *("mask_batch", "mask_head", "mask_query", "mask_token"),
-    *("blocks", "blocks_per_split", "packed_splits", "first", "packed_tokens"),
-    *("tokens_before", "splits_before", "tokens_after", "splits_after", "tokens_per_split", "q_tokens", "splits"),
+    *("blocks", "blocks_per_split", "packed_splits", "first", "packed_column"),
+    *("tokens_a", "splits_a", "column_a", "tokens_b", "column_b"),
+    *("tokens_per_split", "packed_place", "dense_place", "splits", "q_tokens", "readers"),
 )
 """Numbers that change as tokens arrive: no kernel is recompiled because one of them is, say, a multiple of 16.
 
@@ -48,16 +49,16 @@ def attend_split(
     value_parameters,
     ends,
     starts,
-    keys_before,
-    values_before,
-    keys_after,
-    values_after,
+    keys_a,
+    values_a,
+    keys_b,
+    values_b,
     mask,
     partials,
     query_strides,
     packed_strides,
-    strides_before,
-    strides_after,
+    strides_a,
+    strides_b,
     mask_batch,
     mask_head,
     mask_query,
@@ -66,46 +67,59 @@ def attend_split(
     blocks_per_split,
     packed_splits,
     first,
-    packed_tokens,
-    tokens_before,
-    splits_before,
-    tokens_after,
-    splits_after,
+    packed_column,
+    tokens_a,
+    splits_a,
+    column_a,
+    tokens_b,
+    column_b,
     tokens_per_split,
+    packed_place,
+    dense_place,
+    splits,
     q_tokens,
+    readers,
     scale,
     SPEC: tl.constexpr,
 ):
-    """Attention of the queries of one kv head to one split of its tokens.
+    """Attention of the queries of one kv head to one split of a packed segment, or of one of two dense ones, a and b.
 
-    The first splits are of packed blocks, then come those of the tokens before them, then those of the tokens after
-    them. `scale` makes scores of units of log2(e).
+    The first splits of a launch are of packed blocks, then come those of a, then those of b. Their results have the
+    places from `packed_place` and from `dense_place` on, among the `splits` of all launches. The columns are those of
+    the mask that belong to the first token of each segment. `readers` sequences side by side read each sequence of the
+    segments. `scale` makes scores of units of log2(e).
     """
     split = tl.program_id(0)
     sequence = (tl.program_id(1) // SPEC.kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % SPEC.kv_heads).to(tl.int64)
     rows = rows_of_program(SPEC)
+    reader = sequence
+    rows_of_reader = SPEC.groups * q_tokens
+    rows_of_head = rows_of_reader
+    is_packed = split < packed_splits
+    place = tl.where(is_packed, split + packed_place, split - packed_splits + dense_place).to(tl.int64)
+    if SPEC.shared:
+        rows_of_head = rows_of_reader * readers
+        reader = sequence * readers + rows // rows_of_reader
+        rows = rows % rows_of_reader
+    else:
+        place += tl.program_id(1).to(tl.int64) * rows_of_head * splits
     heads = kv_head * SPEC.groups + rows // q_tokens
     tokens = rows % q_tokens
     channels = tl.arange(0, SPEC.key_channels)
     query = tl.load(
         query_pointer
-        + sequence * query_strides[0]
-        + (heads * query_strides[1] + tokens * query_strides[2])[:, None]
+        + (reader * query_strides[0] + heads * query_strides[1] + tokens * query_strides[2])[:, None]
         + channels[None, :],
-        mask=(rows < SPEC.groups * q_tokens)[:, None] & (channels < SPEC.keys.head_dim)[None, :],
+        mask=(rows_of_program(SPEC) < rows_of_head)[:, None] & (channels < SPEC.keys.head_dim)[None, :],
         other=0.0,
     )
-    # Results are `[batch, heads, q_tokens, splits, channels]`, so the rows of a kv head follow one another. The
-    # log-sum-exps come behind them.
-    splits = packed_splits + splits_before + splits_after
-    rows_of_head = SPEC.groups * q_tokens
-    place = tl.program_id(1).to(tl.int64) * rows_of_head * splits + split
+    # Results are `[batch, heads, q_tokens, splits, channels]`. The log-sum-exps come behind them.
     results = tl.num_programs(1).to(tl.int64) * rows_of_head * splits
     outs = partials + place * SPEC.values.head_dim
     lses = partials + results * SPEC.values.head_dim + place
-    rows_of_mask = sequence * mask_batch + heads * mask_head + tokens * mask_query
-    if split < packed_splits:
+    rows_of_mask = reader * mask_batch + heads * mask_head + tokens * mask_query
+    if is_packed:
         begin = split * blocks_per_split
         attend_blocks(
             query,
@@ -125,41 +139,43 @@ def attend_split(
             begin,
             tl.minimum(begin + blocks_per_split, blocks),
             first,
-            tokens_before,
+            packed_column,
             scale,
             outs,
             lses,
             splits,
             rows_of_head,
+            readers,
             SPEC,
         )
     else:
-        # One loop for the tokens on both sides: it reads from one of them or from the other.
-        after = split >= packed_splits + splits_before
-        begin = (split - packed_splits - tl.where(after, splits_before, 0)) * tokens_per_split
-        keys = tl.where(after, keys_after, keys_before)
-        values = tl.where(after, values_after, values_before)
-        key_sequence = tl.where(after, strides_after[0], strides_before[0])
-        key_head = tl.where(after, strides_after[1], strides_before[1])
-        value_sequence = tl.where(after, strides_after[3], strides_before[3])
-        value_head = tl.where(after, strides_after[4], strides_before[4])
+        # One loop for both dense segments: it reads from one of them or from the other.
+        of_b = split >= packed_splits + splits_a
+        begin = (split - packed_splits - tl.where(of_b, splits_a, 0)) * tokens_per_split
+        keys = tl.where(of_b, keys_b, keys_a)
+        values = tl.where(of_b, values_b, values_a)
+        key_sequence = tl.where(of_b, strides_b[0], strides_a[0])
+        key_head = tl.where(of_b, strides_b[1], strides_a[1])
+        value_sequence = tl.where(of_b, strides_b[3], strides_a[3])
+        value_head = tl.where(of_b, strides_b[4], strides_a[4])
         attend_tokens(
             query,
             keys + sequence * key_sequence + kv_head * key_head,
             values + sequence * value_sequence + kv_head * value_head,
             mask,
-            tl.where(after, strides_after[2], strides_before[2]),
-            tl.where(after, strides_after[5], strides_before[5]),
+            tl.where(of_b, strides_b[2], strides_a[2]),
+            tl.where(of_b, strides_b[5], strides_a[5]),
             rows_of_mask,
             mask_token,
             begin,
-            tl.minimum(begin + tokens_per_split, tl.where(after, tokens_after, tokens_before)),
-            tl.where(after, tokens_before + packed_tokens, 0),
+            tl.minimum(begin + tokens_per_split, tl.where(of_b, tokens_b, tokens_a)),
+            tl.where(of_b, column_b, column_a),
             scale,
             outs,
             lses,
             splits,
             rows_of_head,
+            readers,
             SPEC,
         )
 

@@ -29,6 +29,7 @@ from kvlayers.attention.cuda.triton_softmax import (
     logsumexp_of,
     mask_part,
     normalised,
+    result_rows,
     row_maxima,
     row_sums,
     rows_of_program,
@@ -159,6 +160,7 @@ def attend_blocks(
     lses,
     splits,
     rows_of_head,
+    readers,
     SPEC: tl.constexpr,
 ):
     """Attention of queries to blocks `begin` to `end` of a kv head, by an online softmax.
@@ -169,9 +171,10 @@ def attend_blocks(
         key_block: words between key codes of neighbouring blocks; the other strides count parameters and words.
         column: column of the mask that belongs to the first packed token.
         scale: factor of the scores, in units of log2(e).
-        outs: pointer to where the first row of the kv head has its sums, `splits` rows before the second.
+        outs: pointer to where the first of `result_rows` has its sums, `splits` rows before the second.
         lses: pointer to where it has its log-sum-exp.
-        rows_of_head: rows of queries of the kv head.
+        rows_of_head: rows of queries of the kv head, of all sequences that read the segment.
+        readers: how many these are.
     """
     KEYS: tl.constexpr = SPEC.keys
     VALUES: tl.constexpr = SPEC.values
@@ -263,8 +266,8 @@ def attend_blocks(
             DTYPE,
         )
 
-    rows = rows_of_program(SPEC)
-    asked = rows < rows_of_head
+    asked = rows_of_program(SPEC) < rows_of_head
+    rows = result_rows(rows_of_head, readers, SPEC)
     tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
     columns = tl.arange(0, SPEC.columns)
     for chunk in tl.static_range(tl.constexpr(VALUES.chunks)):

@@ -26,6 +26,20 @@ def rows_of_program(SPEC: tl.constexpr):
 
 
 @jit
+def result_rows(rows_of_head, readers, SPEC: tl.constexpr):
+    """Where the rows of a program are among results: of its kv head, or of all if several sequences read a segment.
+
+    Results are `[batch, heads, q_tokens]`, so the rows of a kv head of one sequence follow one another.
+    """
+    rows = rows_of_program(SPEC)
+    if SPEC.shared:
+        rows_of_reader = rows_of_head // readers
+        reader = (tl.program_id(1) // SPEC.kv_heads).to(tl.int64) * readers + rows // rows_of_reader
+        rows = (reader * SPEC.kv_heads + tl.program_id(1) % SPEC.kv_heads) * rows_of_reader + rows % rows_of_reader
+    return rows
+
+
+@jit
 def mask_part(scores, seen, mask, rows_of_mask, columns, mask_token, scale, KIND: tl.constexpr):
     """Scores `[rows, tokens]` under a mask, bool (kind 1) or additive (kind 2, which also scales them).
 

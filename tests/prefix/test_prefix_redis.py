@@ -178,6 +178,7 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
 
 
 def test_parts_that_did_not_live_long_enough_are_not_named(files: ServerFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlayers.prefix.write_queue.MOST_TRIES", 1)
     store = PrefixStore(ROOM, files.url)
     commit = RedisObjectStore._commit
 

@@ -130,7 +130,7 @@ class Directory:
             try:
                 if isinstance(seen, KVLayersError):
                     raise seen
-                entry = _entry_of(seen)
+                entry = entry_of(seen)
                 if entry is not None:
                     self._references.put(seen.path, known_entry(seen, file))
             except GoneError:
@@ -236,9 +236,10 @@ class Directory:
         if stored.path is None or known is None:
             raise GoneError("the entry has no file any more.")
         # If the file is written anew, only its list of boundaries can differ in size.
-        with self.backend.reading(_name(stored.path), known.nbytes + MAX_HEADER_BYTES) as path, opened(path) as saved:
+        most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, _seconds_until(deadline)
+        with self.backend.reading(_name(stored.path), most, wait_seconds) as path, opened(path) as saved:
             seen = summary(saved)
-            kept = _entry_of(seen)
+            kept = entry_of(seen)
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
             if kept is None or kept.label != stored.label or kept.ids.tobytes() != stored.ids.tobytes():
                 raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
@@ -267,8 +268,7 @@ class Directory:
         is_cuttable = can_be_cut(saved)
         states = BlockStates(table, length, is_cuttable)
         needed = states.needed_blocks
-        wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        for name, found in read_blocks(self.backend, needed, wait_seconds):
+        for name, found in read_blocks(self.backend, needed, _seconds_until(deadline)):
             if not states.take(self.backend.path_of(file_of(name, 0).name), name, found):
                 break
         self._report_failures(saved.path, states)
@@ -345,6 +345,10 @@ def _name(path: str) -> str:
     return os.path.basename(path)
 
 
+def _seconds_until(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
 def _at_fault(load: Callable[[], Cache]) -> Cache:
     """The result of a call, for whose errors the file is to blame."""
     try:
@@ -355,7 +359,7 @@ def _at_fault(load: Callable[[], Cache]) -> Cache:
         raise CacheFileError(str(error)) from error
 
 
-def _entry_of(seen: CacheFile) -> PrefixEntry | None:
+def entry_of(seen: CacheFile) -> PrefixEntry | None:
     """The entry that a file describes, `None` if it is not a file of a prefix store.
 
     Raises:

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import json
-import os
 import re
 import secrets
 import time
@@ -93,7 +92,7 @@ class RedisObjectStore:
 
     Raises:
         OptionError: the package `redis` is not installed, or it does not accept the URL or the options.
-        CachePathError: the server cannot be reached, or cannot be written to.
+        CachePathError: the server cannot be reached.
     """
 
     def __init__(self, address: Address) -> None:
@@ -113,7 +112,7 @@ class RedisObjectStore:
         try:
             self._client: Any = self._redis.Redis.from_url(url, **options)
             settings = self._client.get_connection_kwargs()
-            self._call(self._probe)
+            self._call(self._client.ping)
         except (TypeError, ValueError) as error:
             # Without its cause and its message about the URL, since an invalid port may be a part of a password.
             seen = address.detail(error) if isinstance(error, TypeError) else "an invalid URL or option"
@@ -123,6 +122,10 @@ class RedisObjectStore:
             ) from None
         if settings.get("decode_responses"):
             raise OptionError("the server must return bytes, got decode_responses: leave it out.")
+
+    def prepare(self) -> None:
+        """As `ObjectStore.prepare`. The server itself deletes what writers that were killed have left."""
+        self._call(self._probe)
 
     def _probe(self) -> None:
         key = f"{self._prefix}:probe:{secrets.token_hex(16)}"
@@ -216,23 +219,15 @@ class RedisObjectStore:
         contents = iter(self.read_ranges(there))
         return [None if now is None else next(contents) for now in found]
 
-    def upload(self, path: str, name: str) -> None:
-        """As `ObjectStore.upload`."""
-        with open(path, "rb") as file:
-            self._write(name, os.path.getsize(path), lambda: file.read(PART_BYTES))
-
     def write(self, name: str, content: Content) -> None:
         """As `ObjectStore.write`."""
         view = memoryview(content)
-        parts = (view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES))
-        self._write(name, len(view), lambda: next(parts))
-
-    def _write(self, name: str, nbytes: int, next_part: Callable[[], Content]) -> None:
-        manifest = _Manifest(secrets.token_hex(16), nbytes, PART_BYTES)
+        manifest = _Manifest(secrets.token_hex(16), len(view), PART_BYTES)
         parts = self._parts(manifest)
         try:
-            for part in parts:
-                self._call(partial(self._client.set, part, next_part(), ex=ABANDONED_SECONDS))
+            for number, part in enumerate(parts):
+                piece = view[number * PART_BYTES : (number + 1) * PART_BYTES]
+                self._call(partial(self._client.set, part, piece, ex=ABANDONED_SECONDS))
         except UnreachableError:
             # The parts would expire by themselves, but a server that is full needs the memory now.
             with contextlib.suppress(UnreachableError):

@@ -55,6 +55,10 @@ class RemoteBackend:
         self._objects = objects
         self._address = address
 
+    def prepare(self) -> None:
+        """As `StorageBackend.prepare`."""
+        self._objects.prepare()
+
     def path_of(self, name: str) -> str:
         """The URL of a file, without credentials."""
         return self._address.path_of(name)
@@ -153,7 +157,7 @@ class RemoteBackend:
         try:
             return coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except NotArrived:
-            return [UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch]
+            return [self._late(file.name) for file in batch]
         except UnreachableError as error:
             return [error] * len(batch)
 
@@ -173,13 +177,17 @@ class RemoteBackend:
         return found
 
     @contextlib.contextmanager
-    def reading(self, name: str, max_bytes: int) -> Iterator[str]:
+    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> Iterator[str]:
         """As `StorageBackend.reading`."""
         with self._temporary(name) as path:
-            self._download(name, path, max_bytes)
+            thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
+            try:
+                thread.submit(self._download, name, path, max_bytes).result(wait_seconds)
+            except NotArrived:
+                raise self._late(name) from None
+            finally:
+                thread.shutdown(wait=False)
             yield path
-        with contextlib.suppress(UnreachableError):
-            self._objects.touch([name])
 
     def _download(self, name: str, path: str, max_bytes: int) -> None:
         for _ in range(ATTEMPTS):
@@ -194,6 +202,8 @@ class RemoteBackend:
             if self._existing(name) == file:
                 if failure is not None:
                     raise failure
+                with contextlib.suppress(UnreachableError):
+                    self._objects.touch([name])
                 return
         raise self._keeps_changing(name)
 
@@ -214,13 +224,6 @@ class RemoteBackend:
                     copy.write(content)
         return None
 
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        """As `StorageBackend.writing`."""
-        with self._temporary(name) as path:
-            yield path
-            self._objects.upload(path, name)
-
     def _existing(self, name: str) -> StoredFile:
         (file,) = self._objects.find([name])
         if file is None:
@@ -229,6 +232,9 @@ class RemoteBackend:
 
     def _gone(self, name: str) -> GoneError:
         return GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
+
+    def _late(self, name: str) -> UnreachableError:
+        return UnreachableError(f"{self.path_of(name)} has not arrived in time.")
 
     def _keeps_changing(self, name: str) -> UnreachableError:
         return UnreachableError(

@@ -131,7 +131,7 @@ class Directory:
             try:
                 if isinstance(seen, KVLayersError):
                     raise seen
-                entry = _entry_of(seen)
+                entry = entry_of(seen)
                 if entry is not None:
                     self._references.put(seen.path, known_entry(seen, file))
             except GoneError:
@@ -259,28 +259,30 @@ class Directory:
         name = _name(path)
         if not known.table.sizes:
             # If the file is written anew, only its list of boundaries can differ in size.
-            with self.backend.reading(name, known.nbytes + MAX_HEADER_BYTES) as local, opened(local) as saved:
+            most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, _seconds_until(deadline)
+            with self.backend.reading(name, most, wait_seconds) as local, opened(local) as saved:
                 yield saved
             return
-        content = self._content(name, deadline)
+        content = self._content(StoredFile(name, known.nbytes), deadline)
         with opened_by_ranges(path, len(content), lambda start, end: bytes(content[start:end])) as saved:
             yield saved
         with contextlib.suppress(UnreachableError):
             self.backend.touch([name])
 
-    def _content(self, name: str, deadline: float | None) -> Content:
+    def _content(self, file: StoredFile, deadline: float | None) -> Content:
         """The content of a file that other processes may replace meanwhile."""
-        before: StoredFile | None = None
         while True:
-            (file,) = self.backend.find([name])
-            if file is None:
-                raise GoneError(f"{self.backend.path_of(name)} does not exist: it was deleted.")
             (content,) = self.backend.read([file], _seconds_until(deadline))
             if not isinstance(content, KVLayersError):
                 return content
-            if file == before or isinstance(content, UnreachableError):
+            if not isinstance(content, CacheFileError):
                 raise content
-            before = file
+            (now,) = self.backend.find([file.name])
+            if now is None:
+                raise GoneError(f"{self.backend.path_of(file.name)} does not exist: it was deleted.")
+            if now.nbytes == file.nbytes:
+                raise content
+            file = now
 
     def _from_blocks(
         self,
@@ -399,7 +401,7 @@ def _label_of(seen: CacheFile) -> str | None:
     return seen.weights_id.partition(" ")[0]
 
 
-def _entry_of(seen: CacheFile) -> PrefixEntry | None:
+def entry_of(seen: CacheFile) -> PrefixEntry | None:
     """The entry that a file describes, `None` if it is not a file of a prefix store.
 
     Raises:

@@ -29,14 +29,15 @@ class LocalBackend:
     It has no state, so that any number of threads may use it. The modification time of a file is its last use.
 
     Args:
-        path: the directory, which is created if it does not exist.
-
-    Raises:
-        CachePathError: it cannot be created, read or written to.
+        path: the directory.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def prepare(self) -> None:
+        """As `StorageBackend.prepare`."""
+        path = self.path
         try:
             os.makedirs(path, mode=OWNER_ONLY, exist_ok=True)
             # Tried out, since a disk may be mounted read-only, whatever the permissions say.
@@ -123,7 +124,7 @@ class LocalBackend:
             return _unreachable(path, error)
 
     @contextlib.contextmanager
-    def reading(self, name: str, max_bytes: int) -> Iterator[str]:
+    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> Iterator[str]:
         """The path of the file itself, whatever its size, since a mapped file takes no memory."""
         path = self.path_of(name)
         try:
@@ -134,11 +135,6 @@ class LocalBackend:
                 raise _unreachable(path, reason) from reason
             raise
         self.touch([name])
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        """The path of the file itself, which `save_cache` replaces once it has written a temporary one."""
-        yield self.path_of(name)
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""

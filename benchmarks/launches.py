@@ -210,14 +210,17 @@ def _without_attention(counts: Counts) -> Counts:
 # A shared prompt
 
 
-def shared(tokens: int, prompts: int = 1) -> kvlayers.DynamicCache:
-    """A cache of eight sequences, with as many for each prompt."""
-    cache = held(kvlayers.DynamicCache(config=config()), tokens, batch=prompts)
-    cache.expand(8 // prompts)
+def samples(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> kvlayers.Cache:
+    """The cache with eight sequences, as many for each prompt."""
+    held(cache, tokens, batch=prompts).expand(8 // prompts)
     return held(cache, 1, batch=8)
 
 
-def reordered(cache: kvlayers.DynamicCache) -> Counts:
+def shared(tokens: int, prompts: int = 1) -> kvlayers.Cache:
+    return samples(kvlayers.DynamicCache(config=config()), tokens, prompts)
+
+
+def reordered(cache: kvlayers.Cache) -> Counts:
     """A step of a beam search: the cache is reordered, updated and read."""
     new, beams = states(1, 8), torch.empty(8, dtype=torch.int64, device=DEVICE)
     with counted() as counts:
@@ -247,6 +250,57 @@ def shared_operations() -> Iterator[Operation]:
     )
     yield Operation("eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(32768, 1), None, 8)
     yield Operation("four beams of each of two prompts: reorder and decode step", lambda: beams(4096, 2), None, 14)
+
+
+# Branches behind stored tokens
+
+
+def branch_of(cache: kvlayers.Cache) -> kvlayers.Cache:
+    """Another cache behind the same tokens, as a hit in a store gives: the first has written behind them."""
+    branch = cache.fork()
+    held(cache, 1)
+    return branch
+
+
+def branching(make: Callable[[], kvlayers.Cache], *private: int) -> kvlayers.Cache:
+    """A branch of a branch for each number of private tokens, behind 8,192 tokens. It has a tail of its own."""
+    branch = held(make(), 8192)
+    for tokens in private:
+        branch = held(branch_of(branch), tokens)
+    return held(branch_of(branch), 1)
+
+
+def branch_operations() -> Iterator[Operation]:
+    makers: dict[str, Callable[[], kvlayers.Cache]] = {
+        "DynamicCache": lambda: kvlayers.DynamicCache(config=config()),
+        "int4": lambda: quantized("int4"),
+    }
+    for name, make in makers.items():
+        for segments, private in (("one shared segment", ()), ("two shared segments", (3000,))):
+            yield Operation(
+                f"{name}: decode step behind {segments}",
+                lambda make=make, private=private: usual([step(branching(make, *private)) for _ in range(3)]),
+                None,
+                8 + 2 * len(private),
+            )
+        yield Operation(
+            f"{name}: turn of 512 tokens behind 32k shared",
+            lambda make=make: step(branch_of(held(make(), 32768)), 512, masked=True),
+            None,
+            60 if name == "int4" else 12,
+        )
+    yield Operation(
+        "int4: eight samples of a prompt of 32,768: decode step",
+        lambda: step(samples(quantized("int4"), 32768), batch=8),
+        None,
+        10,
+    )
+    yield Operation(
+        "int4: eight beams of a prompt of 32,768: reorder and decode step",
+        lambda: largest([reordered(cache) for cache in [samples(quantized("int4"), 32768)] for _ in range(3)]),
+        None,
+        None,
+    )
 
 
 # Caches in full precision
@@ -359,6 +413,7 @@ def operations() -> list[Operation]:
     return [
         *packed_operations(),
         *shared_operations(),
+        *branch_operations(),
         *full_precision_operations(),
         *recurrent_operations(),
         *packages_operations(),

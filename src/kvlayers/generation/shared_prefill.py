@@ -58,8 +58,8 @@ def _can_expand_later(
         # Models with images or an encoder return more for a prompt, which kvlayers does not know how to repeat.
         return False
     returns_more = generation_config.output_attentions or generation_config.output_hidden_states
-    grows = any(layer.attends and layer.capacity is None for layer in cache.adapted_layers())
-    return grows and not returns_more and not cache.is_static
+    shares = any(layer.attends and layer.reserved is None for layer in cache.adapted_layers())
+    return shares and not returns_more and not cache.is_static
 
 
 def _every(step: int, value: Any, rows: int) -> Any:

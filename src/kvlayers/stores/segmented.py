@@ -67,6 +67,12 @@ class SegmentedStore(ContiguousStore):
         """Whether compiled code calls the layer by an operator: after a fork, which may make a segment of the tail."""
         return self._shared is not None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other stores, or several sequences, may read the same memory."""
+        sharing = self._copy_on_write
+        return self.is_opaque or (sharing is not None and not sharing.has_one_holder)
+
     @override
     def count(self, tokens: int) -> None:
         if self._shared is not None:
@@ -110,6 +116,9 @@ class SegmentedStore(ContiguousStore):
 
     @override
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
+        slots = self._start - prefix[0].shape[2], self._start
+        if count == self.tail_length and self.is_shared and self._keeps_tail() and not self._may_write(*slots):
+            self._begin_tail(0)
         if self._shared is None or count <= self.tail_length:
             return super()._newest_after_prefix(prefix, count)
         return self._shared.attended((DenseSegment(*prefix), *self.pieces(count)), *self._forms())
@@ -339,8 +348,11 @@ class SegmentedStore(ContiguousStore):
     def trim(self) -> None:
         spare = self._capacity - self.prefix_room - self.tail_length
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else TRIM_DIVISOR
-        if spare * divisor > self._capacity and self._can_share() and self._may_write(0, self._capacity):
-            self._allocate(self.tail_length)
+        if spare * divisor > self._capacity and self._can_share():
+            # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
+            is_short = self._shared_tokens and self.tail_length <= self.length // COPIED_TAIL_DIVISOR
+            if is_short or self._may_write(0, self._capacity):
+                self._allocate(self.tail_length)
         for segment in () if self._shared is None else self._shared.segments:
             segment.sharing.trim(TRIM_DIVISOR)
 

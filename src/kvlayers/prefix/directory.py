@@ -258,7 +258,7 @@ class Directory:
         """The file of an entry. If it holds a whole cache, it is mapped, or copied to this machine."""
         name = _name(path)
         if not known.table.sizes:
-            # If the file is written anew, only its list of boundaries can differ in size.
+            # As in `_content`.
             most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, _seconds_until(deadline)
             with self.backend.reading(name, most, wait_seconds) as local, opened(local) as saved:
                 yield saved
@@ -271,6 +271,8 @@ class Directory:
 
     def _content(self, file: StoredFile, deadline: float | None) -> Content:
         """The content of a file that other processes may replace meanwhile."""
+        # If the file is written anew, only its list of boundaries can differ in size.
+        most = file.nbytes + MAX_HEADER_BYTES
         while True:
             (content,) = self.backend.read([file], _seconds_until(deadline))
             if not isinstance(content, KVLayersError):
@@ -280,7 +282,7 @@ class Directory:
             (now,) = self.backend.find([file.name])
             if now is None:
                 raise GoneError(f"{self.backend.path_of(file.name)} does not exist: it was deleted.")
-            if now.nbytes == file.nbytes:
+            if now.nbytes == file.nbytes or now.nbytes > most:
                 raise content
             file = now
 

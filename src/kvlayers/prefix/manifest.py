@@ -85,7 +85,9 @@ class EntryStates:
 
     def block(self, number: int, rows: NewRows) -> bytearray:
         """The content of a block with rows of a group."""
-        return filled_block(self.groups[number], [source.read(*rows) for source in self._sources[number]])
+        group = self.groups[number]
+        position = int(group.positions()[0][rows.first])
+        return filled_block(group, [source.read(*rows) for source in self._sources[number]], position)
 
 
 def _settings(layers: Sequence[Any]) -> str:

@@ -15,6 +15,7 @@ from kvlayers.utils.autocast import without_autocast
 CPU = "a compiled kernel on packed states"
 CUDA = "a Triton kernel on packed states"
 BLOCKS = "plain torch, block by block"
+COPY = "torch's attention on a copy of segments"
 SLABS = "slab by slab"
 SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
@@ -59,13 +60,18 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     with without_autocast(query.device):
         if not fused.serves(query.device):
-            return _cpu_means(query, segments, paths).attend(query, segments, mask, scale)
-        if segments.shares_rows:
-            paths.record(f"{fused.description(query, segments)}, {SHARED}")
-            return shared_segments.attend(query, segments, mask, scale)
+            obstacle = cpu_kernel.obstacle(query, segments)
+            if obstacle is None or not reference.copying_pays(query, segments):
+                return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
+            paths.record(f"{COPY}, as {obstacle}")
+            return reference.attend_to_copy(query, segments, mask, scale)
         obstacle = cuda_kernel.obstacle(query, segments, mask)
-        paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
-        return (fused.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
+        if obstacle is None:
+            paths.record(CUDA)
+            return cuda_kernel.attend(query, segments, mask, scale)
+        means, parts = (shared_segments, SHARED) if segments.shares_rows else (fused, SLABS)
+        paths.record(f"{fused.description(query, segments)}, {parts}, as {obstacle}")
+        return means.attend(query, segments, mask, scale)
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
@@ -88,9 +94,8 @@ class _Means(Protocol):
     def combine(self, weights: Tensor, segments: KVSegments) -> Tensor: ...
 
 
-def _cpu_means(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
-    """What computes attention of queries, or weights, `[batch, heads, queries, any]` on a CPU. It is counted."""
-    obstacle = cpu_kernel.obstacle(queries, segments)
+def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> _Means:
+    """What computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
     if obstacle is None:
         paths.record(CPU)
         return cpu_kernel
@@ -99,8 +104,8 @@ def _cpu_means(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Me
 
 
 def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
-    """As `_cpu_means`, for one of the two products of eager attention, on any device."""
+    """What computes a product of eager attention with queries, or weights, `[batch, heads, queries, any]`."""
     if not fused.serves(queries.device):
-        return _cpu_means(queries, segments, paths)
+        return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
     paths.record(f"{fused.PLAIN}, {SHARED}" if segments.shares_rows else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
     return shared_segments if segments.shares_rows else fused

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.quantizers.hadamard import rotate
@@ -36,6 +37,23 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
     """
     return attend_partly(query, segments, mask, scale)[0].to(query.dtype)
+
+
+def copying_pays(query: Tensor, segments: KVSegments) -> bool:
+    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU.
+
+    Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
+    """
+    return query.shape[2] > 1 and query.dtype != torch.float16 and segments.packed is None and not segments.shares_rows
+
+
+def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """As `attend`, by torch's own attention on a copy of the states, for many queries.
+
+    The copy costs about as much as one query, and lives as long as the call.
+    """
+    keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
+    return scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

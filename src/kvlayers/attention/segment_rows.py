@@ -1,6 +1,7 @@
 """Which sequence of a shared segment each sequence of a batch reads."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,11 @@ class SegmentRows:
     def are_even(self) -> bool:
         """Whether as many sequences of the batch read each sequence of the segment, next to each other and in order."""
         return bool(self.sequences) and self.known == of_repeats(self.sequences, len(self) // self.sequences)
+
+    @functools.cached_property
+    def most_readers(self) -> int:
+        """Most sequences of the batch that read the same sequence, or all of them if only an accelerator knows."""
+        return max(Counter(self.known).values()) if self.known else len(self)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows, and the positions in the batch, both int64 `[batch]`. They are copied once for a device."""

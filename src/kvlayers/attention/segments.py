@@ -48,12 +48,6 @@ class DenseSegment:
         """Tokens in the segment."""
         return int(self.keys.shape[2])
 
-    @functools.cached_property
-    def arguments(self) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
-        """What kernels take: keys, values, the batch, head and token strides of both, and the number of tokens."""
-        keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (self.keys, self.values))
-        return keys, values, (*keys.stride()[:3], *values.stride()[:3]), self.tokens
-
     def side(self, side: Side) -> Tensor:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
@@ -141,11 +135,11 @@ class KVSegments:
 
     Attributes:
         in_order: the segments, at least one.
+        kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
     in_order: tuple[Segment, ...]
-    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What kernels have found out about the segments, by the kernel's name."""
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @functools.cached_property
     def before(self) -> tuple[DenseSegment, ...]:
@@ -171,6 +165,11 @@ class KVSegments:
     def shares_rows(self) -> bool:
         """Whether sequences of the batch share sequences of a segment."""
         return any(segment.rows is not None for segment in self.in_order)
+
+    @functools.cached_property
+    def most_readers(self) -> int:
+        """Most sequences of the batch that read the same sequence of a segment."""
+        return max((1 if segment.rows is None else segment.rows.most_readers) for segment in self.in_order)
 
     def of_sequence(self, index: int) -> "KVSegments":
         """The segments of one sequence, a batch of one. The host must know their rows."""

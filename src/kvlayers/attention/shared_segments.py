@@ -35,18 +35,8 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         out, logsumexp = part.read(query, None if mask is None else mask[..., part.tokens], attended)
         pairs.append((out, logsumexp))
     if on_accelerator:
-        return _merged_on_accelerator(pairs, mask).to(query.dtype)
+        return fused.attend_all(pairs, mask, query.dtype)
     return reference.merge(*zip(*pairs, strict=True))[0].to(query.dtype)
-
-
-def _merged_on_accelerator(pairs: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tensor:
-    *others, last = pairs
-    if not others:
-        return fused.attend_both(last, None, mask)
-    first = others[0]
-    if len(others) > 1:
-        first = fused.merge(others), torch.logsumexp(torch.stack([logsumexp for _, logsumexp in others]), 0)
-    return fused.attend_both(first, last, mask)
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
@@ -58,12 +48,15 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Weighted sums of all values; arguments and result are those of `reference.combine`."""
-    sums_of = fused.combine if fused.serves(weights.device) else reference.combine
+    on_accelerator = fused.serves(weights.device)
+    sums_of = fused.combine if on_accelerator else reference.combine
+    # On a CPU, sums are in float32, and rounded once.
+    rows = weights if on_accelerator else weights.float()
     sums = [
-        part.read(weights[..., part.tokens], None, lambda part, rows, _: (sums_of(rows, part),))[0]
+        part.read(rows[..., part.tokens], None, lambda part, rows, _: (sums_of(rows, part),))[0]
         for part in _parts(segments)
     ]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32).to(weights.dtype)
+    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32)).to(weights.dtype)
 
 
 def _parts(segments: KVSegments) -> Iterator["_Part"]:

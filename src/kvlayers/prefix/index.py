@@ -57,6 +57,7 @@ class EntryIndex:
         self._staying = MemoryAccount()
         self._holders: dict[int, set[PrefixEntry]] = {}
         self._untrimmed: set[PrefixEntry] = set()
+        self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         for tree in self._trees.values():
@@ -142,9 +143,22 @@ class EntryIndex:
         """Record that an entry is used now. If it was leaving memory, it stays."""
         self._uses += 1
         entry.last_use = self._uses
+        self._stay(entry)
+
+    def _stay(self, entry: PrefixEntry) -> None:
         if entry.is_leaving:
             entry.is_leaving = False
             self._staying.add(entry.storages)
+
+    def set_stuck(self, entry: PrefixEntry) -> None:
+        """Make room elsewhere from now on, since writing this entry takes too long."""
+        self._stay(entry)
+        self._stuck = entry
+
+    def unset_stuck(self, entry: PrefixEntry) -> None:
+        """Undo `set_stuck`, if it was called for this entry last."""
+        if entry is self._stuck:
+            self._stuck = None
 
     def hit(self, entry: PrefixEntry) -> None:
         """Record that an entry serves a look-up."""
@@ -185,6 +199,7 @@ class EntryIndex:
         """Stop holding the cache of an entry in memory. Memory that it alone has read is given back."""
         before = entry.storages
         entry.cache = None
+        self.unset_stuck(entry)
         self._count(entry, {})
         entry.is_leaving = False
         self._untrimmed.discard(entry)
@@ -222,6 +237,7 @@ class EntryIndex:
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
         """Record the file of an entry, which leaves memory if it was to."""
         entry.path, entry.file_bytes = path, nbytes
+        self.unset_stuck(entry)
         if entry.is_leaving:
             self.drop_cache(entry)
 
@@ -331,6 +347,7 @@ class EntryIndex:
         entry = exchange.entry
         for old in exchange.replaced:
             entry.boundaries |= old.boundaries
+            entry.hits += old.hits
             if old.is_being_written:
                 self.leave(old)
             elif old.path is None:
@@ -357,7 +374,8 @@ class EntryIndex:
             self._trim(self._untrimmed.pop())
         if self._staying.nbytes <= most:
             return must_be_written
-        evictable = [entry for entry in candidates if not entry.pins and not entry.is_leaving]
+        staying = (entry for entry in candidates if not entry.pins and not entry.is_leaving)
+        evictable = [entry for entry in staying if entry is not self._stuck]
         for entry in eviction_order(self.policy, evictable, self._trees.values()):
             if self._staying.nbytes <= most:
                 break

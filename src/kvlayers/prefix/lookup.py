@@ -1,6 +1,12 @@
 """Lookup of the longest prefix of a prompt that a stored cache can be rolled back to."""
 
+import contextvars
 import itertools
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
 import torch
@@ -57,140 +63,129 @@ class FileCandidate:
 
 
 @dataclass(eq=False)
+class Found:
+    """The longest prefix that was found so far.
+
+    Attributes:
+        cache: a cache that has seen it; `None` if nothing was found.
+        entry: the entry that it is from.
+        is_whole: whether the cache was loaded from a file with all tokens of the entry.
+        damaged: entries whose files are gone or damaged.
+        notes: why files did not serve.
+    """
+
+    cache: Cache | None = None
+    entry: PrefixEntry | None = None
+    is_whole: bool = False
+    damaged: list[FileCandidate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def covered(self) -> int:
+        """Number of tokens."""
+        return 0 if self.cache is None else self.cache.get_seq_length()
+
+    def note(self, text: str) -> None:
+        """Add a reason, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(eq=False)
 class Search:
-    """One lookup: `choose` and `hit` need the lock of the store, `load` reads files without it.
+    """One lookup.
 
     Args:
         label: model and namespace, as returned by `keys.label_of`.
         ids: the prompt.
 
     Attributes:
+        found: the longest prefix.
         files: what to load, the best first: each may serve more tokens than what memory has.
-        loaded: an entry that was loaded as a whole, and its cache.
-        damaged: entries whose files are gone or damaged.
     """
 
     label: str
     ids: Tokens
+    found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
-    loaded: tuple[PrefixEntry, Cache] | None = None
-    damaged: list[FileCandidate] = field(default_factory=list)
-    _best: Cache | None = None
-    _entry: PrefixEntry | None = None
     _shared: int = 0
     _entries: int = 0
-    _notes: list[str] = field(default_factory=list)
-
-    @property
-    def _covered(self) -> int:
-        return 0 if self._best is None else self._best.get_seq_length()
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens, tree = len(self.ids) - 1, index.tree(self.label)
-        self._best, self._entry, self._shared, self._entries, self.files = None, None, 0, len(tree), []
+        self.found, self.files, self._shared, self._entries = Found(), [], 0, len(tree)
         if not most_tokens or not self._entries:
             return
         files: list[FileCandidate] = []
-        groups = itertools.groupby(tree.nearest(self.ids), key=lambda found: min(found.tokens, most_tokens))
+        groups = itertools.groupby(tree.nearest(self.ids), key=lambda match: min(match.tokens, most_tokens))
         for bound, group in groups:
             self._shared = max(self._shared, bound)
-            if bound <= self._covered:
+            if bound <= self.found.covered:
                 break
             # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
-            ordered = sorted(group, key=lambda found: found.value.length)
+            ordered = sorted(group, key=lambda match: match.value.length)
             self._choose_in_memory(ordered, bound)
-            if self._covered < bound:
+            if self.found.covered < bound:
                 files += [
-                    FileCandidate(found.value, self.label, found.value.ids, found.value.path, bound)
-                    for found in ordered
-                    if found.value.cache is None and found.value.path is not None
+                    FileCandidate(match.value, self.label, match.value.ids, match.value.path, bound)
+                    for match in ordered
+                    if match.value.cache is None and match.value.path is not None
                 ]
             if sum(file.is_whole for file in files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
                 break
-        self.files = [file for file in files if file.shared > self._covered]
+        self.files = [file for file in files if file.shared > self.found.covered]
 
     def _choose_in_memory(self, group: list[PrefixMatch[PrefixEntry]], bound: int) -> None:
-        for found in group:
-            covered = self._covered
+        for match in group:
+            covered = self.found.covered
             if covered >= bound:
                 return
-            cache = found.value.cache
+            cache = match.value.cache
             if cache is not None and (target := restorable_length(cache, bound)) > covered:
-                self._best, self._entry = fork_at(cache, target), found.value
+                self.found.cache, self.found.entry = fork_at(cache, target), match.value
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
     ) -> None:
-        """Load from files until nothing longer can be found, or until `deadline`."""
-        tried = 0
-        for file in self.files:
-            if file.shared <= self._covered:
-                return
-            if tried >= MAX_FILES and not file.is_whole:
-                self._note(f"a lookup tries no more than {MAX_FILES} files")
-                continue
-            tried += 1
-            try:
-                cache = directory.load(file, file.shared, config, device, deadline)
-            except NeedsConfigError:
-                self._note("a file needs config=model.config to be loaded")
-            except UnreachableError as error:
-                directory.report_unreachable(error)
-                self._note("a file could not be reached")
-                # Do not wait for the others.
-                return
-            except CachePathError:
-                self.damaged.append(file)
-            except CacheFileError as error:
-                directory.report_damaged(file.path, error)
-                self.damaged.append(file)
-                self._note("a damaged file was skipped")
-            else:
-                if cache is not None:
-                    self._compare(cache, file)
+        """Load from files until nothing longer can be found, or until `deadline`, as `time.monotonic()` counts."""
+        # What arrives late is used as far as it has arrived, and this takes a moment.
+        last_call = deadline - min((deadline - time.monotonic()) / 10, 0.5)
+        result: Future[Found] = Future()
 
-    def _compare(self, cache: Cache, file: FileCandidate) -> None:
-        """Take a cache that was loaded if it has more tokens than what was found before."""
-        length = cache.get_seq_length()
-        if cache.keeps_every_token and length < min(file.shared, len(file.ids)):
-            self._note("part of a file was damaged, missing or late")
-        if length > self._covered:
-            self._best, self._entry = cache, file.entry
-            self.loaded = (file.entry, cache) if length == len(file.ids) else None
+        def load() -> None:
+            try:
+                result.set_result(_loaded(self.files, self.found, directory, config, device, last_call))
+            except BaseException as error:
+                result.set_exception(error)
+
+        # In a thread, since nobody knows how long a file system takes to answer.
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(load,), name="kvlayers-prefix-reader", daemon=True).start()
+        try:
+            self.found = result.result(max(deadline - time.monotonic(), 0.0))
+        except FutureTimeout:
+            directory.report_unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
+            self.found.note("a file could not be reached in time")
 
     def hit(self) -> Hit:
         """The longest prefix that was found. It belongs to the caller."""
-        covered, most_tokens, entry = self._covered, len(self.ids) - 1, self._entry
-        if self._best is None or entry is None:
+        found, most_tokens = self.found, len(self.ids) - 1
+        if found.cache is None or found.entry is None:
             return Hit(reason=self._reason(0, most_tokens, ends=False))
-        return Hit(self._best, covered, self._reason(covered, most_tokens, ends=entry.length == covered))
-
-    @property
-    def entry(self) -> PrefixEntry | None:
-        """The entry of the longest prefix that was found."""
-        return self._entry
-
-    def keep_loaded(self) -> Cache | None:
-        """The loaded cache for the store, `None` without one. The caller of the lookup gets a fork of it."""
-        if self.loaded is None:
-            return None
-        self._best = self.loaded[1].fork()
-        return self.loaded[1]
-
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
+        ends = found.entry.length == found.covered
+        return Hit(found.cache, found.covered, self._reason(found.covered, most_tokens, ends))
 
     def _reason(self, covered: int, most_tokens: int, ends: bool) -> str:
         if covered == most_tokens:
             return "" if most_tokens else "the prompt is a single token, which must be computed"
+        notes = self.found.notes
         if not self._entries:
             reason = "nothing is stored for this model and namespace"
         elif not self._shared:
             reason = "no stored sequence starts with these tokens"
-        elif covered < self._shared and self._notes:
+        elif covered < self._shared and notes:
             reason = f"{self._shared} tokens are stored, but only {covered} of them can be used now"
         elif covered < self._shared:
             reason = (
@@ -199,4 +194,45 @@ class Search:
             )
         else:
             reason = f"the stored sequence {'ends' if ends else 'diverges'} after {covered}"
-        return "; ".join([reason, *self._notes])
+        return "; ".join([reason, *notes])
+
+
+def _loaded(
+    files: Sequence[FileCandidate],
+    in_memory: Found,
+    directory: Directory,
+    config: object | None,
+    device: torch.device | str | None,
+    deadline: float,
+) -> Found:
+    """The longest prefix in memory or in one of these files."""
+    found, tried = Found(in_memory.cache, in_memory.entry), 0
+    for file in files:
+        if file.shared <= found.covered:
+            break
+        if tried >= MAX_FILES and not file.is_whole:
+            found.note(f"a lookup tries no more than {MAX_FILES} files")
+            continue
+        tried += 1
+        try:
+            cache = directory.load(file, file.shared, config, device, deadline)
+        except NeedsConfigError:
+            found.note("a file needs config=model.config to be loaded")
+        except UnreachableError as error:
+            directory.report_unreachable(error)
+            found.note("a file could not be reached")
+            # Do not wait for the others.
+            break
+        except CachePathError:
+            found.damaged.append(file)
+        except CacheFileError as error:
+            directory.report_damaged(file.path, error)
+            found.damaged.append(file)
+            found.note("a damaged file was skipped")
+        else:
+            length = 0 if cache is None else cache.get_seq_length()
+            if cache is not None and cache.keeps_every_token and length < min(file.shared, len(file.ids)):
+                found.note("part of a file was damaged, missing or late")
+            if length > found.covered:
+                found.cache, found.entry, found.is_whole = cache, file.entry, length == len(file.ids)
+    return found

@@ -238,8 +238,8 @@ class PrefixStore:
                 with self._lock:
                     self._loading -= announced
                     self._changed.notify_all()
-        loaded = search.loaded
-        storages = {} if loaded is None else self._share(label, loaded[0].ids, loaded[1])
+        found = search.found
+        storages = self._share(label, found.entry.ids, found.cache) if found.is_whole else {}
         with self._lock:
             self._keep(search, storages)
             hit = search.hit()
@@ -266,16 +266,18 @@ class PrefixStore:
 
     def _keep(self, search: Search, storages: Storages) -> None:
         """Hold in memory what was loaded, and forget files that are gone or damaged."""
-        index = self._index
-        for file in search.damaged:
+        index, found = self._index, search.found
+        for file in found.damaged:
             if file.entry.path == file.path:
                 index.drop_file(file.entry)
-        loaded, entry = search.keep_loaded(), search.entry
-        if loaded is not None and entry is not None and entry in index and entry.cache is None:
+        entry, cache = found.entry, found.cache
+        if entry is None or cache is None or entry not in index:
+            return
+        if found.is_whole and entry.cache is None:
+            found.cache = cache.fork()
             with contextlib.suppress(CapacityError):
-                self._take(Exchange(entry, loaded, storages))
-        if entry is not None and entry in index:
-            index.hit(entry)
+                self._take(Exchange(entry, cache, storages))
+        index.hit(entry)
 
     def pin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None

@@ -49,7 +49,7 @@ class PrefixNode:
 
     def __str__(self) -> str:
         if self.label:
-            return self.label
+            return f"model and namespace {self.label.rpartition(':')[2][:12]}"
         parts = [f"{self.tokens} tokens", readable_bytes(self.nbytes)]
         if self.file_bytes:
             parts.append(f"{readable_bytes(self.file_bytes)} in files")
@@ -134,7 +134,7 @@ def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
         >>> one = TreeEntry("model", np.array([1, 2, 3]), {10: 100, 11: 5})
         >>> other = TreeEntry("model", np.array([1, 2, 9, 9]), {10: 100, 12: 7})
         >>> print(tree_of([one, other]))
-        model
+        model and namespace model
         └─ 2 tokens, 100 B
            ├─ 1 tokens, 5 B, memory, 0 hits
            └─ 2 tokens, 7 B, memory, 0 hits

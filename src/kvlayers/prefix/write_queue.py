@@ -166,6 +166,10 @@ class WriteQueue:
                 self.dropped_writes += 1
                 self._index.remove(job.entry)
                 return True
+        writing = None if self._current is None else self._current[1]
+        if isinstance(writing, _Write) and writing.entry.is_leaving:
+            self._index.set_stuck(writing.entry)
+            return True
         return False
 
     def _wait_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
@@ -255,6 +259,7 @@ class WriteQueue:
                 return float(FIRST_DELAY * 2 ** (job.tries - 1))
             self._is_unreachable = self._is_unreachable or isinstance(error, CachePathError)
             self.failed_writes += 1
+            self._index.unset_stuck(entry)
             if entry in self._index and (entry.is_leaving or entry.cache is None):
                 self._index.remove(entry)
         level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR

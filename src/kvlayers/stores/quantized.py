@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -57,7 +57,7 @@ class QuantizedStore(TokenStore):
         self._parts = QuantizedParts(DenseStore(), None, DenseStore())
         self._length = 0
         self._version = Version()
-        self._old_segments: tuple[tuple[DenseSegment, ...], PackedSegment | None] | None = None
+        self._old_segments: tuple[Segment, ...] | None = None
         self._snapshot: Snapshot | None = None
         self.paths, self.packing = PathCounter(), PathCounter()
         self._residual_may_move = False
@@ -198,10 +198,11 @@ class QuantizedStore(TokenStore):
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:
-            self._parts.pack(
+            residual_stays = self._parts.pack(
                 keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
             )
             self._forget_segments()
+            self._residual_may_move = residual_stays
             self._count_packing()
         else:
             append_states(self._parts.residual, (keys, values))
@@ -273,7 +274,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if count <= self._parts.residual.length:
+        if count <= self._parts.residual.length and not self._parts.residual.is_opaque:
             return self._parts.residual.newest(count)
         snapshot = self._snapshot
         # Keys and values that are read one after the other must be of one snapshot.
@@ -290,11 +291,12 @@ class QuantizedStore(TokenStore):
         return self.newest(self.length) if self._parts.old_tokens else self._parts.residual.caller_views()
 
     def _returned(self, segments: KVSegments) -> KVPair:
-        """Keys and values for attention: plain tensors if no token is packed, else packed states."""
+        """Keys and values for attention: plain tensors if no token is packed or in a shared segment."""
         if self._forms is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         _, _, _, dtype, device = self._forms[0]
-        if segments.packed is None or torch.compiler.is_compiling():
+        is_plain = segments.packed is None and not self._parts.residual.is_opaque
+        if is_plain or torch.compiler.is_compiling():
             return segments.dense("keys", dtype), segments.dense("values", dtype)
         return self._packed_pair(
             Snapshot(segments, dtype, device, self._version, self._version.number, self.length, self.paths)
@@ -350,11 +352,19 @@ class QuantizedStore(TokenStore):
     def select(self, indices: Tensor) -> None:
         if self._forms is None or self._parts.blocks is None:
             return
-        self._parts = self._parts.selected(indices)
-        key_form, value_form = self._forms
-        batch = indices.shape[0]
-        self._forms = key_form.of_batch(batch), value_form.of_batch(batch)
-        self._invalidate_snapshots()
+        self._hold(self._parts.selected(indices), indices.shape[0])
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self._forms is not None:
+            self._hold(self._parts.expanded(repeats), self._forms[0].batch_size * repeats)
+
+    def _hold(self, parts: QuantizedParts, batch: int) -> None:
+        """Hold parts of `batch` sequences instead."""
+        if self._forms is not None:
+            key_form, value_form = self._forms
+            self._parts, self._forms = parts, (key_form.of_batch(batch), value_form.of_batch(batch))
+            self._invalidate_snapshots()
 
     @override
     def clear(self) -> None:
@@ -391,6 +401,22 @@ class QuantizedStore(TokenStore):
     @override
     def fork(self) -> Self:
         return self._twin(self._parts.fork())
+
+    @override
+    def share_prefix(self, other: TokenStore, tokens: int) -> None:
+        if isinstance(other, QuantizedStore) and (other.quantization, other._forms) == (self.quantization, self._forms):
+            self._parts.share_prefix(other._parts, tokens)
+            self._forget_segments()
+
+    @override
+    def trim(self) -> None:
+        self._parts.trim()
+        self._forget_segments()
+
+    @override
+    def compact(self) -> None:
+        self._parts.compact()
+        self._forget_segments()
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:

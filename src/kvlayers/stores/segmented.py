@@ -67,6 +67,12 @@ class SegmentedStore(ContiguousStore):
         """Whether compiled code calls the layer by an operator: while there are segments."""
         return self._shared is not None and bool(self._shared.segments)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other stores, or several sequences, may read the same memory."""
+        sharing = self._copy_on_write
+        return self.is_opaque or (sharing is not None and not sharing.has_one_holder)
+
     @override
     def count(self, tokens: int) -> None:
         if self._shared is not None:
@@ -110,6 +116,9 @@ class SegmentedStore(ContiguousStore):
 
     @override
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
+        slots = self._start - prefix[0].shape[2], self._start
+        if count == self.tail_length and self.is_shared and self._keeps_tail() and not self._may_write(*slots):
+            self._begin_tail(0)
         if self._shared is None or count <= self.tail_length:
             return super()._newest_after_prefix(prefix, count)
         return self._shared.attended((DenseSegment(*prefix), *self.pieces(count)), *self._forms())
@@ -356,7 +365,7 @@ class SegmentedStore(ContiguousStore):
             self._forget_segments()
             self._set_buffers(keys, values)
             self._start, self._end, self._capacity = free, free + length, free + length
-        elif self._copy_on_write is not None and not self._may_write(0, self._capacity):
+        elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._capacity_of_copy(0))
 
     def __getstate__(self) -> dict[str, Any]:

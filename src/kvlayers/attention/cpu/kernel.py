@@ -17,10 +17,12 @@ from kvlayers.utils.native_library import compiled_library, once
 SOURCE = pathlib.Path(__file__).with_name("kernel.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 CPU_MAXIMUM_ROWS = 128
-"""Queries of one kv head, over all heads that share it, up to which the kernel beats matrix products on blocks.
+"""Queries of one kv head, over all heads and sequences that share it, up to which the kernel beats matrix products on
+packed blocks. Measured on a CPU."""
 
-Measured on a CPU.
-"""
+CPU_MAXIMUM_DENSE_ROWS = 512
+"""As `CPU_MAXIMUM_ROWS`, if no token is packed: with more, torch's attention on a copy of the states takes less time.
+Where sequences share segments, that would be a copy for each sequence, so the kernel takes any number."""
 
 
 class _Dense(ctypes.Structure):
@@ -86,8 +88,10 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
-    if rows.shape[1] // segments.kv_heads * rows.shape[2] > CPU_MAXIMUM_ROWS:
-        return f"there are more than {CPU_MAXIMUM_ROWS} queries for a kv head, as in a prompt"
+    if segments.packed is not None or not segments.shares_rows:
+        maximum = CPU_MAXIMUM_DENSE_ROWS if segments.packed is None else CPU_MAXIMUM_ROWS
+        if rows.shape[1] // segments.kv_heads * rows.shape[2] * segments.most_readers > maximum:
+            return f"there are more than {maximum} queries for a kv head, as in a prompt"
     return None if library() is not None else "the kernel could not be compiled (the log says why)"
 
 

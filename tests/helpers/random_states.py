@@ -1,0 +1,61 @@
+"""Random packed states, what they stand for in float64, and how far from it sums in float32 may be."""
+
+import torch
+from torch import Tensor
+
+from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.quantizers.packed_side import PackedSide, pack_side
+
+Rule = tuple[int, int]
+"""Tokens and channels of a group."""
+
+
+def hadamard(head_dim: int) -> Tensor:
+    """Matrix that mixes runs of the largest power of two that divides head_dim; it undoes itself."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while head_dim % (2 * len(matrix)) == 0:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return torch.kron(torch.eye(head_dim // len(matrix), dtype=torch.float64), matrix / len(matrix) ** 0.5)
+
+
+def code_format(width: int | str, group: Rule, rotated: bool) -> CodeFormat:
+    return CodeFormat(8 if width == "fp8" else int(width), *group, floating=width == "fp8", rotated=rotated)
+
+
+def packed_states(
+    form: CodeFormat, side: Side, shape: tuple[int, int, int, int], block_tokens: int, dtype: torch.dtype
+) -> tuple[PackedSide, Tensor]:
+    """Random codes with random scales, whose states are about as large as 1, and those states in float64."""
+    batch, kv_heads, tokens, head_dim = shape
+    codes = torch.randint(0, 2**form.bits, shape, dtype=torch.uint8)
+    if form.floating:
+        # Numbers up to 8 of both signs, as larger ones would leave nothing of the others.
+        codes = (codes & 0x80) | (codes & 0x7F).clamp(max=0x50)
+    groups = (batch, kv_heads, tokens // form.group_tokens, head_dim // form.group_channels)
+    scale = ((0.5 + torch.rand(groups)) * (0.25 if form.floating else 2 / 2**form.bits)).to(dtype)
+    zero = None if form.floating else (torch.randn(groups) * 0.3 - 1).to(dtype)
+    packed = PackedSide(
+        *pack_side(QuantizedGroups(codes, scale, zero), form, side, block_tokens), form, side, head_dim, block_tokens
+    )
+    exact = codes.view(torch.float8_e4m3fn).double() if form.floating else codes.double()
+    exact = exact * of_each_state(scale, form)
+    exact = exact if zero is None else exact + of_each_state(zero, form)
+    return packed, exact @ hadamard(head_dim) if form.rotated else exact
+
+
+def of_each_state(parameters: Tensor, form: CodeFormat) -> Tensor:
+    return parameters.double().repeat_interleave(form.group_tokens, 2).repeat_interleave(form.group_channels, 3)
+
+
+SUMS = 2e-6
+"""Error of sums in float32, as a part of the sum of magnitudes: some 16 roundings, that of a score included, which goes
+into its exponential. The largest that was seen in any case of these is 0.5e-6."""
+
+
+def check(seen: Tensor, exact: Tensor, magnitude: Tensor) -> None:
+    """No state is further off than sums in float32 are, and the one rounding to the dtype of the result."""
+    assert seen.shape == exact.shape
+    rounding = 0 if seen.dtype == torch.float32 else torch.finfo(seen.dtype).eps / 2
+    # The rounding is that of the number with its error, hence a little more.
+    excess = (seen.double() - exact).abs() - rounding * 1.01 * exact.abs() - SUMS * magnitude
+    assert excess.max() <= 0, f"{(seen.double() - exact).abs().max()} off, of {magnitude.max()}"

@@ -140,10 +140,10 @@ def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
            └─ 2 tokens, 7 B, memory, 0 hits
     """
     trees: dict[str, RadixTree[TreeEntry]] = {}
-    for entry in entries:
-        trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
+    for each in entries:
+        trees.setdefault(each.label, RadixTree()).insert(each.ids, each)
     now, seen_memory, seen_files = time.time(), set[int](), set[str]()
-    tops = []
+    tops: list[PrefixNode] = []
     for label, tree in sorted(trees.items()):
         nodes = list(tree.nodes())
         holders = [node.value for node in nodes]

@@ -158,7 +158,10 @@ class SegmentMachine(RuleBasedStateMachine):
         pair = self.one(which)
         tokens = min(tokens, pair.length)
         keys, values = self.numbers.states(pair.rows, more)
-        keys, values = torch.cat([pair.keys[:, :, :tokens], keys], 2), torch.cat([pair.values[:, :, :tokens], values], 2)
+        keys, values = (
+            torch.cat([pair.keys[:, :, :tokens], keys], 2),
+            torch.cat([pair.values[:, :, :tokens], values], 2),
+        )
         store = DenseStore(minimum_growth=2, prefix_room=self.room)
         store.validate(keys, values)
         store.append(keys, values)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,14 +15,15 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.block_table import BlockTable
+from kvlayers.persistence.format import TOKEN_IDS
 from kvlayers.persistence.inspect import CacheFile, summary
 from kvlayers.persistence.load import StateReader, load_cache
 from kvlayers.persistence.rebuild import check_remakeable
 from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
-from kvlayers.persistence.saved_file import SavedFile, opened
+from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import SUFFIX
-from kvlayers.prefix.block_references import BlockReferences, known_entry
+from kvlayers.prefix.backends.contract import SUFFIX, Content
+from kvlayers.prefix.block_references import BlockReferences, KnownEntry, known_entry
 from kvlayers.prefix.block_states import BlockStates, can_be_cut
 from kvlayers.prefix.blocks import file_of, read_blocks
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
@@ -235,13 +236,10 @@ class Directory:
         known = None if stored.path is None else self._references.get(stored.path)
         if stored.path is None or known is None:
             raise GoneError("the entry has no file any more.")
-        # If the file is written anew, only its list of boundaries can differ in size.
-        most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, _seconds_until(deadline)
-        with self.backend.reading(_name(stored.path), most, wait_seconds) as path, opened(path) as saved:
-            seen = summary(saved)
-            kept = entry_of(seen)
+        with self._opened(stored.path, known, deadline) as saved:
+            seen, path = summary(saved), saved.path
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            if kept is None or kept.label != stored.label or kept.ids.tobytes() != stored.ids.tobytes():
+            if _label_of(seen) != stored.label or not saved.has_token_ids or not _are_ids(saved, stored.ids):
                 raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
             # The label has identified the model already, so the config is only for layers that cannot be made without.
             if seen.needs_config and config is None:
@@ -254,6 +252,39 @@ class Directory:
                 cache = self._from_blocks(saved, saved.table, length, config, device, deadline)
         target = restorable_length(cache, min(length, cache.get_seq_length()))
         return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, known: KnownEntry, deadline: float | None) -> Iterator[SavedFile]:
+        """The file of an entry. If it holds a whole cache, it is mapped, or copied to this machine."""
+        name = _name(path)
+        if not known.table.sizes:
+            # As in `_content`.
+            most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, _seconds_until(deadline)
+            with self.backend.reading(name, most, wait_seconds) as local, opened(local) as saved:
+                yield saved
+            return
+        content = self._content(StoredFile(name, known.nbytes), deadline)
+        with opened_by_ranges(path, len(content), lambda start, end: bytes(content[start:end])) as saved:
+            yield saved
+        with contextlib.suppress(UnreachableError):
+            self.backend.touch([name])
+
+    def _content(self, file: StoredFile, deadline: float | None) -> Content:
+        """The content of a file that other processes may replace meanwhile."""
+        # If the file is written anew, only its list of boundaries can differ in size.
+        most = file.nbytes + MAX_HEADER_BYTES
+        while True:
+            (content,) = self.backend.read([file], _seconds_until(deadline))
+            if not isinstance(content, KVLayersError):
+                return content
+            if not isinstance(content, CacheFileError):
+                raise content
+            (now,) = self.backend.find([file.name])
+            if now is None:
+                raise GoneError(f"{self.backend.path_of(file.name)} does not exist: it was deleted.")
+            if now.nbytes == file.nbytes or now.nbytes > most:
+                raise content
+            file = now
 
     def _from_blocks(
         self,
@@ -359,6 +390,19 @@ def _at_fault(load: Callable[[], Cache]) -> Cache:
         raise CacheFileError(str(error)) from error
 
 
+def _are_ids(saved: SavedFile, ids: Tokens) -> bool:
+    """Whether a file has exactly these token ids."""
+    found = saved.tensor(TOKEN_IDS)
+    return found.dtype == torch.int64 and found.shape == (1, len(ids)) and found.numpy().tobytes() == ids.tobytes()
+
+
+def _label_of(seen: CacheFile) -> str | None:
+    """The label of an entry, `None` if a file is none of a prefix store."""
+    if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
+        return None
+    return seen.weights_id.partition(" ")[0]
+
+
 def entry_of(seen: CacheFile) -> PrefixEntry | None:
     """The entry that a file describes, `None` if it is not a file of a prefix store.
 
@@ -366,9 +410,10 @@ def entry_of(seen: CacheFile) -> PrefixEntry | None:
         CacheFileError: it is a file of a store, but damaged.
         CachePathError: it no longer exists.
     """
-    if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
+    label = _label_of(seen)
+    if label is None:
         return None
-    label, _, boundaries = seen.weights_id.partition(" ")
+    boundaries = str(seen.weights_id).partition(" ")[2]
     token_ids = seen.token_ids()
     if token_ids is None or token_ids.dtype != torch.int64 or tuple(token_ids.shape) != (1, seen.length):
         raise CacheFileError(f"{seen.path} is damaged: it does not have one id for each of its {seen.length} tokens.")

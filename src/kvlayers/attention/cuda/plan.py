@@ -235,7 +235,8 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
     for segment in segments.in_order:
         rows, readers = segment.rows, 1
         if rows is not None and rows.are_even:
-            rows, readers = None, len(rows) // rows.sequences
+            readers = len(rows) // rows.sequences
+            rows = None
         if isinstance(segment, DenseSegment):
             if tokens := segment.tokens:
                 dense.append((segment, column, readers, rows))

@@ -216,8 +216,8 @@ def samples(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> kvlayers.Ca
     return held(cache, 1, batch=8)
 
 
-def shared(tokens: int, prompts: int = 1) -> kvlayers.Cache:
-    return samples(kvlayers.DynamicCache(config=config()), tokens, prompts)
+def dense() -> kvlayers.Cache:
+    return kvlayers.DynamicCache(config=config())
 
 
 def reordered(cache: kvlayers.Cache) -> Counts:
@@ -229,8 +229,8 @@ def reordered(cache: kvlayers.Cache) -> Counts:
     return counts
 
 
-def beams(tokens: int, prompts: int) -> Counts:
-    cache = shared(tokens, prompts)
+def beams(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> Counts:
+    samples(cache, tokens, prompts)
     return largest([reordered(cache) for _ in range(3)])
 
 
@@ -238,18 +238,22 @@ def shared_operations() -> Iterator[Operation]:
     for tokens, before in ((2048, 124), (8192, 328), (32768, 1144)):
         yield Operation(
             f"eight samples of a prompt of {tokens:,}: decode step",
-            lambda tokens=tokens: step(shared(tokens), batch=8),
+            lambda tokens=tokens: step(samples(dense(), tokens), batch=8),
             before,
             8,
         )
     yield Operation(
         "eight samples of a prompt of 8,192: decode step with a mask",
-        lambda: step(shared(8192), batch=8, masked=True),
+        lambda: step(samples(dense(), 8192), batch=8, masked=True),
         None,
         30,
     )
-    yield Operation("eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(32768, 1), None, 8)
-    yield Operation("four beams of each of two prompts: reorder and decode step", lambda: beams(4096, 2), None, 14)
+    yield Operation(
+        "eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(dense(), 32768), None, 8
+    )
+    yield Operation(
+        "four beams of each of two prompts: reorder and decode step", lambda: beams(dense(), 4096, 2), None, 14
+    )
 
 
 # Branches behind stored tokens
@@ -270,11 +274,13 @@ def branching(make: Callable[[], kvlayers.Cache], *private: int) -> kvlayers.Cac
     return held(branch_of(branch), 1)
 
 
+def turn_of_branch(stored: kvlayers.Cache) -> Counts:
+    """Counts of a turn behind tokens that are stored."""
+    return step(branch_of(held(stored, 32768)), 512, masked=True)
+
+
 def branch_operations() -> Iterator[Operation]:
-    makers: dict[str, Callable[[], kvlayers.Cache]] = {
-        "DynamicCache": lambda: kvlayers.DynamicCache(config=config()),
-        "int4": lambda: quantized("int4"),
-    }
+    makers: dict[str, Callable[[], kvlayers.Cache]] = {"DynamicCache": dense, "int4": lambda: quantized("int4")}
     for name, make in makers.items():
         for segments, private in (("one shared segment", ()), ("two shared segments", (3000,))):
             yield Operation(
@@ -285,7 +291,7 @@ def branch_operations() -> Iterator[Operation]:
             )
         yield Operation(
             f"{name}: turn of 512 tokens behind 32k shared",
-            lambda make=make: step(branch_of(held(make(), 32768)), 512, masked=True),
+            lambda make=make: turn_of_branch(make()),
             None,
             60 if name == "int4" else 12,
         )
@@ -297,9 +303,9 @@ def branch_operations() -> Iterator[Operation]:
     )
     yield Operation(
         "int4: eight beams of a prompt of 32,768: reorder and decode step",
-        lambda: largest([reordered(cache) for cache in [samples(quantized("int4"), 32768)] for _ in range(3)]),
+        lambda: beams(quantized("int4"), 32768),
         None,
-        None,
+        10,
     )
 
 

@@ -339,17 +339,19 @@ def test_a_backend_that_does_not_answer_loses_nothing(
     put(store, [1, 5, 6])
     put(store, [1, 5, 7])
     store.insert(torch.tensor([2, 5, 6]), filled([2, 5, 6]), model="m")
-    for what in ("info", "read"):
-        Failing.fails = {what}
-        before = store.statistics.failed_reads
-        with caplog.at_level(logging.WARNING, logger="kvlayers"):
-            hit = store.lookup(torch.tensor([1, 5, 8, 9]), model="m")
-        assert (hit.cache, hit.covered) == (None, 0)
-        assert "could not be reached" in hit.reason
-        # One of the two files was tried: who waits for one server twice waits twice as long.
-        assert store.statistics.failed_reads == before + 1
-        assert covered(store, [2, 5, 6]) == 3
-    assert len(caplog.records) == 2
+    Failing.fails = {"read"}
+    before = store.statistics.failed_reads
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        hit = store.lookup(torch.tensor([1, 5, 8, 9]), model="m")
+    assert (hit.cache, hit.covered) == (None, 0)
+    assert "could not be reached" in hit.reason
+    # One of the two files was tried: who waits for one server twice waits twice as long.
+    assert store.statistics.failed_reads == before + 1
+    assert covered(store, [2, 5, 6]) == 3
+    assert len(caplog.records) == 1
+    # Blocks have names and sizes, which suffice to read them.
+    Failing.fails = {"info"}
+    assert covered(store, [1, 5, 6]) == 3
     Failing.fails = set()
     assert (covered(store, [1, 5, 6]), len(store), store.statistics.damaged) == (3, 3, 0)
 
@@ -515,7 +517,8 @@ def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -
     (name,) = failing.names()
     failing.write(name, failing.read(name) + bytes(5 * 2**20))
     Failing.asked = []
-    assert (covered(store, [1, 5, 6]), store.statistics.damaged, Failing.asked) == (0, 1, [])
+    assert (covered(store, [1, 5, 6]), store.statistics.damaged) == (0, 1)
+    assert sum(end - start for start, end in Failing.asked) < 2**20
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"\x08" + bytes(7)])
@@ -534,7 +537,8 @@ def test_only_a_little_of_each_file_is_read_at_first(failing: FilesystemFiles) -
     assert sum(end - start for start, end in Failing.asked) <= 2 * HEAD_BYTES < size
     Failing.asked = []
     assert covered(store, ids) == 8
-    assert sum(end - start for start, end in Failing.asked) == size
+    # One byte more of each file, which would show that it is longer.
+    assert sum(end - start for start, end in Failing.asked) == size + len(Failing.asked)
     assert max(end - start for start, end in Failing.asked) <= CHUNK_BYTES * CHUNKS_AT_ONCE
 
 
@@ -589,7 +593,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     messages += [str(caught.value), caplog.text]
-    assert len(caplog.records) >= 4
+    assert len(caplog.records) >= 3
     for text in messages:
         assert not any(secret in text for secret in ("hunter2", "t0k3n")), text
 

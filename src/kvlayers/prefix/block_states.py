@@ -65,6 +65,7 @@ class BlockStates:
             for form in group.tensors
         }
         self._sizes = table.sizes
+        self._waiting = set(self.needed_blocks)
 
     def _needed(self, number: int) -> int:
         """How many of the first rows of a group are needed."""
@@ -91,8 +92,11 @@ class BlockStates:
         """Take in a block, or what was wrong with it.
 
         Returns:
-            Whether the blocks behind it are still needed.
+            Whether more blocks are needed.
         """
+        if name not in self._waiting:
+            return bool(self._waiting)
+        self._waiting.discard(name)
         try:
             if isinstance(found, KVLayersError):
                 raise found
@@ -103,9 +107,10 @@ class BlockStates:
         except KVLayersError as error:
             self.failures[name] = error
             self._cut_before(name)
-            return self.length > 0
-        self._blocks[name] = found
-        return True
+            self._waiting &= set(self.needed_blocks) if self.length else set()
+        else:
+            self._blocks[name] = found
+        return bool(self._waiting)
 
     def _cut_before(self, name: str) -> None:
         """Use only the tokens before the first row in this block."""

@@ -1,7 +1,9 @@
 """Blocks: files with the states of at most 256 tokens, named by their content."""
 
 import hashlib
+import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -24,6 +26,9 @@ ALIGNMENT = 8
 
 CHECKING_THREADS = 2
 """Threads that compare the content of blocks with their names, while others arrive."""
+
+BLOCKS_AHEAD = 8
+"""Blocks that are being checked, or wait for it, while the caller uses those before."""
 
 BlockTensors = Mapping[str, Tensor]
 """The tensors of a block by name, `[layers, batch, kv_heads, rows, width]`."""
@@ -108,15 +113,19 @@ def read_blocks(
         wait_seconds: see `StorageBackend.read`.
     """
     files = [file_of(name, nbytes) for name, nbytes in sizes.items()]
-    coming: list[tuple[str, Future[BlockTensors] | KVLayersError]] = []
+    coming: deque[tuple[str, Future[BlockTensors] | KVLayersError]] = deque()
     with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
-        contents = backend.read(files, wait_seconds)
-        for name, file, content in zip(sizes, files, contents, strict=True):
-            if isinstance(content, KVLayersError):
-                coming.append((name, content))
-            else:
-                coming.append((name, threads.submit(opened_block, backend.path_of(file.name), name, content)))
-        for name, found in coming:
+        contents = zip(sizes, files, backend.read(files, wait_seconds), strict=True)
+        while True:
+            for name, file, content in itertools.islice(contents, BLOCKS_AHEAD - len(coming)):
+                if isinstance(content, KVLayersError):
+                    coming.append((name, content))
+                else:
+                    path = backend.path_of(file.name)
+                    coming.append((name, threads.submit(opened_block, path, name, content)))
+            if not coming:
+                return
+            name, found = coming.popleft()
             try:
                 yield name, found if isinstance(found, KVLayersError) else found.result()
             except CacheFileError as error:

@@ -189,8 +189,13 @@ class RedisObjectStore:
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `ObjectStore.find`."""
-        found = zip(names, map(_Manifest.parse, self._manifests(names)), strict=True)
-        return [None if manifest is None else manifest.stored(name) for name, manifest in found]
+        asked = [command for name in names for command in (("GET", self._key(name)), ("ZSCORE", self._index, name))]
+        answers = self._call(lambda: self._many(asked))
+        files: list[StoredFile | None] = []
+        for name, text, score in zip(names, answers[::2], answers[1::2], strict=True):
+            manifest = _Manifest.parse(text)
+            files.append(None if manifest is None else manifest.stored(name, _used(score)))
+        return files
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
         """As `ObjectStore.read_ranges`. A missing part has no bytes."""
@@ -268,9 +273,9 @@ class RedisObjectStore:
     def _delete(self, name: str, used_before: int | None) -> None:
         def delete(transaction: Any) -> None:
             old = _Manifest.parse(transaction.get(self._key(name)))
-            used = transaction.zscore(self._index, name)
+            used = _used(transaction.zscore(self._index, name))
             transaction.multi()
-            if used_before is not None and used is not None and int(used) * 1000 >= used_before:
+            if used_before is not None and used >= used_before:
                 return
             transaction.unlink(self._key(name))
             transaction.zrem(self._index, name)
@@ -286,7 +291,7 @@ class RedisObjectStore:
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`; uses by all stores count."""
         found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
-        return {name.decode("utf-8", "replace"): int(score) * 1000 for name, score in found}
+        return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
     def touch(self, names: Sequence[str]) -> None:
         """As `ObjectStore.touch`."""
@@ -298,6 +303,11 @@ class RedisObjectStore:
 
 def _now() -> int:
     return time.time_ns() // 1000
+
+
+def _used(score: Any) -> int:
+    """The score of a name in the index, in nanoseconds since 1970; 0 if it is not in the index."""
+    return 0 if score is None else int(float(score)) * 1000
 
 
 def _package(address: Address) -> Any:

@@ -33,6 +33,9 @@ BATCH_BYTES = 32 * 2**20
 BATCHES_AT_ONCE = 2
 """Batches of whole files that are in memory, or on their way to it, at the same time."""
 
+TOUCH_SECONDS = 1.0
+"""How long a reader waits at most until it is recorded that a file was used."""
+
 ATTEMPTS = 3
 """Attempts to read a file that other processes replace meanwhile."""
 
@@ -77,8 +80,12 @@ class RemoteBackend:
         return self._objects.missing(files)
 
     def touch(self, names: Sequence[str]) -> None:
-        """As `StorageBackend.touch`."""
-        self._objects.touch(names)
+        """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
+        touched = thread.submit(self._objects.touch, names)
+        thread.shutdown(wait=False)
+        with contextlib.suppress(NotArrived):
+            touched.result(TOUCH_SECONDS)
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""

@@ -93,7 +93,7 @@ def returned_while_branching(seed: int) -> Iterator[Tensor]:
     """Keys that a fork returns, while others that hold the same memory go on and away."""
     store = filled(PREFIX)
     forks = [store.fork() for _ in range(3)]
-    for step in range(3 * BLOCK):
+    for step in range(2 * BLOCK):
         for fork in forks:
             yield add(fork, 1, step)[0]
         if step == BLOCK:
@@ -110,7 +110,7 @@ def test_states_that_were_returned_stay_as_they_were_or_are_refused() -> None:
                 assert torch.equal(states.clone(), copy)
             except StaleStatesError:
                 refused += 1
-        held = [*held[-8:], (keys, keys.clone())]
+        held = [*held[-4:], (keys, keys.clone())]
     assert refused
 
 

@@ -52,6 +52,12 @@ class Place:
         return PrefixStore(ROOM, self.direct_url, storage_options=self.direct_options)
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store tries again sooner than it would, so that tests take no seconds."""
+    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.01)
+
+
 @pytest.fixture(scope="module")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     if redis_server.why_not():

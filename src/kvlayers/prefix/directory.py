@@ -108,6 +108,11 @@ class Directory:
         """Bytes of all entries, blocks that several of them share counted once."""
         return self._references.nbytes
 
+    def pieces(self, path: str) -> dict[str, int]:
+        """Bytes of the file of an entry, and of each of its blocks, by path and by name. No file is read."""
+        known = self._references.get(path)
+        return {} if known is None else {path: known.nbytes, **known.table.sizes}
+
     def changes(self, known: Collection[str]) -> DirectoryChanges:
         """Compare the files with the known entries. Damaged files are reported and left alone.
 

@@ -64,8 +64,8 @@ class SegmentedStore(ContiguousStore):
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
-        """Whether compiled code calls the layer by an operator: while there are segments."""
-        return self._shared is not None and bool(self._shared.segments)
+        """Whether compiled code calls the layer by an operator: after a fork, which may make a segment of the tail."""
+        return self._shared is not None
 
     @property
     def is_shared(self) -> bool:
@@ -315,6 +315,8 @@ class SegmentedStore(ContiguousStore):
     @override
     def fork(self) -> Self:
         twin = super().fork()
+        if self._shared is None and self._copy_on_write is not None:
+            self._shared = SharedSegments(length=self.length)
         twin._shared = self._copied_segments()
         return twin
 

@@ -239,7 +239,8 @@ class PrefixStore:
                     self._loading -= announced
                     self._changed.notify_all()
         found = search.found
-        storages = self._share(label, found.entry.ids, found.cache) if found.is_whole else {}
+        whole = found.cache if found.is_whole else None
+        storages = {} if whole is None else self._share(label, ids[: found.covered], whole)
         with self._lock:
             self._keep(search, storages)
             hit = search.hit()

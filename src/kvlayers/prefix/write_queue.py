@@ -200,7 +200,7 @@ class WriteQueue:
                 ticket = next(iter(self._jobs))
                 job = self._jobs.pop(ticket)
                 self._current = ticket, job
-            delay = 0.0
+            delay: float | None = None
             try:
                 delay = self._do(job)
             except Exception:
@@ -208,16 +208,16 @@ class WriteQueue:
             finally:
                 with self._changed:
                     self._current = None
-                    self._done += not delay
-                    if delay:
+                    self._done += delay is None
+                    if delay is not None:
                         # It stays the first one, and may be dropped meanwhile.
                         self._jobs = {ticket: job, **self._jobs}
                     self._changed.notify_all()
-                    if delay:
+                    if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)
 
-    def _do(self, job: _Job) -> float:
-        """Do a job, and return the seconds after which to try again, 0 if it is done."""
+    def _do(self, job: _Job) -> float | None:
+        """Do a job, and return the seconds after which to try again, `None` if it is done."""
         if isinstance(job, _Write):
             return self._do_write(job)
         if isinstance(job, _Delete):
@@ -225,13 +225,13 @@ class WriteQueue:
         else:
             self._do_shrink()
             self._directory.collect_garbage()
-        return 0.0
+        return None
 
-    def _do_write(self, job: _Write) -> float:
+    def _do_write(self, job: _Write) -> float | None:
         entry = job.entry
         with self._changed:
             if entry.cache is None or entry.path is not None or entry not in self._index:
-                return 0.0
+                return None
             entry.is_being_written = True
             job.tries += 1
             # A fork, since others fork the cache meanwhile.
@@ -251,7 +251,7 @@ class WriteQueue:
         if written is not None:
             self._finish_write(job, written)
             self._do_shrink()
-            return 0.0
+            return None
         with self._changed:
             entry.is_being_written = False
             most_tries = 1 if self._is_unreachable else self._most_tries
@@ -264,7 +264,7 @@ class WriteQueue:
                 self._index.remove(entry)
         level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
         logger.log(level, "An entry of a prefix store was not written to its directory: %s", error)
-        return 0.0
+        return None
 
     def _finish_write(self, job: _Write, written: WrittenEntry) -> None:
         entry = job.entry

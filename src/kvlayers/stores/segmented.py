@@ -64,8 +64,8 @@ class SegmentedStore(ContiguousStore):
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
-        """Whether compiled code calls the layer by an operator: while there are segments."""
-        return self._shared is not None and bool(self._shared.segments)
+        """Whether compiled code calls the layer by an operator: after a fork, which may make a segment of the tail."""
+        return self._shared is not None
 
     @property
     def is_shared(self) -> bool:
@@ -315,6 +315,8 @@ class SegmentedStore(ContiguousStore):
     @override
     def fork(self) -> Self:
         twin = super().fork()
+        if self._shared is None and self._copy_on_write is not None:
+            self._shared = SharedSegments(length=self.length)
         twin._shared = self._copied_segments()
         return twin
 
@@ -348,7 +350,7 @@ class SegmentedStore(ContiguousStore):
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else TRIM_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
             # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
-            is_short = self._shared_tokens and self.tail_length <= self.length // COPIED_TAIL_DIVISOR
+            is_short = self.tail_length * 2 <= self._shared_tokens
             if is_short or self._may_write(0, self._capacity):
                 self._allocate(self.tail_length)
         for segment in () if self._shared is None else self._shared.segments:

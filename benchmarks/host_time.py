@@ -25,13 +25,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment, Segment
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from lib.offline_gpu import OfflineDriver, as_gpu
 
 STUB = Path(__file__).parent / "lib" / "stub_cuda.c"
 KV_HEADS, HEADS, HEAD_DIM, PROMPT = 8, 32, 128, 8192
-CALLS, TRIALS = 400, 7
+CALLS, TRIALS = 20, 500
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -87,12 +88,18 @@ def microseconds(call: Callable[[], Any]) -> float:
     return min(means)
 
 
-def measure(nbits: int, launches: ctypes.c_long) -> dict[str, Any]:
-    """Microseconds of the host a call, and the launches of one."""
+def states(tokens: int) -> list[torch.Tensor]:
+    return [torch.randn(1, KV_HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
 
-    def states(tokens: int) -> list[torch.Tensor]:
-        return [torch.randn(1, KV_HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
 
+def behind_a_prefix(segments: KVSegments) -> KVSegments:
+    """The segments of a fork, whose own tokens come behind those of the prompt: packed ones and a residual."""
+    packed = next(segment for segment in segments.in_order if isinstance(segment, PackedSegment))
+    return KVSegments((*segments.in_order, next(packed.pieces(4)), DenseSegment(*states(100))))
+
+
+def measure(nbits: int, launches: ctypes.c_long) -> list[dict[str, Any]]:
+    """Microseconds of the host a call, and the launches of one, without and with a shared segment."""
     # Packed by the CPU: only attention is of interest here.
     store = QuantizedStore(Quantization(nbits=nbits))
     for tokens in (PROMPT, 1):
@@ -105,21 +112,32 @@ def measure(nbits: int, launches: ctypes.c_long) -> dict[str, Any]:
     query = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16)
     snapshot = keys.snapshot
 
-    def attention() -> torch.Tensor:
-        return dispatch.attend(query, snapshot.segments, None, None, snapshot.paths)
+    def attention(*segments: Segment) -> torch.Tensor:
+        # At each step, the last segment is another one.
+        tail = DenseSegment(segments[-1].keys, segments[-1].values)
+        return dispatch.attend(query, KVSegments((*segments[:-1], tail)), None, None, snapshot.paths)
 
+    found = []
     with as_gpu(device=query.device):
-        attention()
-        before = launches.value
-        attention()
-        return {
-            "launches": launches.value - before,
-            "path": list(snapshot.paths.counts)[-1],
-            "attention": microseconds(attention),
-            "scaled_dot_product_attention": microseconds(
-                lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-            ),
-        }
+        for name, segments in (
+            ("contiguous", snapshot.segments),
+            ("a shared segment and a tail", behind_a_prefix(snapshot.segments)),
+        ):
+            attention(*segments.in_order)
+            before = launches.value
+            attention(*segments.in_order)
+            found.append(
+                {
+                    "states": name,
+                    "launches": launches.value - before,
+                    "path": list(snapshot.paths.counts)[-1],
+                    "attention": microseconds(lambda segments=segments: attention(*segments.in_order)),
+                }
+            )
+        found[0]["scaled_dot_product_attention"] = microseconds(
+            lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        )
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,13 +149,14 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)
         with torch.no_grad():
             found = measure(given.nbits, ctypes.c_long.in_dll(stub, "stub_launches"))
-    found["torch"], found["triton"] = torch.__version__, triton.__version__
     if given.json:
-        print(json.dumps(found))
-    else:
-        print(f"{found['path']}: {found['launches']} launches")
-        print(f"attention: {found['attention']:.0f} us of the host")
-        print(f"scaled_dot_product_attention: {found['scaled_dot_product_attention']:.0f} us of the host")
+        print(json.dumps({"measured": found, "torch": torch.__version__, "triton": triton.__version__}))
+        return 0
+    for row in found:
+        print(f"{row['states']}: {row['launches']} launches, {row['path']}")
+        print(f"  attention: {row['attention']:.0f} us of the host")
+        if "scaled_dot_product_attention" in row:
+            print(f"  scaled_dot_product_attention: {row['scaled_dot_product_attention']:.0f} us of the host")
     return 0
 
 

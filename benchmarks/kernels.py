@@ -75,7 +75,10 @@ FEW = {
     89: ("attend_split: native 4, head_dim 128",),
     90: (
         *(f"attend_split: native {bits}, head_dim {head_dim}" for bits in (4, 8) for head_dim in (64, 128)),
-        *(f"{kernel}: native 4, head_dim 128" for kernel in ("merge_splits", "pack_block", "read_block", "merge_pair")),
+        *(
+            f"{kernel}: native 4, head_dim 128"
+            for kernel in ("merge_splits", "pack_block", "read_block", "merge_parts")
+        ),
     ),
     120: ("attend_split: native 4, head_dim 128", "read_block: native 4, head_dim 128"),
 }

@@ -210,14 +210,17 @@ def _without_attention(counts: Counts) -> Counts:
 # A shared prompt
 
 
-def shared(tokens: int, prompts: int = 1) -> kvlayers.DynamicCache:
-    """A cache of eight sequences, with as many for each prompt."""
-    cache = held(kvlayers.DynamicCache(config=config()), tokens, batch=prompts)
-    cache.expand(8 // prompts)
+def samples(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> kvlayers.Cache:
+    """The cache with eight sequences, as many for each prompt."""
+    held(cache, tokens, batch=prompts).expand(8 // prompts)
     return held(cache, 1, batch=8)
 
 
-def reordered(cache: kvlayers.DynamicCache) -> Counts:
+def dense() -> kvlayers.Cache:
+    return kvlayers.DynamicCache(config=config())
+
+
+def reordered(cache: kvlayers.Cache) -> Counts:
     """A step of a beam search: the cache is reordered, updated and read."""
     new, beams = states(1, 8), torch.empty(8, dtype=torch.int64, device=DEVICE)
     with counted() as counts:
@@ -226,8 +229,8 @@ def reordered(cache: kvlayers.DynamicCache) -> Counts:
     return counts
 
 
-def beams(tokens: int, prompts: int) -> Counts:
-    cache = shared(tokens, prompts)
+def beams(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> Counts:
+    samples(cache, tokens, prompts)
     return largest([reordered(cache) for _ in range(3)])
 
 
@@ -235,18 +238,75 @@ def shared_operations() -> Iterator[Operation]:
     for tokens, before in ((2048, 124), (8192, 328), (32768, 1144)):
         yield Operation(
             f"eight samples of a prompt of {tokens:,}: decode step",
-            lambda tokens=tokens: step(shared(tokens), batch=8),
+            lambda tokens=tokens: step(samples(dense(), tokens), batch=8),
             before,
             8,
         )
     yield Operation(
         "eight samples of a prompt of 8,192: decode step with a mask",
-        lambda: step(shared(8192), batch=8, masked=True),
+        lambda: step(samples(dense(), 8192), batch=8, masked=True),
         None,
         30,
     )
-    yield Operation("eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(32768, 1), None, 8)
-    yield Operation("four beams of each of two prompts: reorder and decode step", lambda: beams(4096, 2), None, 14)
+    yield Operation(
+        "eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(dense(), 32768), None, 8
+    )
+    yield Operation(
+        "four beams of each of two prompts: reorder and decode step", lambda: beams(dense(), 4096, 2), None, 14
+    )
+
+
+# Branches behind stored tokens
+
+
+def branch_of(cache: kvlayers.Cache) -> kvlayers.Cache:
+    """Another cache behind the same tokens, as a hit in a store gives: the first has written behind them."""
+    branch = cache.fork()
+    held(cache, 1)
+    return branch
+
+
+def branching(make: Callable[[], kvlayers.Cache], *private: int) -> kvlayers.Cache:
+    """A branch of a branch for each number of private tokens, behind 8,192 tokens. It has a tail of its own."""
+    branch = held(make(), 8192)
+    for tokens in private:
+        branch = held(branch_of(branch), tokens)
+    return held(branch_of(branch), 1)
+
+
+def turn_of_branch(stored: kvlayers.Cache) -> Counts:
+    """Counts of a turn behind tokens that are stored."""
+    return step(branch_of(held(stored, 32768)), 512, masked=True)
+
+
+def branch_operations() -> Iterator[Operation]:
+    makers: dict[str, Callable[[], kvlayers.Cache]] = {"DynamicCache": dense, "int4": lambda: quantized("int4")}
+    for name, make in makers.items():
+        for segments, private in (("one shared segment", ()), ("two shared segments", (3000,))):
+            yield Operation(
+                f"{name}: decode step behind {segments}",
+                lambda make=make, private=private: usual([step(branching(make, *private)) for _ in range(3)]),
+                None,
+                8 + 2 * len(private),
+            )
+        yield Operation(
+            f"{name}: turn of 512 tokens behind 32k shared",
+            lambda make=make: turn_of_branch(make()),
+            None,
+            60 if name == "int4" else 12,
+        )
+    yield Operation(
+        "int4: eight samples of a prompt of 32,768: decode step",
+        lambda: step(samples(quantized("int4"), 32768), batch=8),
+        None,
+        10,
+    )
+    yield Operation(
+        "int4: eight beams of a prompt of 32,768: reorder and decode step",
+        lambda: beams(quantized("int4"), 32768),
+        None,
+        10,
+    )
 
 
 # Caches in full precision
@@ -359,6 +419,7 @@ def operations() -> list[Operation]:
     return [
         *packed_operations(),
         *shared_operations(),
+        *branch_operations(),
         *full_precision_operations(),
         *recurrent_operations(),
         *packages_operations(),

@@ -94,7 +94,9 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         "prompt": "there are more than 256 queries for a kv head, as in a prompt",
         "batch": "there are more than 65535 kv heads in all sequences",
         "dtype": "queries are torch.bfloat16, and scales torch.float32",
-        "dtype of the residual": "queries are torch.float32, and states in full precision torch.float16",
+        "dtype of the residual": (
+            "scales are torch.float32, and states in full precision torch.float16 and torch.float32"
+        ),
         "3 bits": "the kernel does not support such codes",
         "rotations": "packed segments have other dtypes, or rotations",
         "readers": "sequences that read one segment are not side by side",

@@ -178,7 +178,39 @@ def packed_and_expanded(model: Any) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("make_cache", [shared, packed_and_expanded])
+def sinks_and_expanded(model: Any) -> Any:
+    cache = kvlayers.SinkCache(config=model.config, window_length=101, num_sink_tokens=4)
+    model(prompt(1, 80, seed=1), past_key_values=cache)
+    cache.expand(3)
+    return cache
+
+
+@pytest.mark.parametrize("make_cache", [packed, packed_sinks])
+def test_branches_with_blocks_of_their_own_go_on_in_the_same_graphs(
+    make_cache: Callable[[Any], Any], read_in_full: list[str]
+) -> None:
+    torch._dynamo.reset()
+    model, graphs, ids = llama(), [], prompt(1, 120)
+    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+
+    def decoded(run: Any) -> torch.Tensor:
+        cache = make_cache(model)
+        model(ids[:, :85], past_key_values=cache)
+        branches = [cache, *cache.fork(2)]
+        logits = []
+        for step in range(85, 100):
+            for number, branch in enumerate(branches):
+                part = (ids[:, step : step + 1] + number) % 97
+                logits.append(run(part, past_key_values=branch).logits)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        torch.testing.assert_close(decoded(forward), decoded(model), rtol=1e-4, atol=1e-5)
+    assert len(graphs) <= 3
+    assert not read_in_full
+
+
+@pytest.mark.parametrize("make_cache", [shared, packed_and_expanded, sinks_and_expanded])
 def test_sequences_that_go_on_from_one_prompt(make_cache: Callable[[Any], Any], read_in_full: list[str]) -> None:
     torch._dynamo.reset()
     model, graphs, ids = llama(), [], prompt(3, 60)

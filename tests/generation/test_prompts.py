@@ -8,6 +8,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
+from kvlayers.generation import shared_prefill
 from models import fresh_model, prompt, tiny_model
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "deepseek_v3", "gpt2", "jamba"]
@@ -51,6 +52,31 @@ def test_the_model_reads_each_prompt_once_and_the_cache_holds_it_once(way: str) 
     assert passed[0] == (2, 40)
     assert set(passed[1:]) == {(2 * repeats, 1)}
     assert all(layer.store.pieces(40 + 1)[0].rows is not None for layer in cache.layers)
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("llama", {"cache_implementation": "quantized", "cache_config": {"nbits": 4, "residual_length": 8}}),
+    "sinks": ("llama", {"cache_implementation": "sink", "cache_config": {"window_length": 100, "num_sink_tokens": 4}}),
+    "windows": ("mistral", {}),
+}
+
+
+@versions.prefills_apart
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["beams", "samples"])
+def test_other_caches_hold_a_prompt_once_too(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, options = KINDS[kind]
+    model, ids = fresh_model(family), prompt(2, 120)
+    if family == "mistral":
+        # Longer than the prompt.
+        model.config.sliding_window = 150
+    with kvlayers.installed():
+        once = generated(model, ids, **options, **WAYS[way])
+        monkeypatch.setattr(shared_prefill, "MIN_TOKENS", 1000)
+        repeated = generated(model, ids, **options, **WAYS[way])
+    assert torch.equal(once.sequences, repeated.sequences)
+    # Less than half of the tokens are those of the prompts.
+    assert once.past_key_values.nbytes < 0.6 * repeated.past_key_values.nbytes
 
 
 def test_a_short_prompt_a_given_cache_and_a_static_one_are_left_to_transformers() -> None:

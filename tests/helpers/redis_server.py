@@ -27,16 +27,18 @@ def why_not() -> str:
     return "" if importlib.util.find_spec("redis") else "the package redis is not installed: pip install redis"
 
 
-def start(directory: pathlib.Path, port: int) -> subprocess.Popen[bytes]:
-    """A server that answers."""
+def start(directory: pathlib.Path, port: int, keeps: bool = False) -> subprocess.Popen[bytes]:
+    """A server that answers. If it `keeps` its keys, each is in a file before the server says that it is set."""
     import redis
 
-    options = {"port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(directory)}
+    options = {"port": str(port), "bind": "127.0.0.1", "save": "", "dir": str(directory)}
+    options |= {"appendonly": "yes" if keeps else "no", "appendfsync": "always"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
     process = subprocess.Popen([str(PROGRAM), *arguments], stdout=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port) as client:
             while process.poll() is None:
+                # While it reads what it has kept, it answers with an error of its own.
                 with contextlib.suppress(redis.exceptions.ConnectionError):
                     client.ping()
                     return process
@@ -50,12 +52,17 @@ def start(directory: pathlib.Path, port: int) -> subprocess.Popen[bytes]:
 @contextlib.contextmanager
 def running(directory: pathlib.Path) -> Iterator[str]:
     """The URL of a server that runs for as long as the context lasts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = start(directory, port)
     try:
         yield f"redis://127.0.0.1:{port}/0"
     finally:
         process.terminate()
         process.wait()
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

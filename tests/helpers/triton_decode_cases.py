@@ -209,7 +209,7 @@ CASES: dict[str, Case] = {
     "cut, rotated, bfloat16": Case(
         **native(4, rotated=True), **AROUND, blocks=4, cuts=(1, 2), between=(3, 70), dtype=torch.bfloat16
     ),
-    "cut, no block in a piece": Case(**native(4), blocks=2, cuts=(0, 2), after=(9,)),
+    "cut, nothing in some pieces": Case(**native(4), blocks=2, cuts=(0, 2), between=(0, 3), after=(0, 9)),
     "shared": Case(**native(4), readers=3, before=(5,), after=(70,), kv_heads=2, blocks=3),
     "shared by two batches, cut, mask": Case(
         **native(4, rotated=True),
@@ -499,7 +499,7 @@ def check_resources() -> dict[str, Any]:
             obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
                 assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.plan_of(packed).variant(4, 16, 0, False)
+            variant = plan.plan_of(packed).variant(4, 1, 0, 1)
             found["stages"].append(obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)

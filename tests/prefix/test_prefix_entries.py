@@ -65,7 +65,7 @@ class Window:
 
 
 def files_in(directory: pathlib.Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
+    return {path.name for path in directory.glob("*.safetensors")}
 
 
 # The lengths that were inserted

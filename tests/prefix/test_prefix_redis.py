@@ -48,11 +48,11 @@ def keys(files: ServerFiles) -> set[str]:
 
 def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
-    (name,) = files.names()
-    assert len(name) == 64 + len(".safetensors")
-    parts = files.part_keys(name)
+    (name,), (block,) = files.names(), files.blocks()
+    assert (len(name), len(block)) == (64 + len(".safetensors"), 64 + len(".block"))
+    parts = [*files.part_keys(name), *files.part_keys(block)]
     assert len(parts) > 8
-    assert keys(files) == {"kvlayers:prefix:index", f"kvlayers:prefix:file:{name}", *parts}
+    assert keys(files) == {"kvlayers:prefix:index", *(f"kvlayers:prefix:file:{each}" for each in (name, block)), *parts}
     assert all(files.client.ttl(key) == -1 for key in keys(files))
     assert all(files.client.strlen(part) <= PART for part in parts)
 
@@ -61,39 +61,45 @@ def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none
     files: ServerFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
-    (name,) = files.names()
+    (name,), (block,) = files.names(), files.blocks()
     store = PrefixStore(ROOM, files.url)
-    files.client.delete(files.part_keys(name)[4])
+    files.client.delete(files.part_keys(block)[4])
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
             assert [covered(each, IDS) for _ in range(2)] == [0, 0]
-            assert each.statistics.damaged == 1
-        assert "a part of its" in caplog.messages[0]
+            # The block, and the entry of which nothing is left without it.
+            assert each.statistics.damaged == 2
+        assert "it must have" in caplog.messages[0]
         files.client.delete(files.part_keys(name)[0])
-        assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 3)
+        assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 5)
     put(store, IDS, large(IDS))
     assert covered(PrefixStore(ROOM, files.url), IDS) == 8
     # As a server does that has no more memory.
     files.client.delete(f"kvlayers:prefix:file:{name}")
-    assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 1, 0)
+    assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 2, 0)
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
 
 
-def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles) -> None:
+def test_what_is_replaced_and_what_is_deleted_leaves_nothing(
+    files: ServerFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
     put(first, IDS, large(IDS))
     before = keys(files)
     put(second, IDS, large(IDS))
     after = keys(files)
+    # The entry was written anew, and its block was there.
+    (name,) = files.names()
+    assert after - before == set(files.part_keys(name))
     assert len(before) == len(after)
-    assert len(before & after) == 2
     assert covered(first, IDS) == 8
+    monkeypatch.setattr("kvlayers.prefix.directory.GRACE_SECONDS_WHEN_FULL", 0)
     first.clear()
     assert keys(files) == set()
 
 
-def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles, tmp_path: pathlib.Path) -> None:
+def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None:
     address = Address(files.url, {})
     writer, backend = RedisObjectStore(address), RemoteBackend(RedisObjectStore(address), address)
     contents = [bytes([number]) * size for number, size in ((1, 4 * PART + 7), (2, 5 * PART))]
@@ -113,16 +119,12 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles, tmp_pat
             if content not in contents:
                 mixed.append(content[:300])
 
-    paths = []
-    for number, content in enumerate(contents):
-        paths.append(tmp_path / str(number))
-        paths[-1].write_bytes(content)
-    writer.upload(str(paths[0]), "it.safetensors")
+    writer.write("it.safetensors", contents[0])
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
     for number in range(100):
-        writer.upload(str(paths[number % 2]), "it.safetensors")
+        writer.write("it.safetensors", contents[number % 2])
     done.set()
     for reader in readers:
         reader.join()
@@ -141,12 +143,15 @@ KILLED = """
     commit = redis.RedisObjectStore._commit
 
     def killed(self, name, manifest):
-        if moment == "after":
+        if moment == "after" or not name.endswith(suffix):
             commit(self, name, manifest)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if name.endswith(suffix):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     redis.RedisObjectStore._commit = killed
-    for moment, ids in (("before", [1, 2, 3]), ("after", [4, 5, 6])):
+    moments = [(moment, suffix) for suffix in (".block", ".safetensors") for moment in ("before", "after")]
+    for number, (moment, suffix) in enumerate(moments):
+        ids = [number, 5, 6]
         # A fork, since starting an interpreter takes seconds.
         child = os.fork()
         if not child:
@@ -165,19 +170,24 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
         str(pathlib.Path(__file__).parents[1] / "helpers"),
     ]
     killed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
-    assert killed == [str(int(signal.SIGKILL))] * 2
+    assert killed == [str(int(signal.SIGKILL))] * 4
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged) == (1, 0)
-    assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6])] == [0, 3]
-    (name,) = files.names()
-    abandoned = {key for key in keys(files) if ":part:" in key} - set(files.part_keys(name))
+    assert [covered(store, [number, 5, 6]) for number in range(4)] == [0, 0, 0, 3]
+    assert (len(files.names()), len(files.blocks())) == (1, 3)
+    listed = {part for name in [*files.names(), *files.blocks()] for part in files.part_keys(name)}
+    abandoned = {key for key in keys(files) if ":part:" in key} - listed
     assert abandoned
     assert all(0 < files.client.ttl(key) <= redis.ABANDONED_SECONDS for key in abandoned)
-    put(store, [1, 2, 3], large([1, 2, 3]))
-    assert covered(PrefixStore(ROOM, files.url), [1, 2, 3]) == 3
+    for number in range(3):
+        put(store, [number, 5, 6], large([number, 5, 6]))
+    other = PrefixStore(ROOM, files.url)
+    assert [covered(other, [number, 5, 6]) for number in range(4)] == [3] * 4
+    assert len(files.blocks()) == 4
 
 
 def test_parts_that_did_not_live_long_enough_are_not_named(files: ServerFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlayers.prefix.write_queue.MOST_TRIES", 1)
     store = PrefixStore(ROOM, files.url)
     commit = RedisObjectStore._commit
 

@@ -65,12 +65,13 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
                 return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
             paths.record(f"{COPY}, as {obstacle}")
             return reference.attend_to_copy(query, segments, mask, scale)
-        if segments.shares_rows:
-            paths.record(f"{fused.description(query, segments)}, {SHARED}")
-            return shared_segments.attend(query, segments, mask, scale)
         obstacle = cuda_kernel.obstacle(query, segments, mask)
-        paths.record(CUDA if obstacle is None else f"{fused.description(query, segments)}, {SLABS}, as {obstacle}")
-        return (fused.attend if obstacle else cuda_kernel.attend)(query, segments, mask, scale)
+        if obstacle is None:
+            paths.record(CUDA)
+            return cuda_kernel.attend(query, segments, mask, scale)
+        means, parts = (shared_segments, SHARED) if segments.shares_rows else (fused, SLABS)
+        paths.record(f"{fused.description(query, segments)}, {parts}, as {obstacle}")
+        return means.attend(query, segments, mask, scale)
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:

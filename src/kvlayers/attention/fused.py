@@ -2,7 +2,7 @@
 
 It serves whatever the Triton kernel does not take: prompts behind a cache, long drafts, codes without a kernel, and
 devices without Triton. A slab is as many packed tokens as may be in full precision at once, in the dtype of the states.
-A fused kernel attends to each, and returns the log-sum-exp of the scores, by which `merge` puts slabs together.
+A fused kernel attends to each, and returns the log-sum-exp of the scores, by which slabs are merged.
 """
 
 import functools
@@ -35,7 +35,7 @@ HIDDEN = -2.3e38
 MERGED_ROWS = 4
 """Rows of a result that one program of the Triton kernel merges."""
 
-MERGE_PAIR = TritonKernel("kvlayers.attention.cuda.triton_merge_pair", "merge_pair")
+MERGE_PARTS = TritonKernel("kvlayers.attention.cuda.triton_merge_parts", "merge_parts")
 
 FUSED = "torch's fused attention"
 PLAIN = "plain torch"
@@ -58,38 +58,32 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     A number of an additive mask below -2.3e38 hides a token as `-inf` does.
     """
     parts = _attend_slabs(query, segments, mask, scale)
-    out = parts[0][0] if len(parts) == 1 else merge(parts)
-    return _clear_hidden(out.flatten(1, 2), mask).to(query.dtype)
+    return _clear_hidden(_merged(parts, query.dtype).flatten(1, 2), mask).to(query.dtype)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """As `attend`, for segments that are only a part of the tokens that the queries attend to; see `attend_both`.
+    """As `attend`, for segments that are only a part of the tokens that the queries attend to; see `attend_all`.
 
     Returns:
         Attended values `[batch, heads, queries, value_head_dim]`, in the dtype of the query or float32, and the
         log-sum-exp of the scores, float32 `[batch, heads, queries]`. It is about -1e30 (-65504 in float16) if a query
         sees no token of these, and its values are any finite ones.
     """
-    parts = _attend_slabs(query, segments, mask, scale)
-    out, logsumexp = parts[0] if len(parts) == 1 else _merge_partly(parts)
+    out, logsumexp = _merged_partly(_attend_slabs(query, segments, mask, scale))
     return out.flatten(1, 2), logsumexp.flatten(1, 2)
 
 
-def attend_both(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-    """Attention to two sets of tokens together, with zeros for queries that see none.
+def attend_all(parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Attention to several sets of tokens together, in a dtype, with zeros for queries that see none.
 
     Args:
-        first: what `attend_partly` returned for a set.
-        second: what it returned for another one, `None` if there is no token in it.
+        parts: what `attend_partly` returned for each set.
         mask: the mask of all tokens.
+        dtype: dtype of the result.
     """
-    if second is None:
-        out = first[0]
-    elif mask is None and first[0].dtype == second[0].dtype:
-        out = _merge_two(first, second)
-    else:
-        out = merge([first, second])
-    return _clear_hidden(out, mask)
+    # All query heads as one group.
+    grouped = [(out.unsqueeze(1), logsumexp.unsqueeze(1)) for out, logsumexp in parts]
+    return _clear_hidden(_merged(grouped, dtype).squeeze(1), mask).to(dtype)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -104,7 +98,26 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return (torch.stack(outs) * shares[..., None]).sum(0)
 
 
-def _merge_partly(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _merged(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """As `merge`, for parts `[batch, kv_heads, group, queries, value_head_dim]`; in `dtype` if that costs nothing."""
+    if len(parts) == 1:
+        return parts[0][0]
+    if _merges_by_triton(parts[0][0], dtype):
+        return _launch_merge(parts, dtype, logsumexp=False)[0]
+    if len(parts) > 2 or {out.dtype for out, _ in parts} != {dtype}:
+        return merge(parts)
+    (first, its_logsumexp), (second, other) = parts
+    share = other - its_logsumexp
+    share = torch.sigmoid(share, out=torch.empty_like(share, dtype=dtype))
+    return torch.lerp(first, second, share[..., None])
+
+
+def _merged_partly(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """As `_merged`, in float32 if there are several parts, with the log-sum-exp of all."""
+    if len(parts) == 1:
+        return parts[0]
+    if _merges_by_triton(parts[0][0], torch.float32):
+        return _launch_merge(parts, torch.float32, logsumexp=True)
     return merge(parts), torch.logsumexp(torch.stack([logsumexp for _, logsumexp in parts]), 0)
 
 
@@ -122,57 +135,61 @@ def _attend_slabs(
         position += slab.tokens
         parts.append(attend_dense(query, slab.keys, slab.values, part, scale))
         if len(parts) == PARTS_AT_ONCE:
-            parts = [_merge_partly(parts)]
+            parts = [_merged_partly(parts)]
     return parts
 
 
 def _clear_hidden(out: Tensor, mask: Tensor | None) -> Tensor:
-    """Results with zeros for queries that may attend to no token, as in torch."""
+    """Results with zeros, written in place, for queries that may attend to no token, as in torch."""
     if mask is None:
         return out
     mask = unexpanded(mask)
     if mask.dtype == torch.bool:
-        return out.masked_fill(mask.any(-1, keepdim=True).logical_not(), 0)
-    return out.masked_fill(mask.amax(-1, keepdim=True) <= HIDDEN, 0)
+        return out.masked_fill_(mask.any(-1, keepdim=True).logical_not(), 0)
+    return out.masked_fill_(mask.amax(-1, keepdim=True) <= HIDDEN, 0)
 
 
-def _merge_two(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """As `merge` for two parts `[batch, heads, queries, value_head_dim]` of one dtype, in that dtype."""
-    width = first[0].shape[3]
-    if not (runs_triton(first[0].device) and _has_merge_pair(first[0].device, first[0].dtype, width)):
-        share = second[1] - first[1]
-        share = torch.sigmoid(share, out=torch.empty_like(share, dtype=first[0].dtype))
-        return torch.lerp(first[0], second[0], share[..., None])
-    batch, heads, queries, _ = first[0].shape
-    outs = [out if out.stride(3) == 1 else out.contiguous() for out, _ in (first, second)]
-    logsumexps = first[1], second[1]
-    # In the memory layout of torch's attention, in which the next layer reads it.
-    found = torch.empty((batch, queries, heads, width), dtype=outs[0].dtype, device=outs[0].device)
-    rows = batch * heads * queries
-    strides = [stride for tensor in (*outs, *logsumexps) for stride in tensor.stride()[:3]]
-    MERGE_PAIR.launch(
-        found.device,
-        (-(-rows // MERGED_ROWS),),
-        (*outs, *logsumexps, found, *strides, rows, heads, queries),
-        _merge_pair_constants(width),
+def _launch_merge(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
+    """As `_merged` and `_merged_partly`, by the Triton kernel, in the memory layout of torch's attention."""
+    batch, kv_heads, group, queries, width = parts[0][0].shape
+    outs = tuple(out if out.stride(4) == 1 else out.contiguous() for out, _ in parts)
+    logsumexps = tuple(logsumexp for _, logsumexp in parts)
+    strides = tuple(
+        stride for pair in zip(outs, logsumexps, strict=True) for one in pair for stride in one.stride()[:4]
     )
-    return found.transpose(1, 2)
+    found = outs[0].new_empty((batch, queries, kv_heads, group, width), dtype=dtype)
+    total = logsumexps[0].new_empty(found.shape[:4]) if logsumexp else logsumexps[0]
+    rows = batch * kv_heads * group * queries
+    if rows:
+        MERGE_PARTS.launch(
+            found.device,
+            (-(-rows // MERGED_ROWS),),
+            (outs, logsumexps, strides, found, total, rows, kv_heads, group, queries),
+            _merge_constants(width, len(parts), logsumexp),
+        )
+    return found.movedim(1, 3), total.movedim(1, 3) if logsumexp else total
 
 
 @functools.lru_cache(maxsize=64)
-def _merge_pair_constants(width: int) -> Mapping[str, Any]:
-    """Compile-time constants of `merge_pair` for values of `width` channels."""
+def _merge_constants(width: int, parts: int, logsumexp: bool) -> Mapping[str, Any]:
+    """Compile-time constants of `merge_parts` for so many parts with values of `width` channels."""
     # Fused multiply-add is not the default of every version of triton.
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    return {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS, **options}
+    sizes = {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS}
+    return {**sizes, "PARTS": parts, "LOGSUMEXP": logsumexp, **options}
+
+
+def _merges_by_triton(out: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the device of a part can run `merge_parts` with results of a dtype."""
+    return runs_triton(out.device) and _has_merge_parts(out.device, dtype, out.shape[-1])
 
 
 @functools.lru_cache(maxsize=64)
-def _has_merge_pair(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the device can run `merge_pair`."""
-    # Dtypes stand for tensors, and 16 for numbers: the kernel is compiled, not launched.
-    arguments = (dtype, dtype, torch.float32, torch.float32, dtype, *[16] * 15)
-    return MERGE_PAIR.obstacle(device, (1,), arguments, _merge_pair_constants(width)) is None
+def _has_merge_parts(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    # The kernel is compiled, not launched.
+    out, logsumexp = (torch.empty(1, dtype=kind, device=device) for kind in (dtype, torch.float32))
+    arguments = (out, out), (logsumexp, logsumexp), (16,) * 16, out, logsumexp, 16, 16, 16, 16
+    return MERGE_PARTS.obstacle(device, (1,), arguments, _merge_constants(width, 2, False)) is None
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:

@@ -35,18 +35,8 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         out, logsumexp = part.read(query, None if mask is None else mask[..., part.tokens], attended)
         pairs.append((out, logsumexp))
     if on_accelerator:
-        return _merged_on_accelerator(pairs, mask).to(query.dtype)
+        return fused.attend_all(pairs, mask, query.dtype)
     return reference.merge(*zip(*pairs, strict=True))[0].to(query.dtype)
-
-
-def _merged_on_accelerator(pairs: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tensor:
-    *others, last = pairs
-    if not others:
-        return fused.attend_both(last, None, mask)
-    first = others[0]
-    if len(others) > 1:
-        first = fused.merge(others), torch.logsumexp(torch.stack([logsumexp for _, logsumexp in others]), 0)
-    return fused.attend_both(first, last, mask)
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:

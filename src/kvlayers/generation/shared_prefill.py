@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
@@ -36,6 +37,9 @@ def prefill_once(
         return None
     rows = input_ids.shape[0]
     once = {name: _every(repeats, value, rows) for name, value in model_kwargs.items()}
+    for layer in cache.adapted_layers():  # type: ignore[union-attr]
+        # Layers without tokens may know the padding of each sequence.
+        layer.select(torch.arange(0, rows, repeats))
     output = prefill(input_ids[::repeats], once)
     if compat.LOOPS_COUNT_CACHE_POSITION and "cache_position" in once:
         # The decode loop continues counting from what the prefill leaves here.
@@ -58,8 +62,8 @@ def _can_expand_later(
         # Models with images or an encoder return more for a prompt, which kvlayers does not know how to repeat.
         return False
     returns_more = generation_config.output_attentions or generation_config.output_hidden_states
-    grows = any(layer.attends and layer.capacity is None for layer in cache.adapted_layers())
-    return grows and not returns_more and not cache.is_static
+    shares = any(layer.attends and layer.reserved is None for layer in cache.adapted_layers())
+    return shares and not returns_more and not cache.is_static
 
 
 def _every(step: int, value: Any, rows: int) -> Any:

@@ -308,6 +308,19 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.linear.expand(repeats)
 
     @override
+    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+        if isinstance(other, HybridLayer):
+            self.wrapped.share_prefix(other.wrapped, tokens)
+
+    @override
+    def trim(self) -> None:
+        self.wrapped.trim()
+
+    @override
+    def compact(self) -> None:
+        self.wrapped.compact()
+
+    @override
     def reset(self) -> None:
         self.wrapped.reset()
         self.linear.reset()

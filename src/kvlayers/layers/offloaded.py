@@ -203,6 +203,21 @@ class OffloadedLayer(WrapperLayer):
             layer.select(indices)
 
     @override
+    def expand(self, repeats: int) -> None:
+        with self._on_host() as layer:
+            layer.expand(repeats)
+
+    @override
+    def trim(self) -> None:
+        with self._on_host() as layer:
+            layer.trim()
+
+    @override
+    def compact(self) -> None:
+        with self._on_host() as layer:
+            layer.compact()
+
+    @override
     def reset(self) -> None:
         with self._on_host() as layer:
             layer.reset()

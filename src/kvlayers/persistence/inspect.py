@@ -100,7 +100,7 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
     with opened(checked_path(path)) as saved:
-        return _seen(saved, opened)
+        return summary(saved)
 
 
 def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
@@ -119,10 +119,11 @@ def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
         return opened_by_ranges(path, file_bytes, read)
 
     with open_it(path) as saved:
-        return _seen(saved, open_it)
+        return summary(saved, open_it)
 
 
-def _seen(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]]) -> CacheFile:
+def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]] = opened) -> CacheFile:
+    """What an open file says about its cache."""
     description, header = saved.description, saved.header
     cache, model = description.cache, description.model
     return CacheFile(

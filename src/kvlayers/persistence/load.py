@@ -1,7 +1,8 @@
 """Load a cache from a file, and continue decoding."""
 
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from kvlayers.caches.base import Cache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState
+from kvlayers.layers import LayerOperations, LayerState, TokenLayer
 from kvlayers.layers.registry import description_context
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.persistence.fingerprint import check_model
@@ -21,8 +22,10 @@ from kvlayers.persistence.rebuild import (
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path
+from kvlayers.persistence.safetensors_header import checked_path, refuse
 from kvlayers.persistence.saved_file import SavedFile, opened
+from kvlayers.stores import DenseStore
+from kvlayers.stores.contract import KVPair
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
 
@@ -81,9 +84,16 @@ def load_cache(
     else:
         place = checked_device(device)
     with opened(path) as saved:
+        if saved.table is not None:
+            refuse(
+                path,
+                "the states of its cache",
+                "an entry of a prefix store, whose states are in blocks beside it",
+                "open its directory with PrefixStore(directory=...)",
+            )
         check_model(path, saved.description, config, weights_id)
         _check_length(path, saved.description.cache, length)
-        reader = _StateReader(saved, place, length, verify)
+        reader = StateReader(saved, place, length, verify)
         return reader.new(config) if into is None else reader.fill(into)
 
 
@@ -109,11 +119,39 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
         )
 
 
-class _StateReader:
-    """Loads the states of a file into caches."""
+class StatesElsewhere(Protocol):
+    """The states of an entry, whose file holds none of them."""
 
-    def __init__(self, saved: SavedFile, device: torch.device, length: int | None, verify: bool) -> None:
+    def pairs(self, index: int) -> list[KVPair]:
+        """Keys and values of a layer, piece by piece, to be copied."""
+
+    def state(
+        self, index: int, record: LayerRecord, small: Callable[[str], Tensor]
+    ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """Tensors and facts of a layer, of which `small` reads those in the file."""
+
+
+class StateReader:
+    """Loads the states of a file into caches.
+
+    Args:
+        saved: the file.
+        device: device of the states.
+        length: how many of the first tokens to load, `None` for all.
+        verify: whether to compare the states in the file with their checksums.
+        elsewhere: the states that are not in the file.
+    """
+
+    def __init__(
+        self,
+        saved: SavedFile,
+        device: torch.device,
+        length: int | None,
+        verify: bool,
+        elsewhere: StatesElsewhere | None = None,
+    ) -> None:
         self.saved = saved
+        self.elsewhere = elsewhere
         self.device = device
         self.length = length
         self.verify = verify
@@ -141,10 +179,24 @@ class _StateReader:
         if len(cache.layers) != len(record.layers):
             raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
-            layer.load_state(self._state(layer, layer_record, part, index))
+            pairs = [] if self.elsewhere is None else self.elsewhere.pairs(index)
+            if pairs and _appends(layer, layer_record):
+                self._append(layer, layer_record, pairs)
+            else:
+                layer.load_state(self._state(layer, layer_record, part, index))
         batch_sizes = {layer.batch_size for layer in cache.adapted_layers() if layer.length}
         if len(batch_sizes) > 1:
             raise StateMismatchError(f"All layers must have one batch size, got {sorted(map(str, batch_sizes))}.")
+
+    @torch.no_grad()
+    def _append(self, layer: TokenLayer, record: LayerRecord, pairs: list[KVPair]) -> None:
+        """Copy the states of a layer into its store, piece by piece and once."""
+        tensors = {"keys": pairs[0][0][:, :, :0].to(self.device), "values": pairs[0][1][:, :, :0].to(self.device)}
+        _check_states(self.saved.path, tensors)
+        layer.load_state(LayerState(record.kind, tensors, {**record.facts, "length": 0}))
+        layer.store.reserve(sum(keys.shape[2] for keys, _ in pairs))
+        for keys, values in pairs:
+            layer.update(keys.to(self.device), values.to(self.device))
 
     def fill(self, cache: Cache) -> Cache:
         """Load the states of the file into the caller's cache."""
@@ -186,7 +238,12 @@ class _StateReader:
         if self.length and part != 1 and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
-        tensors = {name: self._tensor(layer_prefix(part, index) + name, cut) for name in record.tensors}
+        prefix = layer_prefix(part, index)
+        if self.elsewhere is None:
+            tensors = {name: self._tensor(prefix + name, cut) for name in record.tensors}
+        else:
+            found, held_facts = self.elsewhere.state(index, record, lambda name: self._tensor(prefix + name, None))
+            tensors, facts = {name: states.to(self.device) for name, states in found.items()}, dict(held_facts)
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
@@ -213,6 +270,11 @@ class _StateReader:
                 if own.recording:
                     layer.activate_past_recording()
         return cache
+
+
+def _appends(layer: LayerOperations, record: LayerRecord) -> TypeGuard[TokenLayer]:
+    """Whether the states of a layer can be taken in piece by piece, instead of all at once."""
+    return loads_prefixes(record) and isinstance(layer, TokenLayer) and isinstance(layer.store, DenseStore)
 
 
 def _parts(cache: Cache) -> list[Cache]:

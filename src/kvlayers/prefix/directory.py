@@ -1,51 +1,27 @@
-"""Entries in files: one file per entry, wherever the files are."""
+"""Entries in files: one small file for each entry, and blocks of tokens that entries share, wherever they are."""
 
-import contextlib
 import hashlib
 import logging
-import os
-import threading
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.inspect import CacheFile, inspect_cache
-from kvlayers.persistence.load import load_cache
+from kvlayers.persistence.inspect import CacheFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
-from kvlayers.persistence.save import save_cache
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
+from kvlayers.prefix.backends import GoneError, StorageBackend, UnreachableError
 from kvlayers.prefix.backends.contract import SUFFIX
-from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
-from kvlayers.prefix.keys import LABEL_PREFIX
+from kvlayers.prefix.block_references import BlockReferences, known_entry
+from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.entry_loader import EntryLoader, StoredPrefix, label_in
+from kvlayers.prefix.entry_writer import EntryFile, EntryWriter
+from kvlayers.prefix.file_reports import FileReports, name_in
+from kvlayers.prefix.garbage import GRACE_SECONDS, GRACE_SECONDS_WHEN_FULL, GarbageCollector
 from kvlayers.prefix.radix_tree import Tokens
 
 logger = logging.getLogger(__name__)
-
-
-class NeedsConfigError(Exception):
-    """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
-
-
-class StoredPrefix(Protocol):
-    """What identifies an entry in a file, for `Directory.load`. It does not change meanwhile."""
-
-    @property
-    def label(self) -> str:
-        """Model and namespace, as returned by `keys.label_of`."""
-
-    @property
-    def ids(self) -> Tokens:
-        """The tokens, int64 `[tokens]`."""
-
-    @property
-    def path(self) -> str | None:
-        """Path of the file."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +51,7 @@ class DirectoryChanges:
 
 
 class Directory:
-    """The files of a store. Each file contains all that identifies its entry. Threads may share a directory.
+    """The files of a store. Each entry contains all that identifies it. Threads may share a directory.
 
     The `weights_id` of a file holds the entry's label and its boundaries. Its name only distinguishes it from others.
 
@@ -83,22 +59,29 @@ class Directory:
         backend: where the files are.
 
     Attributes:
-        damaged: how many damaged files were seen.
-        failed_reads: how often a file could not be reached, or not in time.
+        reports: damaged files, and files that could not be reached.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self.damaged = self.failed_reads = 0
-        self._lock = threading.Lock()
-        self._reported: dict[str, StoredFile | None] = {}
-        self._sizes: dict[str, int] = {}
+        self.reports = FileReports(backend)
+        self._references = BlockReferences()
+        self._garbage = GarbageCollector(backend, self._references)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries, blocks that several of them share counted once."""
-        with self._lock:
-            return sum(self._sizes.values())
+        return self._references.nbytes
+
+    @property
+    def damaged(self) -> int:
+        """How many damaged or missing files were seen."""
+        return self.reports.damaged_files
+
+    @property
+    def failed_reads(self) -> int:
+        """How often a file could not be reached, or not in time."""
+        return self.reports.failed_reads
 
     def changes(self, known: Collection[str]) -> DirectoryChanges:
         """Compare the files with the known entries. Damaged files are reported and left alone.
@@ -116,51 +99,29 @@ class Directory:
         new = [
             file
             for file in files
-            if (path := self.backend.path_of(file.name)) not in known and self._reported.get(path) != file
+            if (path := self.backend.path_of(file.name)) not in known and not self.reports.has(path, file)
         ]
         added = []
         for file, seen in zip(new, self.backend.inspect(new), strict=True):
             try:
                 if isinstance(seen, KVLayersError):
                     raise seen
-                entry = _entry_of(seen)
+                entry = entry_of(seen)
+                if entry is not None:
+                    self._references.put(seen.path, known_entry(seen, file))
             except GoneError:
                 continue
             except UnreachableError as error:
-                self.report_unreachable(error)
+                self.reports.unreachable(error)
             except (CacheFileError, CachePathError) as error:
-                self._report(file.name, file, error)
+                self.reports.damaged_file(self.backend.path_of(file.name), file, error)
             else:
                 if entry is not None:
                     added.append(entry)
         gone = set(known) - paths
-        with self._lock:
-            self._sizes.update({str(entry.path): entry.file_bytes for entry in added})
-            for path in gone:
-                self._sizes.pop(path, None)
+        for path in gone:
+            self._references.drop(path)
         return DirectoryChanges(added, gone)
-
-    def report_damaged(self, path: str, error: Exception) -> None:
-        """Count the file of an entry as damaged, and log it once."""
-        file = None
-        with contextlib.suppress(UnreachableError):
-            (file,) = self.backend.find([_name(path)])
-        self._report(_name(path), file, error)
-
-    def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
-        path = self.backend.path_of(name)
-        with self._lock:
-            if path in self._reported and self._reported[path] == file:
-                return
-            self._reported[path] = file
-            self.damaged += 1
-        logger.warning("A file of a prefix store is skipped: %s", error)
-
-    def report_unreachable(self, error: Exception) -> None:
-        """Count a file that could not be reached, and log it."""
-        with self._lock:
-            self.failed_reads += 1
-        logger.warning("A file of a prefix store could not be read now: %s", error)
 
     def write(
         self,
@@ -171,6 +132,8 @@ class Directory:
         neighbours: Sequence[tuple[str, int]] = (),
     ) -> WrittenEntry:
         """Write an entry. When this returns, it is acknowledged: a crash does not lose it.
+
+        Tokens that neighbours have in blocks are not written again.
 
         Args:
             label: model and namespace, as returned by `keys.label_of`.
@@ -186,18 +149,13 @@ class Directory:
         check_remakeable(cache)
         name = hashlib.sha256(label.encode() + ids.tobytes()).hexdigest() + SUFFIX
         served = ",".join(map(str, sorted(boundaries)))
-        token_ids = torch.from_numpy(ids.copy())[None]
-        with self.backend.writing(name) as path:
-            save_cache(cache, path, token_ids=token_ids, weights_id=f"{label} {served}")
-            try:
-                file_bytes = os.path.getsize(path)
-            except OSError as error:
-                raise GoneError(f"the file {path} was deleted right after it was written.") from error
-        written = WrittenEntry(self.backend.path_of(name), file_bytes)
-        with self._lock:
-            self._reported.pop(written.path, None)
-            self._sizes[written.path] = file_bytes
-        return written
+        known = [(self._references.get(path), tokens) for path, tokens in neighbours]
+        tables = [(entry.table, tokens) for entry, tokens in known if entry is not None]
+        file = EntryFile(name, f"{label} {served}", torch.from_numpy(ids.copy())[None])
+        written = EntryWriter(self.backend, self._references, cache, tables).write(file)
+        path = self.backend.path_of(name)
+        self.reports.forget(path)
+        return WrittenEntry(path, written.nbytes + written.table.nbytes)
 
     def load(
         self,
@@ -207,7 +165,7 @@ class Directory:
         device: torch.device | str | None,
         deadline: float | None = None,
     ) -> Cache | None:
-        """The cache in an entry's file, rolled back to `length` tokens, or as near before that as it can.
+        """The cache of an entry, rolled back to `length` tokens, or as near before that as it can.
 
         Args:
             stored: the entry. Its label and tokens must be those in the file.
@@ -218,34 +176,32 @@ class Directory:
 
         Returns:
             The cache, `None` if it cannot be rolled back that far. It may have fewer tokens than `length`: damaged,
-            missing and late parts are reported, and the tokens before them are used.
+            missing and late blocks are reported, and the tokens before them are used.
 
         Raises:
-            CacheFileError: the file is damaged, or holds other tokens.
+            CacheFileError: the file is damaged, or holds other tokens; or a block of it is, before which nothing can be
+                used.
             UnreachableError: it cannot be reached now, or not in time.
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        if stored.path is None:
-            raise GoneError("the entry has no file.")
-        with self._lock:
-            file_bytes = self._sizes.get(stored.path, 0)
-        if deadline is not None and time.monotonic() >= deadline:
-            raise UnreachableError(f"{stored.path} was not read in time.")
-        # If the file is written anew, only its list of boundaries can differ in size.
-        with self.backend.reading(_name(stored.path), file_bytes + MAX_HEADER_BYTES) as path:
-            cache = _loaded(path, stored, length, config, device)
-        target = restorable_length(cache, min(length, cache.get_seq_length()))
-        return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
+        known = None if stored.path is None else self._references.get(stored.path)
+        if stored.path is None or known is None:
+            raise GoneError("the entry has no file any more.")
+        loader = EntryLoader(self.backend, self.reports, deadline)
+        try:
+            return loader.load(stored, known, length, config, device)
+        finally:
+            self._references.add_unusable(loader.unusable)
 
     def oldest_first(self, paths: Iterable[str]) -> list[str]:
         """Paths of entries, least recently used first; empty if this cannot be known now."""
         try:
             uses = self.backend.last_uses()
         except UnreachableError as error:
-            self.report_unreachable(error)
+            self.reports.unreachable(error)
             return []
-        return sorted(paths, key=lambda path: uses.get(_name(path), 0))
+        return sorted(paths, key=lambda path: uses.get(name_in(path), 0))
 
     def delete(self, path: str) -> bool:
         """Delete an entry, and the blocks that no other entry refers to.
@@ -253,59 +209,50 @@ class Directory:
         Returns:
             Whether it is deleted now.
         """
+        return self.delete_all([path])
+
+    def delete_all(self, paths: Collection[str]) -> bool:
+        """Delete entries, and the blocks that no other entry refers to; as `delete`, with one look at what is left.
+
+        Returns:
+            Whether all of them are deleted now.
+        """
         try:
-            self.backend.delete([_name(path)])
+            self.backend.delete([name_in(path) for path in paths])
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
             return False
-        with self._lock:
-            self._sizes.pop(path, None)
+        blocks = {name for path in paths for name in self._references.drop(path)}
+        self._collect(blocks, GRACE_SECONDS_WHEN_FULL)
         return True
 
     def collect_garbage(self) -> int:
-        """Delete blocks that no entry refers to, and that nobody is about to refer to.
+        """Delete blocks that no entry refers to, left behind by writers that were killed.
 
         Returns:
             Bytes of the deleted blocks.
         """
-        return 0
+        return self._collect(None, GRACE_SECONDS)
+
+    def _collect(self, candidates: Collection[str] | None, grace_seconds: float) -> int:
+        try:
+            return self._garbage.collect(candidates, grace_seconds)
+        except UnreachableError as error:
+            logger.warning("Blocks of a prefix store were not deleted: %s", error)
+            return 0
 
 
-def _name(path: str) -> str:
-    return os.path.basename(path)
-
-
-def _loaded(
-    path: str, entry: StoredPrefix, length: int, config: object | None, device: torch.device | str | None
-) -> Cache:
-    """The cache in an entry's file; its first `length` tokens only, if they can be read separately."""
-    seen = inspect_cache(path)
-    kept = _entry_of(seen)
-    # Compared now, and not only when the store was opened, since other processes may write to the directory.
-    if kept is None or kept.label != entry.label or kept.ids.tobytes() != entry.ids.tobytes():
-        raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
-    # The label has identified the model already, so the config is only for layers that cannot be made without one.
-    if seen.needs_config and config is None:
-        raise NeedsConfigError
-    first = length if length < len(entry.ids) and seen.has_prefixes else None
-    try:
-        return load_cache(path, device, config if seen.needs_config else None, first, weights_id=seen.weights_id)
-    except CachePathError:
-        raise
-    except KVLayersError as error:
-        raise CacheFileError(str(error)) from error
-
-
-def _entry_of(seen: CacheFile) -> PrefixEntry | None:
+def entry_of(seen: CacheFile) -> PrefixEntry | None:
     """The entry that a file describes, `None` if it is not a file of a prefix store.
 
     Raises:
         CacheFileError: it is a file of a store, but damaged.
         CachePathError: it no longer exists.
     """
-    if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
+    label = label_in(seen)
+    if label is None:
         return None
-    label, _, boundaries = seen.weights_id.partition(" ")
+    boundaries = str(seen.weights_id).partition(" ")[2]
     token_ids = seen.token_ids()
     if token_ids is None or token_ids.dtype != torch.int64 or tuple(token_ids.shape) != (1, seen.length):
         raise CacheFileError(f"{seen.path} is damaged: it does not have one id for each of its {seen.length} tokens.")
@@ -314,6 +261,6 @@ def _entry_of(seen: CacheFile) -> PrefixEntry | None:
         label,
         token_ids[0].numpy(),
         path=seen.path,
-        file_bytes=seen.nbytes,
+        file_bytes=seen.nbytes + (0 if seen.blocks is None else seen.blocks.nbytes),
         boundaries={length for length in lengths if length <= seen.length},
     )

@@ -21,8 +21,12 @@ class PrefixEntry:
         path: path of its file, or URL without credentials; `None` without a file.
         file_bytes: size of the file in bytes; 0 without one.
         last_use: a counter that grows with each use of the store.
+        used: time of the last use in seconds since 1970; `None` if it was not used since the store was made.
+        hits: look-ups that it has served.
         pins: how many calls of `pin` no `unpin` has undone.
         boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
+        is_leaving: whether it has been evicted, and leaves memory as soon as it is in a file.
+        is_being_written: whether it is being written to a file, which holds its memory.
     """
 
     label: str
@@ -32,8 +36,12 @@ class PrefixEntry:
     path: str | None = None
     file_bytes: int = 0
     last_use: int = 0
+    used: float | None = None
+    hits: int = 0
     pins: int = 0
     boundaries: set[int] = field(default_factory=set)
+    is_leaving: bool = False
+    is_being_written: bool = False
 
     def __post_init__(self) -> None:
         self.boundaries = {*self.boundaries, len(self.ids)}
@@ -48,20 +56,20 @@ class PrefixEntry:
         """Bytes of memory of the cache, shared memory included; 0 without a cache."""
         return sum(self.storages.values())
 
-    def set_cache(self, cache: Cache) -> None:
-        """Hold a cache of these tokens in memory."""
-        self.cache, self.storages = cache, cache.storages()
-
-    def drop_cache(self) -> None:
-        """Stop holding the cache in memory."""
-        self.cache, self.storages = None, {}
+    @property
+    def is_spare(self) -> bool:
+        """Whether it is needed in a file only, and only until a longer entry in a file serves the same prompts."""
+        return (self.cache is None or self.is_leaving) and not self.pins
 
     def can_restore(self, lengths: Iterable[int]) -> bool:
         """Whether the cache is in memory and can be rolled back to exactly each of these lengths."""
-        cache = self.cache
-        if cache is None:
-            return False
-        return all(length <= self.length and restorable_length(cache, length) == length for length in lengths)
+        return self.cache is not None and can_restore(self.cache, lengths)
+
+
+def can_restore(cache: Cache, lengths: Iterable[int]) -> bool:
+    """Whether `cache` can be rolled back to exactly each of these lengths."""
+    most = cache.get_seq_length()
+    return all(length <= most and restorable_length(cache, length) == length for length in lengths)
 
 
 def restorable_length(cache: Cache, length: int) -> int:

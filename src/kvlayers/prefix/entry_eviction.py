@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.radix_tree import RadixTree
 
 
 class EvictionPolicy(Protocol):
@@ -25,3 +26,33 @@ class LeastRecentlyUsed:
     def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
         """The entries by last use, the oldest first."""
         return sorted(entries, key=lambda entry: entry.last_use)
+
+
+def eviction_order(
+    policy: EvictionPolicy, entries: Sequence[PrefixEntry], trees: Iterable[RadixTree[PrefixEntry]]
+) -> list[PrefixEntry]:
+    """All of `entries` in the order of the policy, except that an entry comes after those that continue its tokens.
+
+    They read its memory, so evicting it before them would free nothing.
+
+    Args:
+        policy: the policy.
+        entries: the entries that may be evicted.
+        trees: the trees that hold them, and others.
+    """
+    ranks: dict[int, int] = {}
+    # Entries that the policy leaves out come last, since the budget must hold whatever it returns.
+    for entry in [*policy.order(entries), *entries]:
+        ranks.setdefault(id(entry), len(ranks))
+    last_below: dict[int, int] = {}
+    for tree in trees:
+        nodes = list(tree.nodes())
+        last = [-1 if node.value is None else ranks.get(id(node.value), -1) for node in nodes]
+        # Children stand behind their parents.
+        for number in range(len(nodes) - 1, 0, -1):
+            node = nodes[number]
+            if node.value is not None:
+                last_below[id(node.value)] = last[number]
+            if node.parent is not None:
+                last[node.parent] = max(last[node.parent], last[number])
+    return sorted(entries, key=lambda entry: (last_below[id(entry)], -entry.length))

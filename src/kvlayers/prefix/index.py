@@ -1,19 +1,37 @@
-"""The entries of a store, and the memory that they take. Not thread-safe by itself."""
+"""The entries of a store, and the memory that they take. Not thread-safe by itself, and it reads and writes no file."""
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvlayers.caches.base import Cache
-from kvlayers.errors import CapacityError, KVLayersError
-from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.entry_eviction import EvictionPolicy
+from kvlayers.errors import CapacityError
+from kvlayers.prefix.entry import PrefixEntry, can_restore
+from kvlayers.prefix.entry_eviction import EvictionPolicy, eviction_order
 from kvlayers.prefix.memory_account import MemoryAccount
 from kvlayers.prefix.radix_tree import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 
-logger = logging.getLogger(__name__)
+MOST_NEIGHBOURS = 4
+"""Entries in files whose blocks a new file may refer to."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A cache that is to enter memory, and what leaves it at the same moment.
+
+    Attributes:
+        entry: the entry that is to hold the cache.
+        cache: the cache, to which nobody will write.
+        storages: its memory.
+        replaced: shorter entries that the cache can be rolled back to.
+    """
+
+    entry: PrefixEntry
+    cache: Cache
+    storages: Storages
+    replaced: Sequence[PrefixEntry] = ()
 
 
 class EntryIndex:
@@ -22,22 +40,24 @@ class EntryIndex:
     Args:
         max_bytes: bytes of memory for all caches.
         policy: decides which entry is evicted first.
-        directory: where evicted entries are written, `None` for nowhere.
-        directory_max_bytes: bytes of all files, `None` for no limit.
+        has_directory: whether evicted entries are to be written before they leave memory.
+
+    Attributes:
+        evictions: entries that left memory, or are leaving it.
     """
 
-    def __init__(
-        self, max_bytes: int, policy: EvictionPolicy, directory: Directory | None, directory_max_bytes: int | None
-    ) -> None:
+    def __init__(self, max_bytes: int, policy: EvictionPolicy, has_directory: bool) -> None:
         self.max_bytes = max_bytes
         self.policy = policy
-        self.directory = directory
-        self.directory_max_bytes = directory_max_bytes
-        self.evictions = self.spilled = self.failed_writes = 0
+        self.has_directory = has_directory
+        self.evictions = 0
         self._trees: dict[str, RadixTree[PrefixEntry]] = {}
         self._uses = 0
         self._memory = MemoryAccount()
-        self.refresh()
+        self._staying = MemoryAccount()
+        self._holders: dict[int, set[PrefixEntry]] = {}
+        self._untrimmed: set[PrefixEntry] = set()
+        self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         for tree in self._trees.values():
@@ -46,79 +66,38 @@ class EntryIndex:
     def __len__(self) -> int:
         return sum(len(tree) for tree in self._trees.values())
 
+    def __contains__(self, entry: PrefixEntry) -> bool:
+        return self.tree(entry.label).get(entry.ids) is entry
+
+    # Reading
+
     def tree(self, label: str) -> RadixTree[PrefixEntry]:
         """The entries of a model and a namespace, for reading only."""
         return self._trees.get(label, RadixTree())
 
-    def _add(self, entry: PrefixEntry) -> None:
-        self._trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
-        self.touch(entry)
-
-    def _remove(self, entry: PrefixEntry) -> None:
-        tree = self.tree(entry.label)
-        tree.remove(entry.ids)
-        if not len(tree):
-            self._trees.pop(entry.label, None)
-
     @property
     def nbytes(self) -> int:
-        """Bytes of memory. Shared memory counts once."""
+        """Bytes of memory, with entries that are leaving. Shared memory counts once."""
         return self._memory.nbytes
 
     @property
-    def file_bytes(self) -> int:
-        """Bytes of files."""
-        return sum(entry.file_bytes for entry in self)
+    def shared_bytes(self) -> int:
+        """Bytes of memory that several entries hold, counted once."""
+        return self._memory.shared_bytes
 
-    def touch(self, entry: PrefixEntry) -> None:
-        """Record that an entry is used now."""
-        self._uses += 1
-        entry.last_use = self._uses
-
-    def insert(self, label: str, ids: Tokens, cache: Cache) -> bool:
-        """Insert a cache for tokens, unless an entry in memory can be rolled back to them.
-
-        Args:
-            label: model and namespace.
-            ids: all tokens that `cache` has seen.
-            cache: the cache, to which nobody will write.
-
-        Returns:
-            Whether it was inserted.
-
-        Raises:
-            CapacityError: there is no room for it besides the pinned entries; nothing is changed.
-        """
-        tree = self.tree(label)
-        covering = self.entry_covering(label, ids)
-        if covering is not None:
-            covering.boundaries.add(len(ids))
-            self.touch(covering)
-            return False
-        known = tree.get(ids)
-        entry = PrefixEntry(label, ids) if known is None else known
-        candidate = PrefixEntry(label, ids, cache)
-        shorter = [found.value for found in tree.prefixes_of(ids) if found.value is not entry]
-        replaced = [old for old in shorter if not old.pins and candidate.can_restore(old.boundaries)]
-        self._make_room(cache.storages(), leaving=replaced)
-        for old in replaced:
-            entry.boundaries |= old.boundaries
-            self._drop_cache(old)
-            # The file of a replaced entry stays until the new entry is in a file.
-            if old.path is None:
-                self.delete(old)
-        self._set_cache(entry, cache)
-        self._add(entry)
-        return True
-
-    def _set_cache(self, entry: PrefixEntry, cache: Cache) -> None:
-        self._drop_cache(entry)
-        entry.set_cache(cache)
-        self._memory.add(entry.storages)
-
-    def _drop_cache(self, entry: PrefixEntry) -> None:
-        self._memory.remove(entry.storages)
-        entry.drop_cache()
+    @property
+    def tokens(self) -> int:
+        """Tokens in memory. Those that several entries begin with count once."""
+        count = 0
+        for tree in self._trees.values():
+            nodes = list(tree.nodes())
+            held = [node.value is not None and node.value.cache is not None for node in nodes]
+            # Children stand behind their parents.
+            for number in range(len(nodes) - 1, 0, -1):
+                if held[number]:
+                    count += nodes[number].tokens
+                    held[nodes[number].parent or 0] = True
+        return count
 
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
@@ -129,168 +108,283 @@ class EntryIndex:
                 return found.value
         return None
 
-    def keep_in_memory(self, entry: PrefixEntry, cache: Cache) -> bool:
-        """Hold the cache of an entry, which was loaded from its file, in memory if there is room.
+    def closest_in_memory(self, label: str, ids: Tokens) -> tuple[Cache, int] | None:
+        """A fork of the cache that begins with most of these tokens, and how many they are; `None` without one."""
+        for found in self.tree(label).nearest(ids):
+            if not found.tokens:
+                return None
+            if found.value.cache is not None:
+                return found.value.cache.fork(), found.tokens
+        return None
+
+    def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
+        """Paths of other entries that begin with some of the tokens of `entry`, and how many; the best first."""
+        neighbours: list[tuple[str, int]] = []
+        for found in self.tree(entry.label).nearest(entry.ids):
+            if not found.tokens or len(neighbours) == MOST_NEIGHBOURS:
+                break
+            if found.value is not entry and found.value.path is not None:
+                neighbours.append((found.value.path, found.tokens))
+        return neighbours
+
+    def superseded_files(self, entry: PrefixEntry) -> list[PrefixEntry]:
+        """Entries that nobody needs once `entry`, which is in memory, is in a file as well."""
+        found = [found.value for found in self.tree(entry.label).prefixes_of(entry.ids)]
+        return [old for old in found if old is not entry and old.is_spare and entry.can_restore(old.boundaries)]
+
+    # Entries
+
+    def add(self, entry: PrefixEntry) -> None:
+        """Add an entry, or note that it is used now."""
+        self._trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
+        self.touch(entry)
+
+    def touch(self, entry: PrefixEntry) -> None:
+        """Record that an entry is used now. If it was leaving memory, it stays."""
+        self._uses += 1
+        entry.last_use = self._uses
+        self._stay(entry)
+
+    def _stay(self, entry: PrefixEntry) -> None:
+        if entry.is_leaving:
+            entry.is_leaving = False
+            self._staying.add(entry.storages)
+
+    def set_stuck(self, entry: PrefixEntry) -> None:
+        """Make room elsewhere from now on, since writing this entry takes too long."""
+        self._stay(entry)
+        self._stuck = entry
+
+    def unset_stuck(self, entry: PrefixEntry) -> None:
+        """Undo `set_stuck`, if it was called for this entry last."""
+        if entry is self._stuck:
+            self._stuck = None
+
+    def hit(self, entry: PrefixEntry) -> None:
+        """Record that an entry serves a look-up."""
+        self.touch(entry)
+        entry.hits += 1
+        entry.used = time.time()
+
+    def remove(self, entry: PrefixEntry) -> None:
+        """Remove an entry from the index; its file stays."""
+        self.drop_cache(entry)
+        tree = self.tree(entry.label)
+        tree.remove(entry.ids)
+        if not len(tree):
+            self._trees.pop(entry.label, None)
+
+    def set_cache(self, entry: PrefixEntry, cache: Cache, storages: Storages) -> None:
+        """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
+        self.drop_cache(entry)
+        entry.cache = cache
+        self._count(entry, storages)
+        self._untrimmed.add(entry)
+
+    def _count(self, entry: PrefixEntry, storages: Storages) -> None:
+        """Count the memory of an entry, in place of what was counted for it before."""
+        accounts = [self._memory] if entry.is_leaving else [self._memory, self._staying]
+        for account in accounts:
+            account.remove(entry.storages)
+            account.add(storages)
+        for address in entry.storages:
+            self._holders[address].discard(entry)
+            if not self._holders[address]:
+                del self._holders[address]
+        for address in storages:
+            self._holders.setdefault(address, set()).add(entry)
+        entry.storages = storages
+
+    def drop_cache(self, entry: PrefixEntry) -> None:
+        """Stop holding the cache of an entry in memory. Memory that it alone has read is given back."""
+        before = entry.storages
+        entry.cache = None
+        self.unset_stuck(entry)
+        self._count(entry, {})
+        entry.is_leaving = False
+        self._untrimmed.discard(entry)
+        self._trim_holders(before)
+
+    def _trim_holders(self, storages: Iterable[int]) -> None:
+        """Give back what nobody reads any more of this memory."""
+        seen: set[int] = set()
+        for address in storages:
+            # One of the holders trims what all of them share.
+            holder = next(iter(self._holders.get(address, ())), None)
+            if holder is not None and address not in seen:
+                seen.update(holder.storages)
+                self._trim(holder)
+
+    def _trim(self, entry: PrefixEntry) -> None:
+        before = entry.storages
+        if entry.cache is not None:
+            entry.cache.trim()
+            self._count(entry, entry.cache.storages())
+            self.note_moves(before.keys() - entry.storages.keys())
+
+    def note_moves(self, addresses: Iterable[int]) -> None:
+        """Count the memory of the entries that were in memory at these addresses, and are no longer."""
+        for entry in {entry for address in addresses for entry in self._holders.get(address, ())}:
+            if entry.cache is not None:
+                self._count(entry, entry.cache.storages())
+
+    def leave(self, entry: PrefixEntry) -> None:
+        """Stop holding the cache of an entry as soon as the entry is in a file."""
+        if not entry.is_leaving:
+            entry.is_leaving = True
+            self._staying.remove(entry.storages)
+
+    def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
+        """Record the file of an entry, which leaves memory if it was to."""
+        entry.path, entry.file_bytes = path, nbytes
+        self.unset_stuck(entry)
+        if entry.is_leaving:
+            self.drop_cache(entry)
+
+    def drop_file(self, entry: PrefixEntry) -> None:
+        """Stop using the file of an entry, which is gone or damaged."""
+        entry.path, entry.file_bytes = None, 0
+        if entry.cache is None and entry in self:
+            self.remove(entry)
+
+    def update(self, added: Sequence[PrefixEntry], gone: Collection[str]) -> int:
+        """Apply changes that other processes have made to the files.
 
         Returns:
-            Whether it is held.
+            Number of entries that were added.
         """
-        try:
-            self._make_room(cache.storages(), leaving=())
-        except CapacityError:
-            return False
-        if entry.path is None:
-            # An entry that was just written to make room has replaced this one.
-            return False
-        self._set_cache(entry, cache)
-        return True
+        for entry in list(self):
+            if entry.path in gone:
+                self.drop_file(entry)
+        before = len(self)
+        for entry in added:
+            known = self.tree(entry.label).get(entry.ids)
+            if known is None:
+                self.add(entry)
+            elif known.path is None and known.boundaries <= entry.boundaries:
+                self.set_file(known, str(entry.path), entry.file_bytes)
+        return len(self) - before
 
-    def _make_room(self, storages: Storages, leaving: Sequence[PrefixEntry]) -> None:
-        nbytes = sum(storages.values())
+    def clear(self) -> list[str]:
+        """Remove all entries, pinned or not, and return the paths of their files."""
+        paths = [entry.path for entry in self if entry.path is not None]
+        for entry in list(self):
+            self.remove(entry)
+        return paths
+
+    # Memory
+
+    def use_covering(self, label: str, ids: Tokens) -> bool:
+        """Whether an entry in memory can be rolled back to exactly these tokens. If so, it is used now."""
+        covering = self.entry_covering(label, ids)
+        if covering is not None:
+            covering.boundaries.add(len(ids))
+            self.touch(covering)
+        return covering is not None
+
+    def exchange(self, label: str, ids: Tokens, cache: Cache, storages: Storages) -> Exchange | None:
+        """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens."""
+        if self.use_covering(label, ids):
+            return None
+        tree = self.tree(label)
+        known = tree.get(ids)
+        entry = PrefixEntry(label, ids) if known is None else known
+        shorter = [found.value for found in tree.prefixes_of(ids) if found.value is not entry]
+        replaced = [old for old in shorter if not old.pins and can_restore(cache, old.boundaries)]
+        return Exchange(entry, cache, storages, replaced)
+
+    def make_room(self, exchange: Exchange) -> list[PrefixEntry]:
+        """Evict entries until there is room for an exchange, at the latest when what is leaving has left.
+
+        Returns:
+            Entries that must be written before they leave.
+
+        Raises:
+            CapacityError: there is no room besides the pinned entries; nothing is changed.
+        """
+        nbytes = sum(exchange.storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
-        leaving_ids = set(map(id, leaving))
-        staying = [entry for entry in self if entry.cache is not None and id(entry) not in leaving_ids]
-        pinned = MemoryAccount(entry.storages for entry in staying if entry.pins)
+        unaffected = {id(exchange.entry), *map(id, exchange.replaced)}
+        others = [entry for entry in self if entry.cache is not None and id(entry) not in unaffected]
+        pinned = MemoryAccount(entry.storages for entry in others if entry.pins)
         already = pinned.nbytes
-        pinned.add(storages)
+        pinned.add(exchange.storages)
         if pinned.nbytes > self.max_bytes:
             raise CapacityError(
                 f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(already)} of "
                 f"{exact_bytes(self.max_bytes)} are pinned: unpin() entries, or make the store with a larger max_bytes."
             )
-        # Evict as if the exchange had happened already, since the new cache may share memory with stored ones.
-        self._memory.add(storages)
-        for entry in leaving:
-            self._memory.remove(entry.storages)
+        # As if the exchange had happened already, since the new cache may share memory with stored ones.
+        leaving = [entry.storages for entry in exchange.replaced if not entry.is_leaving]
+        self._staying.add(exchange.storages)
+        for storages in leaving:
+            self._staying.remove(storages)
         try:
-            self._evict(staying, self.max_bytes)
+            return self._evict(others, self.max_bytes)
         finally:
-            for entry in leaving:
-                self._memory.add(entry.storages)
+            for storages in leaving:
+                self._staying.add(storages)
+            self._staying.remove(exchange.storages)
+
+    def has_room(self, exchange: Exchange) -> bool:
+        """Whether all entries that are in memory, leaving ones included, fit into it after an exchange."""
+        leaving = [entry.storages for entry in exchange.replaced if not entry.is_being_written]
+        self._memory.add(exchange.storages)
+        for storages in leaving:
             self._memory.remove(storages)
+        nbytes = self._memory.nbytes
+        for storages in leaving:
+            self._memory.add(storages)
+        self._memory.remove(exchange.storages)
+        return nbytes <= self.max_bytes
 
-    def evict(self, nbytes: int | None) -> int:
-        """Free at least `nbytes` bytes of memory (`None` for all), except for pinned entries.
+    def apply(self, exchange: Exchange) -> None:
+        """Hold the cache of an exchange for which there is room."""
+        entry = exchange.entry
+        for old in exchange.replaced:
+            entry.boundaries |= old.boundaries
+            entry.hits += old.hits
+            if old.is_being_written:
+                self.leave(old)
+            elif old.path is None:
+                self.remove(old)
+            else:
+                # Its file stays until the new entry is in a file.
+                self.drop_cache(old)
+        self.set_cache(entry, exchange.cache, exchange.storages)
+        self.add(entry)
 
-        Returns:
-            Number of bytes freed.
-        """
-        before = self.nbytes
-        most = 0 if nbytes is None else before - nbytes
-        self._evict([entry for entry in self if entry.cache is not None], most)
-        return before - self.nbytes
-
-    def _evict(self, candidates: Iterable[PrefixEntry], most: int) -> None:
-        """Evict entries among `candidates` until no more than `most` bytes are used, or only pinned ones are left."""
-        unpinned = [entry for entry in candidates if not entry.pins]
-        order = list(self.policy.order(unpinned)) if self.nbytes > most else []
-        # Entries that the policy leaves out come last, since the budget must hold whatever it returns.
-        ordered = set(map(id, order))
-        for entry in [*order, *(entry for entry in unpinned if id(entry) not in ordered)]:
-            if self.nbytes <= most:
-                break
-            self.evictions += entry.cache is not None
-            self.spill(entry)
-            self._drop_cache(entry)
-            if entry.path is None:
-                self.delete(entry)
-        self._shrink_directory()
-
-    def spill(self, entry: PrefixEntry) -> None:
-        """Write an entry to the directory, if there is one and the entry is not in it yet."""
-        if self.directory is None or entry.path is not None or entry.cache is None:
-            return
-        try:
-            written = self.directory.write(entry.label, entry.ids, entry.boundaries, entry.cache)
-        except KVLayersError as error:
-            self.failed_writes += 1
-            logger.warning("An entry of a prefix store was not written to its directory: %s", error)
-            return
-        entry.path, entry.file_bytes = written.path, written.nbytes
-        self.spilled += 1
-        for found in self.tree(entry.label).prefixes_of(entry.ids):
-            old = found.value
-            if old is not entry and old.cache is None and not old.pins and entry.can_restore(old.boundaries):
-                entry.boundaries |= old.boundaries
-                self.delete(old)
-
-    def flush(self) -> None:
-        """Write every entry that is only in memory to the directory."""
-        for entry in list(self):
-            self.spill(entry)
-        self._shrink_directory()
-
-    def refresh(self) -> int:
-        """Pick up what other processes have written to the directory or deleted from it.
+    def evict(self, nbytes: int | None) -> list[PrefixEntry]:
+        """Evict entries until `nbytes` bytes of memory are free or will be (`None` for all), except for pinned ones.
 
         Returns:
-            Number of entries that were added.
-
-        Raises:
-            CachePathError: the directory cannot be read now; nothing is changed.
+            Entries that must be written before they leave.
         """
-        if self.directory is None:
-            return 0
-        changes = self.directory.changes({entry.path for entry in self if entry.path is not None})
-        for entry in list(self):
-            if entry.path in changes.gone:
-                self.drop_file(entry)
-        before = len(self)
-        for entry in changes.added:
-            known = self.tree(entry.label).get(entry.ids)
-            if known is None:
-                self._add(entry)
-            elif known.path is None and known.boundaries <= entry.boundaries:
-                known.path, known.file_bytes = entry.path, entry.file_bytes
-        added = len(self) - before
-        self._shrink_directory()
-        return added
+        most = 0 if nbytes is None else self.nbytes - nbytes
+        return self._evict([entry for entry in self if entry.cache is not None], most)
 
-    def _shrink_directory(self) -> None:
-        if self.directory is None or self.directory_max_bytes is None:
-            return
-        over = self.file_bytes - self.directory_max_bytes
-        if over <= 0:
-            return
-        by_path = {entry.path: entry for entry in self if entry.path is not None}
-        for entry in map(by_path.__getitem__, self.directory.oldest_first(by_path)):
-            if over <= 0:
+    def _evict(self, candidates: Sequence[PrefixEntry], most: int) -> list[PrefixEntry]:
+        """Evict entries until those that stay take no more than `most` bytes, or only pinned ones are left."""
+        must_be_written: list[PrefixEntry] = []
+        while self._untrimmed and self._staying.nbytes > most:
+            self._trim(self._untrimmed.pop())
+        if self._staying.nbytes <= most:
+            return must_be_written
+        staying = (entry for entry in candidates if not entry.pins and not entry.is_leaving)
+        evictable = [entry for entry in staying if entry is not self._stuck]
+        for entry in eviction_order(self.policy, evictable, self._trees.values()):
+            if self._staying.nbytes <= most:
                 break
-            if entry.pins and entry.cache is None:
-                continue
-            nbytes = entry.file_bytes
-            if not self._delete_file(entry):
-                break
-            over -= nbytes
-            if entry.cache is None:
-                self.delete(entry)
-
-    def delete(self, entry: PrefixEntry) -> None:
-        """Remove an entry from memory, and delete its file."""
-        self._delete_file(entry)
-        self._drop_cache(entry)
-        self._remove(entry)
-
-    def _delete_file(self, entry: PrefixEntry) -> bool:
-        """Delete the file of an entry, if it has one; whether it has none now."""
-        if self.directory is not None and entry.path is not None:
-            if not self.directory.delete(entry.path):
-                return False
-            entry.path, entry.file_bytes = None, 0
-        return True
-
-    def drop_file(self, entry: PrefixEntry) -> None:
-        """Stop using the file of an entry, which is gone or damaged."""
-        entry.path, entry.file_bytes = None, 0
-        if entry.cache is None:
-            self._remove(entry)
-
-    def clear(self) -> None:
-        """Remove all entries, pinned or not, and delete their files."""
-        for entry in list(self):
-            self.delete(entry)
-        self._trees = {}
+            self.evictions += 1
+            if entry.path is not None:
+                self.drop_cache(entry)
+            elif self.has_directory:
+                self.leave(entry)
+                must_be_written.append(entry)
+            else:
+                self.remove(entry)
+        return must_be_written

@@ -1,24 +1,32 @@
 """The prefix store: caches of prompts, to be found by the prefix that a new prompt shares with them."""
 
+import contextlib
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from kvlayers.caches.base import Cache
-from kvlayers.errors import OptionError, PrefixError
+from kvlayers.errors import CapacityError, OptionError, PrefixError
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import fork_at
 from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
-from kvlayers.prefix.index import EntryIndex
+from kvlayers.prefix.index import EntryIndex, Exchange
 from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import Hit, Search
+from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.prefix.statistics import PrefixStatistics
+from kvlayers.prefix.tree import PrefixTree, TreeEntry, tree_of
+from kvlayers.prefix.write_queue import WriteQueue
 from kvlayers.utils.options import checked_device, checks_options
+from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -29,7 +37,10 @@ class PrefixStore:
 
     A cache that keeps every token serves all prompts that share a prefix with it, up to where they diverge. A cache
     with windows, sinks or recurrent states can hardly be rolled back, so it serves prompts that start with all that it
-    has seen: insert it where prompts diverge. A store is thread-safe.
+    has seen: insert it where prompts diverge.
+
+    A store is thread-safe. With a directory, a thread of the store writes what is evicted. The store is a context
+    manager: it is closed at the end of the block, so that all its entries are in the directory then.
 
     Args:
         max_bytes: bytes of memory for all caches: 2**30, or "1GiB".
@@ -42,10 +53,14 @@ class PrefixStore:
         snapshot_tokens: during the prefill, `generate()` inserts caches that cannot be rolled back (windows, sinks,
             recurrent states) every this many tokens, and at the end of the prompt. `None`: at the end only.
         storage_options: options for the file system of fsspec, or for `redis.Redis.from_url`.
+        write_wait_seconds: how long `insert` waits at most until evicted entries are in the directory, if it needs
+            their memory. After that, the entry that has waited longest is dropped, and counted in
+            `statistics.dropped_writes`.
+        read_wait_seconds: how long `lookup` waits at most for files. After that, it uses what has arrived.
 
     Raises:
-        OptionError: an option does not exist, a budget is not a positive number of bytes, or a URL has a scheme that
-            is unknown or whose package is not installed.
+        OptionError: an option does not exist, a budget is not a positive number of bytes, a number of seconds is
+            negative, or a URL has a scheme that is unknown or whose package is not installed.
         CachePathError: the directory cannot be reached, created, read or written to.
 
     Example:
@@ -71,6 +86,8 @@ class PrefixStore:
         device: torch.device | str | None = None,
         snapshot_tokens: int | None = 512,
         storage_options: Mapping[str, object] | None = None,
+        write_wait_seconds: float = 1.0,
+        read_wait_seconds: float = 30.0,
     ) -> None:
         max_bytes = amount_of_bytes(max_bytes, "max_bytes")
         _check_count("max_bytes", max_bytes, "bytes")
@@ -83,15 +100,26 @@ class PrefixStore:
                 raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
         if storage_options is not None and directory is None:
             raise OptionError("`storage_options` need a `directory`, got none: pass both.")
+        for name, seconds in (("write_wait_seconds", write_wait_seconds), ("read_wait_seconds", read_wait_seconds)):
+            _check_seconds(name, seconds)
         if device is not None:
             # Checked now, since files would otherwise seem damaged later.
             checked_device(device)
         self.device = device
         self.snapshot_tokens = snapshot_tokens
+        self.write_wait_seconds, self.read_wait_seconds = write_wait_seconds, read_wait_seconds
+        # Guards all that follows. Nobody reads or writes a file while holding it.
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
-        files = None if directory is None else Directory(backend_for(directory, storage_options))
-        self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), files, directory_max_bytes)
+        self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
+        self._loading: set[int] = set()
+        self._directory: Directory | None = None
+        self._writes: WriteQueue | None = None
+        if directory is not None:
+            self._directory = Directory(backend_for(directory, storage_options))
+            self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, self._changed)
+            self.refresh()
 
     def insert(
         self,
@@ -103,8 +131,9 @@ class PrefixStore:
     ) -> bool:
         """Insert a fork of a cache for the tokens that it has seen.
 
-        Later changes to `cache` do not affect the store. Entries that the new entry can be rolled back to are dropped,
-        unless they are pinned.
+        Later changes to `cache` do not affect the store. Tokens that the store holds already are not held twice.
+        Entries that the new entry can be rolled back to are dropped, unless they are pinned. If there is no room, other
+        entries are evicted, which takes `write_wait_seconds` at most.
 
         Args:
             input_ids: ids of the tokens, int64 `[tokens]` or `[1, tokens]`. There may be more than `cache` has seen.
@@ -122,13 +151,62 @@ class PrefixStore:
             OptionError: `input_ids` has another rank or dtype, or is empty; `cache` is not a cache of kvlayers; or
                 neither `config` nor `model` is given.
             StateMismatchError: the cache has several sequences, is empty, or has seen more tokens than `input_ids` has.
-            CapacityError: it is larger than the budget, or than what pinned entries leave of it.
+            CapacityError: it is larger than the budget, or than what is left of it by pinned entries and by an entry
+                that is being written.
         """
+        deadline = time.monotonic() + self.write_wait_seconds
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         cache, length = checked_cache(cache, ids)
+        ids = ids[:length].copy()
+        # Forked before it is clear whether there is room, since other threads may continue to use the cache.
+        cache = fork_at(cache, length)
         with self._lock:
-            # Forked before it is clear whether there is room, since other threads may continue to use the cache.
-            return self._index.insert(label, ids[:length].copy(), fork_at(cache, length))
+            if self._index.use_covering(label, ids):
+                return False
+        storages = self._share(label, ids, cache)
+        with self._lock:
+            while True:
+                exchange = self._index.exchange(label, ids, cache, storages)
+                if exchange is None:
+                    return False
+                if self._take(exchange):
+                    return True
+                self._wait_for_memory(deadline)
+
+    def _share(self, label: str, ids: Tokens, cache: Cache) -> Storages:
+        """Have a cache hold its first tokens where an entry in memory holds them, and return its memory."""
+        before = cache.storages()
+        with self._lock:
+            closest = None if cache.rotates_keys else self._index.closest_in_memory(label, ids)
+        if closest is not None:
+            cache.share_prefix(*closest)
+            # Of the other cache's holders, the entry alone is left.
+            del closest
+        cache.trim()
+        storages = cache.storages()
+        with self._lock:
+            self._index.note_moves(before.keys() - storages.keys())
+        return storages
+
+    def _take(self, exchange: Exchange) -> bool:
+        """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
+        leaving = self._index.make_room(exchange)
+        if self._writes is not None:
+            self._writes.write(leaving)
+        if not self._index.has_room(exchange):
+            return False
+        self._index.apply(exchange)
+        if self._writes is not None:
+            for old in exchange.replaced:
+                self._writes.write_instead(old, exchange.entry)
+        return True
+
+    def _wait_for_memory(self, deadline: float) -> None:
+        if self._writes is None or not self._writes.wait_for_memory(deadline):
+            raise CapacityError(
+                f"there is no room until an entry has been written to the directory, which has taken more than "
+                f"{self.write_wait_seconds} s: insert it later, or make the store with a larger write_wait_seconds."
+            )
 
     def lookup(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
@@ -148,14 +226,59 @@ class PrefixStore:
         Raises:
             OptionError: `input_ids` has another rank or dtype, or is empty; or neither `config` nor `model` is given.
         """
+        deadline = time.monotonic() + self.read_wait_seconds
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
+        search = Search(label, ids)
         with self._lock:
-            hit = Search(self._index, label, ids, config, self.device).run()
+            announced = self._choose(search, deadline)
+        if self._directory is not None and search.files:
+            try:
+                search.load(self._directory, config, self.device, deadline)
+            finally:
+                with self._lock:
+                    self._loading -= announced
+                    self._changed.notify_all()
+        found = search.found
+        whole = found.cache if found.is_whole else None
+        storages = {} if whole is None else self._share(label, ids[: found.covered], whole)
+        with self._lock:
+            self._keep(search, storages)
+            hit = search.hit()
             self._hits += hit.cache is not None
             self._misses += hit.cache is None
             self._covered += hit.covered
             self._asked += len(ids)
             return hit
+
+    def _choose(self, search: Search, deadline: float) -> set[int]:
+        """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.
+
+        Returns:
+            What other threads are to wait for.
+        """
+        search.choose(self._index)
+        while search.files and id(search.files[0].entry) in self._loading:
+            if not self._changed.wait(deadline - time.monotonic()):
+                break
+            search.choose(self._index)
+        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
+        self._loading |= announced
+        return announced
+
+    def _keep(self, search: Search, storages: Storages) -> None:
+        """Hold in memory what was loaded, and forget files that are gone or damaged."""
+        index, found = self._index, search.found
+        for file in found.damaged:
+            if file.entry.path == file.path:
+                index.drop_file(file.entry)
+        entry, cache = found.entry, found.cache
+        if entry is None or cache is None or entry not in index:
+            return
+        if found.is_whole and entry.cache is None:
+            found.cache = cache.fork()
+            with contextlib.suppress(CapacityError):
+                self._take(Exchange(entry, cache, storages))
+        index.hit(entry)
 
     def pin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
@@ -198,30 +321,63 @@ class PrefixStore:
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.
 
+        With a directory, this returns when the evicted entries are in it.
+
         Args:
             nbytes: bytes to free: 2**20, or "1MiB". Default: all.
 
         Returns:
-            Number of bytes freed. With a directory, the evicted entries are in it.
+            Number of bytes freed.
         """
         if nbytes is not None:
             nbytes = amount_of_bytes(nbytes, "nbytes")
             _check_count("nbytes", nbytes, "bytes")
         with self._lock:
-            return self._index.evict(nbytes)
+            before = self._index.nbytes
+            leaving = self._index.evict(nbytes)
+            if self._writes is not None:
+                self._writes.write(leaving)
+                self._writes.wait()
+            return max(before - self._index.nbytes, 0)
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Write every entry in memory to the directory as well, to be found after a restart.
+
+        This returns when all that is in memory now is written. Other threads may use the store meanwhile.
+
+        Returns:
+            Whether everything was written. If not, `statistics.failed_writes` or `statistics.dropped_writes` has grown.
 
         Raises:
             OptionError: the store has no directory.
         """
-        self._check_directory()
+        _, writes = self._need_directory()
         with self._lock:
-            self._index.flush()
+            lost = writes.lost
+            writes.write(self._index)
+            writes.wait()
+            return writes.lost == lost
+
+    def close(self) -> bool:
+        """Write every entry in memory to the directory, if the store has one.
+
+        A store is closed at the end of a `with` block, and at the end of the process. It may be closed several times.
+
+        Returns:
+            As `flush`; `True` without a directory.
+        """
+        return True if self._writes is None else self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def refresh(self) -> int:
         """Read the directory again: add what other processes have written, and drop what they have deleted.
+
+        Other threads may use the store meanwhile.
 
         Returns:
             Number of entries that were added.
@@ -230,39 +386,70 @@ class PrefixStore:
             OptionError: the store has no directory.
             CachePathError: the directory cannot be reached or read now; nothing is changed.
         """
-        self._check_directory()
+        directory, writes = self._need_directory()
         with self._lock:
-            return self._index.refresh()
+            known = {entry.path for entry in self._index if entry.path is not None}
+        changes = directory.changes(known)
+        with self._lock:
+            added = self._index.update(changes.added, changes.gone)
+            writes.tidy()
+            writes.wait()
+            return added
 
-    def _check_directory(self) -> None:
-        if self._index.directory is None:
+    def _need_directory(self) -> tuple[Directory, WriteQueue]:
+        if self._directory is None or self._writes is None:
             raise OptionError("this needs a store with a directory: make it with directory=....")
+        return self._directory, self._writes
 
     def clear(self) -> None:
         """Remove all entries, pinned or not, and delete their files. Statistics continue."""
         with self._lock:
-            self._index.clear()
+            paths = self._index.clear()
+            if self._writes is not None:
+                self._writes.forget_writes()
+                self._writes.delete(paths)
+                self._writes.wait()
+
+    def tree(self) -> PrefixTree:
+        """What is held, as a tree of tokens, for people: `print(store.tree())`."""
+        with self._lock:
+            return tree_of(
+                TreeEntry(
+                    entry.label,
+                    entry.ids,
+                    entry.storages,
+                    {} if entry.path is None else {entry.path: entry.file_bytes},
+                    entry.hits,
+                    entry.used,
+                    bool(entry.pins),
+                )
+                for entry in self._index
+            )
 
     @property
     def statistics(self) -> PrefixStatistics:
         """What the store holds now, and what it has done since it was made."""
         with self._lock:
-            index = self._index
+            index, writes, files = self._index, self._writes, self._directory
             return PrefixStatistics(
                 entries=len(index),
                 bytes=index.nbytes,
-                file_bytes=index.file_bytes,
+                file_bytes=0 if files is None else files.nbytes,
                 hits=self._hits,
                 misses=self._misses,
                 tokens_covered=self._covered,
                 tokens_asked=self._asked,
                 evictions=index.evictions,
-                spilled=index.spilled,
-                damaged=0 if index.directory is None else index.directory.damaged,
-                failed_writes=index.failed_writes,
-                failed_reads=0 if index.directory is None else index.directory.failed_reads,
+                spilled=0 if writes is None else writes.spilled,
+                damaged=0 if files is None else files.damaged,
+                failed_writes=0 if writes is None else writes.failed_writes,
+                failed_reads=0 if files is None else files.failed_reads,
                 bypassed=self._bypassed,
                 refused=self._refused,
+                dropped_writes=0 if writes is None else writes.dropped_writes,
+                pending_writes=0 if writes is None else writes.pending_writes,
+                tokens=index.tokens,
+                shared_bytes=index.shared_bytes,
             )
 
     def record_bypass(self, reason: str) -> None:
@@ -292,3 +479,9 @@ def _check_count(name: str, value: object, unit: str) -> None:
     """Raise `OptionError` unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}.")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    """Raise `OptionError` unless `value` is a number of seconds that is not negative."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise OptionError(f"`{name}` must be a number of seconds, 0 or more, got {value!r}.")

@@ -1,19 +1,12 @@
-"""Tokens in full precision: segments that other stores hold too, and a tail in buffers that grow."""
+"""Tokens in full precision, in buffers that grow."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.segments import DenseSegment
-from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, TokenBuffer, nbytes_of
-from kvlayers.stores.contiguous import ContiguousStore
-from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
+from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
-from kvlayers.stores.shared_segment import SharedSegment, SharedSegments, at_most, write_segment
+from kvlayers.stores.segmented import MAXIMUM_SEGMENTS, SegmentedStore
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average."""
@@ -24,25 +17,10 @@ MINIMUM_GROWTH = 128
 TAIL_MINIMUM_GROWTH = 16
 """The same for a tail behind segments: there may be many sequences, and their tails are short."""
 
-COPIED_TAIL_DIVISOR = 8
-"""A tail of at most an eighth of all tokens is copied, as a growing buffer is, so that segments stay few."""
-
-MAXIMUM_SEGMENTS = 8
-"""Segments that attention reads one after the other at little cost."""
-
-TRIM_DIVISOR = 8
-"""Memory is given back if more than an eighth of it is not used, which is the spare room of a growing buffer."""
-
-TAIL_TRIM_DIVISOR = 20
-"""The same for a tail behind segments, which is short, so that moving it costs little."""
-
 
 @register_store
-class DenseStore(ContiguousStore):
-    """Full-precision states: segments that other stores hold too, and a tail in buffers that grow geometrically.
-
-    A store that is not forked has no segments. A fork holds the same tail. When it cannot write behind the tail in
-    place, its tokens there become a segment, and a new tail begins. Attention reads segments and tail in one call.
+class DenseStore(SegmentedStore):
+    """Full-precision states in buffers that grow geometrically. What forks have in common is in segments.
 
     Args:
         length_hint: the most tokens that are expected, if known. Growth stops there while the hint holds, so that the
@@ -63,39 +41,19 @@ class DenseStore(ContiguousStore):
         prefix_room: int = 0,
         maximum_segments: int = MAXIMUM_SEGMENTS,
     ) -> None:
-        super().__init__(prefix_room=prefix_room)
+        super().__init__(prefix_room, maximum_segments)
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
-        self.maximum_segments = maximum_segments
-        self._shared: SharedSegments | None = None
 
     @property
     @override
-    def length(self) -> int:
-        return self._end - self._start if self._shared is None else self._shared.length
-
-    @property
-    def _shared_tokens(self) -> int:
-        return 0 if self._shared is None else self._shared.tokens
-
-    @property
-    def is_opaque(self) -> bool:  # type: ignore[override]
-        """Whether compiled code calls the layer by an operator: while there are segments."""
-        return self._shared is not None and bool(self._shared.segments)
+    def shortest_segment(self) -> int:
+        # A copy takes no more memory than the spare room of a new tail.
+        return self.minimum_growth
 
     @override
-    def count(self, tokens: int) -> None:
-        if self._shared is not None:
-            self._shared.length += tokens
-
-    @property
-    @override
-    def attention_paths(self) -> Mapping[str, int]:
-        return {} if self._shared is None else self._shared.paths.counts
-
     def grown_capacity(self, needed: int) -> int:
-        """Tokens to allocate for a tail when `needed` tokens must fit."""
         shared = self._shared_tokens
         if not shared:
             return self.capacity_for(needed, self.length_hint)
@@ -127,94 +85,7 @@ class DenseStore(ContiguousStore):
         capacity = self.capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
         return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
-    # Reading
-
-    @override
-    def newest_keys(self, count: int) -> Tensor:
-        return self.newest(count)[0]
-
-    @override
-    def newest_values(self, count: int) -> Tensor:
-        return self.newest(count)[1]
-
-    @override
-    def newest(self, count: int) -> KVPair:
-        if self._shared is None or count <= self._end - self._start:
-            return super().newest(count)
-        return self._shared.states(self.pieces(count), *self._forms())
-
-    def pieces(self, count: int) -> tuple[DenseSegment, ...]:
-        """The newest `count` tokens as attention reads them: a piece for each segment, and one for the tail.
-
-        Nothing is copied, and a whole segment is the same object each time.
-        """
-        in_tail = min(count, self.tail_length)
-        tail = (DenseSegment(*super().newest(in_tail)),) if in_tail else ()
-        segments = [] if self._shared is None else self._shared.newest(count - in_tail)
-        return (*(segment.dense() for segment in segments), *tail)
-
-    def _forms(self) -> tuple[StateForm, StateForm]:
-        if self._key_form is None or self._value_form is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._key_form, self._value_form
-
-    @override
-    def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
-        if self._shared is None or count <= self.tail_length:
-            return super()._newest_after_prefix(prefix, count)
-        return self._shared.attended((DenseSegment(*prefix), *self.pieces(count)), *self._forms())
-
-    @override
-    def caller_views(self) -> KVPair:
-        if self._shared is not None and self._shared.segments and not torch.compiler.is_compiling():
-            if any(segment.rows is not None for segment in self._shared.segments):
-                # Each sequence would get a copy. Packed states cannot be written to, and know when they are stale.
-                return self.newest(self.length)
-            self.compact()
-        return super().caller_views()
-
-    @override
-    def state(self) -> dict[str, Tensor]:
-        if self._shared is None or self._tracks_gradients:
-            return super().state()
-        keys, values = self._gathered(self.length, self.length)
-        return {"keys": keys.tensor, "values": values.tensor}
-
     # Memory
-
-    @override
-    def _advance(self, tokens: int) -> None:
-        self._end += tokens
-        if self._shared is not None:
-            self._shared.length += tokens
-
-    def _recount(self) -> None:
-        if self._shared is not None:
-            self._shared.length = self._shared.tokens + self.tail_length
-
-    @override
-    def _adopt(self, keys: Tensor, values: Tensor) -> None:
-        super()._adopt(keys, values)
-        self._recount()
-
-    @override
-    def _release(self) -> None:
-        self._forget_segments()
-        super()._release()
-
-    def _forget_segments(self) -> None:
-        self._invalidate_states()
-        self._shared = None
-
-    def _invalidate_states(self) -> None:
-        """Make all packed states that were returned so far stale."""
-        if self._shared is not None:
-            self._shared.invalidate()
-
-    @override
-    def _shift_to_front(self) -> None:
-        self._invalidate_states()
-        super()._shift_to_front()
 
     @override
     def _make_room(self, tokens: int) -> None:
@@ -231,59 +102,8 @@ class DenseStore(ContiguousStore):
             self._allocate(self.grown_capacity(needed))
 
     @override
-    def _leave_buffers(self, tokens: int) -> None:
-        if self._keeps_tail():
-            self._begin_tail(tokens)
-        else:
-            super()._leave_buffers(tokens)
-
-    @override
     def _capacity_of_copy(self, tokens: int) -> int:
         return min(self._capacity - self._start, self.grown_capacity(self.tail_length + tokens))
-
-    def _keeps_tail(self) -> bool:
-        """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
-        tail = self.tail_length
-        short = max(self.length // COPIED_TAIL_DIVISOR, self.minimum_growth)
-        shared = self._copy_on_write is not None and not self._copy_on_write.has_one_holder
-        return shared and tail > short and self._can_share()
-
-    def _begin_tail(self, tokens: int) -> None:
-        """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
-        self._hold_segments(self._all_segments())
-        self._allocate(self.grown_capacity(tokens))
-
-    def _all_segments(self, tokens: int | None = None) -> list[SharedSegment]:
-        """The oldest `tokens` tokens, those of the tail included, as segments; all tokens if it is not given."""
-        tokens = self.length if tokens is None else tokens
-        segments = [] if self._shared is None else self._shared.oldest(tokens)
-        in_tail = tokens - self._shared_tokens
-        if in_tail > 0:
-            segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
-        return segments
-
-    def _hold_segments(
-        self, segments: list[SharedSegment], keys: TokenBuffer | None = None, values: TokenBuffer | None = None
-    ) -> None:
-        """Hold segments, and a tail that fills buffers of its own."""
-        segments = at_most(self.maximum_segments, segments)
-        shared = SharedSegments() if self._shared is None else self._shared
-        # No call that can fail in between, so that an interrupt finds all of it done, or nothing.
-        self._set_buffers(keys, values)
-        self._start, self._end = 0, 0 if keys is None else keys.capacity
-        self._capacity = self._end
-        self._tracks_gradients = False
-        self._shared = shared
-        shared.hold(segments)
-        self._recount()
-
-    def _gathered(self, count: int, capacity: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
-        """New buffers for `capacity` tokens, with the newest `count` tokens after `free` empty slots."""
-        keys, values = (TokenBuffer.allocate(form, capacity) for form in self._forms())
-        for piece in self.pieces(count):
-            write_segment(piece, keys, values, free)
-            free += piece.tokens
-        return keys, values
 
     @override
     def reserve(self, tokens: int) -> None:
@@ -303,94 +123,6 @@ class DenseStore(ContiguousStore):
         if self._capacity - self.prefix_room > capacity and not self._tracks_gradients:
             self._allocate(capacity)
 
-    @override
-    def swap_buffers(self, swap: BufferSwap) -> None:
-        # Memory that is offloaded moves as a whole.
-        if self._shared is not None:
-            self.compact()
-        super().swap_buffers(swap)
-
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from super().held_tensors()
-        if self._shared is not None:
-            yield from self._shared.held_tensors()
-
-    # Dropping, cropping and the batch
-
-    @override
-    def drop_oldest(self, count: int) -> None:
-        shared = self._shared
-        if shared is None:
-            self._start += count
-            return
-        dropped = min(count, shared.tokens)
-        shared.hold(shared.newest(shared.tokens - dropped))
-        self._start += count - dropped
-        self._recount()
-
-    @override
-    def truncate(self, length: int) -> None:
-        shared = self._shared
-        if shared is None:
-            super().truncate(length)
-            return
-        if not length:
-            self.clear()
-        elif length < shared.tokens:
-            self._hold_segments(shared.oldest(length))
-        else:
-            super().truncate(length - shared.tokens)
-        shared.invalidate()
-        self._recount()
-
-    @override
-    def clear(self) -> None:
-        self._forget_segments()
-        super().clear()
-
-    @override
-    def replace(self, keys: Tensor, values: Tensor) -> None:
-        super().replace(keys, values)
-        self._forget_segments()
-
-    @override
-    def select(self, indices: Tensor) -> None:
-        if self._key_form is None or self._value_form is None:
-            return
-        shared = self._shared
-        if self._tracks_gradients or (shared is None and self._keys is None):
-            super().select(indices)
-            return
-        segments = [] if shared is None else [segment.selected(indices) for segment in shared.segments]
-        batch, length, free = indices.shape[0], self.tail_length, self.prefix_room
-        forms = self._key_form.of_batch(batch), self._value_form.of_batch(batch)
-        keys = values = None
-        capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
-        if self._keys is not None and self._values is not None:
-            keys = self._keys.selected(indices, self._start, length, capacity, free)
-            values = self._values.selected(indices, self._start, length, capacity, free)
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, capacity
-        self._key_form, self._value_form = forms
-        if shared is not None:
-            shared.invalidate()
-            shared.hold(segments)
-
-    @override
-    def expand(self, repeats: int) -> None:
-        if self._copy_on_write is not None and self._copy_on_write.is_viewed:
-            # A caller may write to these buffers, and the copies of a sequence must not change together.
-            self._allocate(self.tail_length)
-        if not self.length or not self._may_freeze():
-            super().expand(repeats)
-            return
-        key_form, value_form = self._forms()
-        batch = key_form.batch_size * repeats
-        self._hold_segments([segment.repeated(repeats) for segment in self._all_segments()])
-        self._key_form, self._value_form = key_form.of_batch(batch), value_form.of_batch(batch)
-        self._invalidate_states()
-
     def selected(self, indices: Tensor) -> Self:
         """A store of the selected sequences; this one does not change."""
         if self._tracks_gradients:
@@ -408,68 +140,6 @@ class DenseStore(ContiguousStore):
         fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
-
-    # Sharing
-
-    def _copied_segments(self) -> SharedSegments | None:
-        return None if self._shared is None else self._shared.copy()
-
-    @override
-    def fork(self) -> Self:
-        twin = super().fork()
-        twin._shared = self._copied_segments()
-        return twin
-
-    @override
-    def snapshot(self) -> Self:
-        twin = super().snapshot()
-        twin._shared = self._copied_segments()
-        return twin
-
-    @override
-    def share_prefix(self, other: TokenStore, tokens: int) -> None:
-        if not isinstance(other, DenseStore) or not 0 < tokens <= min(self.length, other.length):
-            return
-        forms = self._key_form, self._value_form
-        if forms != (other._key_form, other._value_form) or not (self._may_freeze() and other._may_freeze()):
-            return
-        held, shared = self._all_segments(tokens), other._all_segments(tokens)
-        if len(held) == len(shared) and all(map(SharedSegment.holds_the_same_as, held, shared)):
-            return
-        own = self.length - tokens
-        self._hold_segments(shared, *(self._gathered(own, own) if own else ()))
-        self._invalidate_states()
-
-    def _may_freeze(self) -> bool:
-        """Whether the tail may become a segment."""
-        return not self.tail_length or self._can_share()
-
-    @override
-    def trim(self) -> None:
-        spare = self._capacity - self.prefix_room - self.tail_length
-        divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else TRIM_DIVISOR
-        if spare * divisor > self._capacity and self._can_share() and self._may_write(0, self._capacity):
-            self._allocate(self.tail_length)
-        for segment in () if self._shared is None else self._shared.segments:
-            segment.sharing.trim(TRIM_DIVISOR)
-
-    @override
-    def compact(self) -> None:
-        length, free = self.length, self.prefix_room
-        if self._shared_tokens:
-            if self._tracks_gradients:
-                self.replace(*self._plain(length))
-                return
-            capacity = free + self.capacity_for(length, self.length_hint)
-            keys, values = self._gathered(length, capacity, free)
-            self._forget_segments()
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, capacity
-        elif self._copy_on_write is not None and not self._may_write(0, self._capacity):
-            self._allocate(self._capacity_of_copy(0))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shared": self._copied_segments()}
 
     # Slots ahead of the held tokens: they are written first and held later, at once
 

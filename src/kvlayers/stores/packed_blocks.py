@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.segments import PackedSegment
+from kvlayers.attention.segments import DenseSegment, PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
@@ -68,6 +68,9 @@ class PackedBlocks:
         self._first = 0
         """Tokens of the first block that have been dropped."""
         self._tokens = 0
+        self._sides_differ = False
+        """Whether keys and values may consist of different segments: there may have been memory for one side alone, and
+        two threads that wrote at the same time may have got the slots of one side each."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -84,8 +87,15 @@ class PackedBlocks:
 
     def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
+        self._make_alike()
+        self._sides_differ = True
         for store in self._packed.values():
             store.prepare_slots(blocks)
+
+    def _make_alike(self) -> None:
+        """Have keys and values consist of the same segments, since each `PackedSegment` has both."""
+        if self._sides_differ:
+            self.compact()
 
     @torch.no_grad()
     def write(self, skipped: int, keys: Tensor, values: Tensor) -> None:
@@ -116,6 +126,8 @@ class PackedBlocks:
             store.hold(blocks)
         self._ends += [self.block_tokens] * blocks
         self._tokens += self.block_tokens * blocks
+        lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self._packed.values())
+        self._sides_differ = lengths != of_values
 
     def obstacle(self, side: Side) -> str | None:
         """Why no kernel packs one side, `None` if one does."""
@@ -153,27 +165,26 @@ class PackedBlocks:
         whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
         return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
 
-    def segment(self, skipped: int = 0) -> PackedSegment | None:
-        """The held tokens without the oldest `skipped` ones, as attention reads them; `None` if none are left."""
+    def segments(self, skipped: int = 0) -> Iterator[PackedSegment]:
+        """The held tokens without the oldest `skipped` ones, as attention reads them."""
         first, block = self._first + skipped, 0
         while block < len(self._ends) and first >= self._ends[block]:
             first -= self._ends[block]
             block += 1
-        blocks = len(self._ends) - block
-        if not blocks:
-            return None
-        ends = tuple(self._ends[block:])
-        return PackedSegment(
-            self._side("keys", blocks),
-            self._side("values", blocks),
-            first,
-            None if set(ends) == {self.block_tokens} else ends,
-        )
+        ends = self._ends[block:]
+        if not ends:
+            return
+        self._make_alike()
+        for keys, values in zip(*(self._packed[side].pieces(len(ends)) for side in SIDES), strict=True):
+            held, ends = ends[: keys.tokens], ends[keys.tokens :]
+            all_full = set(held) == {self.block_tokens}
+            sides = self._side("keys", keys), self._side("values", values)
+            yield PackedSegment(*sides, first, None if all_full else tuple(held), keys.rows)
+            first = 0
 
-    def _side(self, side: Side, blocks: int) -> PackedSide:
-        codes, parameters = self._packed[side].newest(blocks)
+    def _side(self, side: Side, piece: DenseSegment) -> PackedSide:
         layout = self._layouts[side]
-        return PackedSide(codes, parameters, layout.format, side, layout.head_dim, self.block_tokens)
+        return PackedSide(piece.keys, piece.values, layout.format, side, layout.head_dim, self.block_tokens)
 
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens. A block is dropped with the last of its tokens."""
@@ -203,10 +214,20 @@ class PackedBlocks:
         self._tokens = sum(self._ends) - self._first
 
     def selected(self, indices: Tensor) -> Self:
-        """Blocks of the selected sequences, in memory of their own: row `i` is row `indices[i]` of these."""
+        """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
+        return self._twin({side: store.selected(indices) for side, store in self._packed.items()})
+
+    def snapshot(self) -> Self:
+        """See `TokenStore.snapshot`."""
+        return self._twin({side: store.snapshot() for side, store in self._packed.items()})
+
+    def fork(self) -> Self:
+        """Independent blocks with the same tokens."""
+        return self._twin({side: store.fork() for side, store in self._packed.items()})
+
+    def _twin(self, packed: dict[Side, DenseStore]) -> Self:
         twin = copy.copy(self)
-        twin._packed = {side: store.selected(indices) for side, store in self._packed.items()}
-        twin._ends = list(self._ends)
+        twin._packed, twin._ends = packed, list(self._ends)
         return twin
 
     def clear(self) -> None:
@@ -215,24 +236,41 @@ class PackedBlocks:
             store.clear()
         self._ends, self._first, self._tokens = [], 0, 0
 
-    def snapshot(self) -> Self:
-        """See `TokenStore.snapshot`."""
-        twin = copy.copy(self)
-        twin._packed = {side: store.snapshot() for side, store in self._packed.items()}
-        twin._ends = list(self._ends)
-        return twin
+    def expand(self, repeats: int) -> None:
+        """See `TokenStore.expand`."""
+        for store in self._packed.values():
+            store.expand(repeats)
+
+    def share_prefix(self, other: Self, tokens: int) -> None:
+        """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same."""
+        if self._first != other._first:
+            return
+        other._make_alike()
+        blocks, held = 0, -self._first
+        for end, of_other in zip(self._ends, other._ends, strict=False):
+            held += end
+            if end != of_other or held > tokens:
+                break
+            blocks += 1
+        if blocks:
+            for side, store in self._packed.items():
+                store.share_prefix(other._packed[side], blocks)
+
+    def trim(self) -> None:
+        """See `TokenStore.trim`."""
+        for store in self._packed.values():
+            store.trim()
+
+    def compact(self) -> None:
+        """See `TokenStore.compact`."""
+        for store in self._packed.values():
+            store.compact()
+        self._sides_differ = False
 
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
         for store in self._packed.values():
             store.swap_buffers(swap)
-
-    def fork(self) -> Self:
-        """An independent copy of the live blocks."""
-        twin = copy.copy(self)
-        twin._packed = {side: store.fork() for side, store in self._packed.items()}
-        twin._ends = list(self._ends)
-        return twin
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""

@@ -10,13 +10,14 @@ from typing_extensions import Self, override
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
+from kvlayers.stores import quantized_plan as plan
+from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
-from kvlayers.stores.packed_blocks import SIDES, PackedBlocks, block_nbytes, planned_nbytes
+from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.stores.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
@@ -57,7 +58,7 @@ class QuantizedStore(TokenStore):
         self._parts = QuantizedParts(DenseStore(), None, DenseStore())
         self._length = 0
         self._version = Version()
-        self._old_segments: tuple[tuple[DenseSegment, ...], PackedSegment | None] | None = None
+        self._old_segments: tuple[Segment, ...] | None = None
         self._snapshot: Snapshot | None = None
         self.paths, self.packing = PathCounter(), PathCounter()
         self._residual_may_move = False
@@ -139,21 +140,13 @@ class QuantizedStore(TokenStore):
         size = block_tokens(quantizers)
         self._forms = forms
         blocks, residual = (
-            PackedBlocks(quantizers, forms, size, self._most_blocks(size, self.length_hint)),
+            PackedBlocks(quantizers, forms, size, plan.most_blocks(self.quantization, size, self.length_hint)),
             DenseStore(),
         )
         residual.reserve_form(*forms)
         self._parts = QuantizedParts(DenseStore(length_hint=self.quantization.sink_tokens), blocks, residual)
         self._invalidate_snapshots()
         self._length = 0
-
-    def _most_blocks(self, size: int, length_hint: int | None) -> int | None:
-        """The most blocks of `size` tokens that are expected, if known."""
-        return None if length_hint is None else blocks_beyond(length_hint, self._unpacked_room(size), size)
-
-    def _unpacked_room(self, size: int) -> int:
-        """The most tokens that stay in full precision, beside blocks of `size` tokens."""
-        return self.quantization.sink_tokens + self.quantization.residual_length + size
 
     @property
     @override
@@ -167,27 +160,11 @@ class QuantizedStore(TokenStore):
 
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        quantizers = checked_quantizers(self.quantization, key_form, value_form)
-        size, forms = block_tokens(quantizers), (key_form, value_form)
-        room = self._unpacked_room(size)
-        blocks = blocks_beyond(tokens, room, size)
-        if not blocks:
-            return DenseStore().planned_nbytes(*forms, tokens, residual_length_hint(room, sized_for, 0))
-        sinks = self.quantization.sink_tokens
-        old = sinks + blocks * size
-        hint = residual_length_hint(self.quantization.residual_length + size, sized_for, old, tokens - old)
-        residual = residual_after_blocks(size).planned_nbytes(*forms, tokens - old, hint)
-        packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, sized_for))
-        return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
+        return plan.planned_nbytes(self.quantization, (key_form, value_form), tokens, sized_for)
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
-        quantizers = checked_quantizers(self.quantization, key_form, value_form)
-        size, forms = block_tokens(quantizers), (key_form, value_form)
-        packed = sum(
-            block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
-        )
-        return 8 * packed * key_form.dtype.itemsize / sum(nbytes_of(form, size) for form in forms)
+        return plan.planned_bits(self.quantization, (key_form, value_form))
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -198,10 +175,11 @@ class QuantizedStore(TokenStore):
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:
-            self._parts.pack(
+            residual_stays = self._parts.pack(
                 keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
             )
             self._forget_segments()
+            self._residual_may_move = residual_stays
             self._count_packing()
         else:
             append_states(self._parts.residual, (keys, values))
@@ -273,7 +251,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if count <= self._parts.residual.length:
+        if count <= self._parts.residual.length and not self._parts.residual.is_opaque:
             return self._parts.residual.newest(count)
         snapshot = self._snapshot
         # Keys and values that are read one after the other must be of one snapshot.
@@ -290,11 +268,12 @@ class QuantizedStore(TokenStore):
         return self.newest(self.length) if self._parts.old_tokens else self._parts.residual.caller_views()
 
     def _returned(self, segments: KVSegments) -> KVPair:
-        """Keys and values for attention: plain tensors if no token is packed, else packed states."""
+        """Keys and values for attention: plain tensors if no token is packed or in a shared segment."""
         if self._forms is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         _, _, _, dtype, device = self._forms[0]
-        if segments.packed is None or torch.compiler.is_compiling():
+        is_plain = segments.are_dense and not self._parts.residual.is_opaque
+        if is_plain or torch.compiler.is_compiling():
             return segments.dense("keys", dtype), segments.dense("values", dtype)
         return self._packed_pair(
             Snapshot(segments, dtype, device, self._version, self._version.number, self.length, self.paths)
@@ -350,11 +329,19 @@ class QuantizedStore(TokenStore):
     def select(self, indices: Tensor) -> None:
         if self._forms is None or self._parts.blocks is None:
             return
-        self._parts = self._parts.selected(indices)
-        key_form, value_form = self._forms
-        batch = indices.shape[0]
-        self._forms = key_form.of_batch(batch), value_form.of_batch(batch)
-        self._invalidate_snapshots()
+        self._hold(self._parts.selected(indices), indices.shape[0])
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self._forms is not None:
+            self._hold(self._parts.expanded(repeats), self._forms[0].batch_size * repeats)
+
+    def _hold(self, parts: QuantizedParts, batch: int) -> None:
+        """Hold parts of `batch` sequences instead."""
+        if self._forms is not None:
+            key_form, value_form = self._forms
+            self._parts, self._forms = parts, (key_form.of_batch(batch), value_form.of_batch(batch))
+            self._invalidate_snapshots()
 
     @override
     def clear(self) -> None:
@@ -391,6 +378,22 @@ class QuantizedStore(TokenStore):
     @override
     def fork(self) -> Self:
         return self._twin(self._parts.fork())
+
+    @override
+    def share_prefix(self, other: TokenStore, tokens: int) -> None:
+        if isinstance(other, QuantizedStore) and (other.quantization, other._forms) == (self.quantization, self._forms):
+            self._parts.share_prefix(other._parts, tokens)
+            self._forget_segments()
+
+    @override
+    def trim(self) -> None:
+        self._parts.trim()
+        self._forget_segments()
+
+    @override
+    def compact(self) -> None:
+        self._parts.compact()
+        self._forget_segments()
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.contract import BufferSwap, KVPair
@@ -70,8 +70,10 @@ class QuantizedParts:
 
     def pack(
         self, keys: Tensor, values: Tensor, count: int, sinks: int, residual_length: int, length_hint: int | None
-    ) -> None:
+    ) -> bool:
         """Take in states, and pack `count` blocks of the oldest full-precision tokens after the new sinks.
+
+        A residual that is shared goes on where it is, without those tokens. Any other is copied, which frees them.
 
         Args:
             keys: `[batch, kv_heads, new, key_head_dim]`.
@@ -80,12 +82,15 @@ class QuantizedParts:
             sinks: tokens at the front of the residual that become sinks.
             residual_length: tokens that stay in the residual at least.
             length_hint: the most tokens that the store is expected to hold, if known.
+
+        Returns:
+            Whether the residual stays where it is, and so may have room at its front.
         """
         blocks = self.blocks
         if blocks is None:
             raise StateMismatchError("The store is empty, so it has no states to pack: update the layer first.")
         held = self.residual.length
-        states = [*([self.residual.newest(held)] if held else []), (keys, values)]
+        states = [*map(_states_of, self.residual.pieces(held) if held else ()), (keys, values)]
         size = blocks.block_tokens
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
@@ -98,12 +103,20 @@ class QuantizedParts:
             new_sinks = self.sinks.fork()
             append_states(new_sinks, _tokens_of(states, 0, sinks))
         rest = held + keys.shape[2] - packed
-        residual = residual_after_blocks(size)
-        residual.length_hint = residual_length_hint(residual_length + size, length_hint, self.old_tokens + packed, rest)
-        residual.reserve_form(form_of(keys), form_of(values))
-        residual.prepare_slots(rest)
-        _copy_tokens(states, packed, rest, residual.slots_ahead(0, rest))
-        residual.hold(rest)
+        hint = residual_length_hint(residual_length + size, length_hint, self.old_tokens + packed, rest)
+        stays = packed < held and self.residual.is_shared
+        if stays:
+            residual = self.residual.fork()
+            residual.drop_oldest(packed)
+            residual.length_hint = hint
+            append_states(residual, (keys, values))
+        else:
+            residual = residual_after_blocks(size)
+            residual.length_hint = hint
+            residual.reserve_form(form_of(keys), form_of(values))
+            residual.prepare_slots(rest)
+            _copy_tokens(states, packed, rest, residual.slots_ahead(0, rest))
+            residual.hold(rest)
         before = blocks.tokens
         try:
             blocks.hold(count)
@@ -112,22 +125,20 @@ class QuantizedParts:
             blocks.truncate(before)
             raise
         self.sinks, self.residual = new_sinks, residual
+        return stays
 
     # Reading
 
-    def old_segments(self, skipped: int = 0) -> tuple[tuple[DenseSegment, ...], PackedSegment | None]:
+    def old_segments(self, skipped: int = 0) -> tuple[Segment, ...]:
         """Sinks and packed tokens, without the oldest `skipped` tokens."""
         sinks = max(self.sinks.length - skipped, 0)
-        before = (DenseSegment(*self.sinks.newest(sinks)),) if sinks else ()
-        packed = None if self.blocks is None else self.blocks.segment(max(skipped - self.sinks.length, 0))
-        return before, packed
+        packed = () if self.blocks is None else self.blocks.segments(max(skipped - self.sinks.length, 0))
+        return *(self.sinks.pieces(sinks) if sinks else ()), *packed
 
-    def segments(self, old: tuple[tuple[DenseSegment, ...], PackedSegment | None], count: int) -> KVSegments:
+    def segments(self, old: tuple[Segment, ...], count: int) -> KVSegments:
         """The segments `old`, and the residual's tokens among the newest `count` of the store."""
         recent = min(count, self.residual.length)
-        before, packed = old
-        residual = (DenseSegment(*self.residual.newest(recent)),) if recent else ()
-        return KVSegments((*before, *(() if packed is None else (packed,)), *residual))
+        return KVSegments((*old, *(self.residual.pieces(recent) if recent else ())))
 
     # Dropping, cropping and the batch
 
@@ -155,16 +166,27 @@ class QuantizedParts:
                 self.sinks.truncate(sinks)
 
     def selected(self, indices: Tensor) -> Self:
-        """Parts of the selected sequences, in memory of their own. If there is no memory, this one has not changed."""
+        """Parts of the selected sequences. If there is no memory for them, this one has not changed."""
         sinks, residual = self.sinks.selected(indices), self.residual.selected(indices)
         return self.__class__(sinks, None if self.blocks is None else self.blocks.selected(indices), residual)
 
+    def expanded(self, repeats: int) -> Self:
+        """Parts in which each sequence is repeated `repeats` times in a row, and held once as far as possible."""
+        twin = self.fork()
+        for part in twin._each():
+            part.expand(repeats)
+        return twin
+
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
-        self.sinks.clear()
-        self.residual.clear()
+        for part in self._each():
+            part.clear()
+
+    def _each(self) -> Iterator[DenseStore | PackedBlocks]:
+        yield self.sinks
         if self.blocks is not None:
-            self.blocks.clear()
+            yield self.blocks
+        yield self.residual
 
     # Copies and state
 
@@ -178,18 +200,33 @@ class QuantizedParts:
         blocks = None if self.blocks is None else self.blocks.fork()
         return self.__class__(self.sinks.fork(), blocks, self.residual.fork())
 
+    def share_prefix(self, other: Self, tokens: int) -> None:
+        """Hold sinks and whole blocks of the first `tokens` tokens as `other` holds them."""
+        sinks = self.sinks.length
+        if self.blocks is None or other.blocks is None or sinks != other.sinks.length or tokens < sinks:
+            return
+        self.sinks.share_prefix(other.sinks, sinks)
+        self.blocks.share_prefix(other.blocks, tokens - sinks)
+
+    def trim(self) -> None:
+        """See `TokenStore.trim`."""
+        for part in self._each():
+            part.trim()
+
+    def compact(self) -> None:
+        """See `TokenStore.compact`."""
+        for part in self._each():
+            part.compact()
+
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        self.sinks.swap_buffers(swap)
-        self.residual.swap_buffers(swap)
-        if self.blocks is not None:
-            self.blocks.swap_buffers(swap)
+        for part in self._each():
+            part.swap_buffers(swap)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
-        for part in (self.sinks, self.blocks, self.residual):
-            if part is not None:
-                yield from part.held_tensors()
+        for part in self._each():
+            yield from part.held_tensors()
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all held tensors; empty before the first states."""
@@ -205,6 +242,14 @@ def append_states(store: DenseStore, states: KVPair) -> None:
     """Validate keys and values, and append them."""
     store.validate(*states)
     store.append(*states)
+
+
+def _states_of(piece: DenseSegment) -> KVPair:
+    """Keys and values of each sequence of the batch."""
+    if piece.rows is None:
+        return piece.keys, piece.values
+    rows = piece.rows.on(piece.keys.device)[0]
+    return piece.keys.index_select(0, rows), piece.values.index_select(0, rows)
 
 
 def _pieces_of(parts: list[KVPair], start: int, count: int) -> list[KVPair]:

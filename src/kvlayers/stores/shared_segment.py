@@ -12,14 +12,14 @@ from torch import Tensor
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
-from kvlayers.attention.segment_rows import SegmentRows, of_repeats
+from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.copy_on_write import CopyOnWrite
 
 UNREAD_DIVISOR = 2
-"""Sequences of a segment that nobody reads are dropped once they are half of all: the others must be copied for it."""
+"""Sequences of a segment that nobody reads are dropped once half of all are: it takes a copy of the others."""
 
 
 class SharedSegment:
@@ -73,14 +73,15 @@ class SharedSegment:
     def dense(self) -> DenseSegment:
         """The segment as attention reads it: the same object each time, while the buffers are the same."""
         buffers = self.sharing.buffers
-        if self._dense is None or self._dense[0] is not buffers or torch.compiler.is_compiling():
-            keys, values, first = buffers
-            states = (buffer.read(self.start - first, self.tokens) for buffer in (keys, values))
-            dense = DenseSegment(*states, self.rows)
-            if torch.compiler.is_compiling():
-                return dense
+        known = self._dense
+        if known is not None and known[0] is buffers and not torch.compiler.is_compiling():
+            return known[1]
+        keys, values, first = buffers
+        states = (buffer.read(self.start - first, self.tokens) for buffer in (keys, values))
+        dense = DenseSegment(*states, self.rows)
+        if not torch.compiler.is_compiling():
             self._dense = buffers, dense
-        return self._dense[1]
+        return dense
 
     def part(self, skipped: int, tokens: int) -> "SharedSegment":
         """The segment of `tokens` tokens after the first `skipped`."""
@@ -95,28 +96,20 @@ class SharedSegment:
             self.rows is other.rows
         )
 
-    def repeated(self, repeats: int) -> "SharedSegment":
-        """The segment, in which `repeats` sequences next to each other read what one sequence read before."""
-        if self.rows is None:
-            sequences = self.sequences
-            rows = SegmentRows(sequences, of_repeats(sequences, repeats))
-        else:
-            batch = len(self.rows)
-            rows = self.rows.selected(torch.tensor(of_repeats(batch, repeats)))
-        return SharedSegment(self.sharing, self.start, self.end, rows)
+    def read_by(self, rows: SegmentRows, used: tuple[int, ...] | None) -> "SharedSegment":
+        """The segment for another batch.
 
-    def selected(self, indices: Tensor) -> "SharedSegment":
-        """The segment, in which sequence `i` reads what sequence `indices[i]` read before."""
-        sequences = self.sequences
-        rows = SegmentRows(sequences, tuple(range(sequences))) if self.rows is None else self.rows
-        rows = rows.selected(indices)
-        used = sorted(set(rows.known or range(sequences)))
-        if (sequences - len(used)) * UNREAD_DIVISOR < sequences:
+        Args:
+            rows: the rows that its sequences read.
+            used: the sequences of this segment to keep a copy of, whose places `rows` are then; `None` for no copy.
+        """
+        if used is None:
             return SharedSegment(self.sharing, self.start, self.end, rows)
         keys, values, first = self.sharing.buffers
         index, start = torch.tensor(used), self.start - first
-        kept = (buffer.selected(index, start, self.tokens, self.tokens) for buffer in (keys, values))
-        return SharedSegment.over(*kept, SegmentRows(len(used), tuple(map(used.index, rows.known or ()))))
+        return SharedSegment.over(
+            *(buffer.selected(index, start, self.tokens, self.tokens) for buffer in (keys, values)), rows
+        )
 
     def held_tensors(self) -> Iterator[Tensor]:
         """All tensors that keep memory alive."""
@@ -223,6 +216,31 @@ class SharedSegments:
 
 def _nothing() -> None:
     return None
+
+
+def selected(segments: Sequence[SharedSegment], indices: Tensor) -> list[SharedSegment]:
+    """The segments, in which sequence `i` reads what sequence `indices[i]` read before, int64 `[new_batch]`.
+
+    Segments whose rows were one object have one object again, so that attention reads them together.
+    """
+    chosen: dict[object, tuple[SegmentRows, tuple[int, ...] | None]] = {}
+    found = []
+    for segment in segments:
+        before = segment.sequences if segment.rows is None else segment.rows
+        if before not in chosen:
+            sequences = segment.sequences
+            rows = SegmentRows(sequences, tuple(range(sequences))) if segment.rows is None else segment.rows
+            chosen[before] = _without_unread(rows.selected(indices))
+        found.append(segment.read_by(*chosen[before]))
+    return found
+
+
+def _without_unread(rows: SegmentRows) -> tuple[SegmentRows, tuple[int, ...] | None]:
+    """The rows, and the sequences that are read if half of them or fewer are: then the places among these."""
+    used = tuple(sorted(set(rows.known or range(rows.sequences))))
+    if len(used) * UNREAD_DIVISOR > rows.sequences:
+        return rows, None
+    return SegmentRows(len(used), tuple(map(used.index, rows.known or ()))), used
 
 
 def at_most(maximum: int, segments: list[SharedSegment]) -> list[SharedSegment]:

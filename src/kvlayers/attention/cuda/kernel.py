@@ -6,7 +6,6 @@ from torch import Tensor
 from kvlayers.attention.cuda.launch import SplitCall, kind_of
 from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, Read, reads_of
 from kvlayers.attention.cuda.specs import MAXIMUM_ROWS as ROWS_OF_A_PROGRAM
-from kvlayers.attention.cuda.specs import rows_of_program
 from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StateMismatchError
 
@@ -33,12 +32,8 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
         return f"there are more than {MAXIMUM_HEADS} kv heads in all sequences"
     if query.dtype != plan.dtype:
         return f"queries are {query.dtype}, and scales {plan.dtype}"
-    for states in segments.dense_states():
-        if states.dtype != query.dtype:
-            return f"queries are {query.dtype}, and states in full precision {states.dtype}"
     for read in reads:
-        rows = rows_of_program(heads // plan.kv_heads * queries * read.readers)
-        variant = read.plan.variant(heads, rows, kind, read.readers > 1)
+        variant = read.plan.variant(heads, queries, kind, read.readers)
         if variant.constants is None:
             SplitCall(query, reads, mask, 1.0)
         if variant.obstacle is not None:

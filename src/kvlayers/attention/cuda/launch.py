@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda.plan import ATTEND_SPLIT, DENSE_TOKENS, MERGE_SPLITS, Read, Variant
-from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK, rows_of_program
+from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
 
 _LOG2_E = math.log2(math.e)
 _NO_STRIDES = (0,) * 6
@@ -47,12 +47,16 @@ class SplitCall:
             query = query.contiguous()
         batch, heads, q_tokens, _ = query.shape
         plan = reads[0].plan
-        divisions = [_Division(read, batch * plan.kv_heads, heads // plan.kv_heads * q_tokens) for read in reads]
-        packed_place, dense_place = 0, sum(division.packed for division in divisions)
-        splits = sum(division.splits for division in divisions)
-        self._splits = dense_place, splits
-
         kind, entries = kind_of(mask), query
+        divisions: list[tuple[Variant, tuple[int, int, int], int, int, int, int]] = []
+        packed_place = packed_splits = splits = 0
+        for read in reads:
+            division = _divided(read, batch, heads, q_tokens, kind)
+            divisions.append(division)
+            splits += division[1][0]
+            packed_splits += division[2]
+        dense_place = packed_splits
+
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = mask.expand(batch, heads, q_tokens, mask.shape[3])
@@ -61,16 +65,15 @@ class SplitCall:
 
         results = batch * heads * q_tokens
         partials = query.new_empty(results * splits * (plan.value_dim + 1), dtype=torch.float32)
-        self._plan, self._query, self._partials = plan, query, partials
-        nothing = (query, query, _NO_STRIDES, 0)
+        self._plan, self._query, self._splits, self._partials = plan, query, (packed_splits, splits), partials
+        nothing = query, query, _NO_STRIDES, 0, 0
         self._launches: list[tuple[Variant, tuple[int, ...], tuple[Any, ...]]] = []
-        for read, division in zip(reads, divisions, strict=True):
-            if not division.splits:
+        for read, (variant, grid, packed, blocks, of_a, tokens) in zip(reads, divisions, strict=True):
+            if not grid[0]:
                 continue
             of_read = read.plan
-            (a, column_a), (b, column_b), *_ = (*read.dense, (None, 0), (None, 0))
-            keys_a, values_a, strides_a, tokens_a = nothing if a is None else a.arguments
-            keys_b, values_b, strides_b, tokens_b = nothing if b is None else b.arguments
+            keys_a, values_a, strides_a, tokens_a, column_a = read.dense[0] if read.dense else nothing
+            keys_b, values_b, strides_b, tokens_b, column_b = read.dense[1] if len(read.dense) > 1 else nothing
             arguments: tuple[Any, ...] = (
                 query,
                 *of_read.tensors,
@@ -87,16 +90,16 @@ class SplitCall:
                 strides_b,
                 *mask_strides,
                 read.blocks,
-                division.blocks,
-                division.packed,
+                blocks,
+                packed,
                 of_read.first,
                 read.column,
                 tokens_a,
-                division.of_a,
+                of_a,
                 column_a,
                 tokens_b,
                 column_b,
-                division.tokens,
+                tokens,
                 packed_place,
                 dense_place,
                 splits,
@@ -104,12 +107,11 @@ class SplitCall:
                 read.readers,
                 scale * _LOG2_E,
             )
-            packed_place += division.packed
-            dense_place += division.splits - division.packed
-            variant = of_read.variant(heads, division.rows, kind, read.readers > 1)
+            packed_place += packed
+            dense_place += grid[0] - packed
             if variant.constants is None:
-                variant.fit(plan.device, division.grid, arguments)
-            self._launches.append((variant, division.grid, arguments))
+                variant.fit(plan.device, grid, arguments)
+            self._launches.append((variant, grid, arguments))
 
     def run(self, dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
         """Launch the kernels.
@@ -140,39 +142,27 @@ class SplitCall:
         return out.transpose(1, 2), lses
 
 
-class _Division:
+def _divided(
+    read: Read, batch: int, heads: int, q_tokens: int, kind: int
+) -> tuple[Variant, tuple[int, int, int], int, int, int, int]:
     """How a launch is divided into programs.
 
-    Args:
-        read: what the launch reads.
-        kv_heads: kv heads of all sequences of the batch.
-        rows_of_head: rows of queries of one of them.
-
-    Attributes:
-        rows: rows of queries that a program takes.
-        blocks: packed blocks of a split.
-        tokens: dense tokens of a split.
-        packed: splits of the packed segment.
-        of_a: splits of the first dense segment.
-        splits: all splits.
-        grid: programs in each dimension.
+    Returns:
+        Its kernel; its programs in each dimension, all splits in the first; the splits of packed blocks; blocks of a
+        split; splits of the first dense segment; and dense tokens of a split.
     """
-
-    __slots__ = ("blocks", "grid", "of_a", "packed", "rows", "splits", "tokens")
-
-    def __init__(self, read: Read, kv_heads: int, rows_of_head: int) -> None:
-        plan, readers = read.plan, read.readers
-        rows_of_head *= readers
-        kv_heads //= readers
-        self.rows = rows_of_program(rows_of_head)
-        tiles = -(-rows_of_head // self.rows)
-        size = plan.block_tokens
-        sizes = [segment.tokens for segment, _ in read.dense]
-        longest = max(read.blocks, *(-(-tokens // size) for tokens in sizes), 0)
-        self.blocks = plan.blocks_per_split(longest, max(1, kv_heads * tiles))
-        self.tokens = max(DENSE_TOKENS, self.blocks * size)
-        self.packed = -(-read.blocks // self.blocks)
-        of_dense = [-(-tokens // self.tokens) for tokens in sizes]
-        self.of_a = of_dense[0] if of_dense else 0
-        self.splits = self.packed + sum(of_dense)
-        self.grid = self.splits, kv_heads, tiles
+    plan, blocks = read.plan, read.blocks
+    variant = plan.variant(heads, q_tokens, kind, read.readers)
+    kv_heads = batch * plan.kv_heads // read.readers
+    tiles = -(-heads // plan.kv_heads * q_tokens * read.readers // variant.rows)
+    for _, _, _, tokens, _ in read.dense:
+        blocks = max(blocks, -(-tokens // plan.block_tokens))
+    per_split = plan.blocks_per_split(blocks, max(1, kv_heads * tiles))
+    tokens_per_split = max(DENSE_TOKENS, per_split * plan.block_tokens)
+    packed = splits = -(-read.blocks // per_split)
+    of_a = 0
+    for _, _, _, tokens, _ in read.dense:
+        of_b = -(-tokens // tokens_per_split)
+        of_a = of_a or of_b
+        splits += of_b
+    return variant, (splits, kv_heads, tiles), packed, per_split, of_a, tokens_per_split

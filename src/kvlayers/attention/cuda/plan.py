@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.specs import MergeSpec, SplitSpec, merge_spec, side_spec, split_spec, warps_of_program
+from kvlayers.attention.cuda.specs import (
+    MergeSpec,
+    SplitSpec,
+    merge_spec,
+    rows_of_program,
+    side_spec,
+    split_spec,
+    warps_of_program,
+)
 from kvlayers.attention.cuda.support import supports
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
@@ -44,14 +52,15 @@ class Variant:
     """A compiled variant of the split kernel.
 
     Attributes:
+        rows: rows of queries that a program takes.
         constants: its compile-time constants; `None` until `fit`.
         obstacle: why it cannot be launched, `None` if it can.
     """
 
-    __slots__ = ("_options", "_spec", "constants", "obstacle")
+    __slots__ = ("_options", "_spec", "constants", "obstacle", "rows")
 
     def __init__(self, spec: SplitSpec, launch: Launch, dtype: torch.dtype) -> None:
-        self._spec = spec
+        self._spec, self.rows = spec, spec.rows
         warps = launch.warps or warps_of_program(spec, dtype)
         # Fused multiply-add is not the default of every version of triton.
         self._options = {"num_warps": warps, "num_stages": launch.stages, "enable_fp_fusion": True}
@@ -126,7 +135,7 @@ class SegmentPlan:
             side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
         )
         self.rotation = self._specs[1].rotation
-        self._variants: dict[tuple[int, int, int, bool], Variant] = {}
+        self._variants: dict[tuple[int, int, int, int], Variant] = {}
         self._merges: dict[tuple[int, bool], dict[str, Any]] = {}
 
     def starts(self) -> Tensor:
@@ -139,28 +148,26 @@ class SegmentPlan:
             self._starts[1:] -= self.first
         return self._starts
 
-    def variant(self, heads: int, rows: int, mask: int, shared: bool) -> Variant:
-        """The split kernel for so many query heads and rows of a program, a kind of mask, and one reader or more."""
-        variant = self._variants.get((heads, rows, mask, shared))
+    def variant(self, heads: int, q_tokens: int, mask: int, readers: int) -> Variant:
+        """The split kernel for numbers of query heads, queries and readers, and a kind of mask."""
+        variant = self._variants.get((heads, q_tokens, mask, readers))
         if variant is None:
-            keys, values = self._specs
-            first, ends = self.first > 0, self._has_ends
+            groups = heads // self.kv_heads
             spec = split_spec(
-                keys,
-                values,
+                *self._specs,
                 self.block_tokens,
                 self.dtype,
                 self.kv_heads,
-                heads // self.kv_heads,
-                rows,
+                groups,
+                rows_of_program(groups * q_tokens * readers),
                 mask,
-                first,
-                ends,
-                shared,
+                self.first > 0,
+                self._has_ends,
+                readers > 1,
             )
             key = self.device, self.shared_memory, spec, self.launch
             variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
-            self._variants[heads, rows, mask, shared] = variant
+            self._variants[heads, q_tokens, mask, readers] = variant
         return variant
 
     def merge(self, heads: int, logsumexp: bool) -> dict[str, Any]:
@@ -187,6 +194,10 @@ def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentP
     return plan
 
 
+DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int, int]
+"""Keys, values, batch, head and token strides of both, the number of tokens, and their first column of a mask."""
+
+
 class Read(NamedTuple):
     """What one launch of the split kernel reads.
 
@@ -195,14 +206,14 @@ class Read(NamedTuple):
         blocks: blocks of the packed segment, or 0.
         column: column of a mask that belongs to its first token.
         readers: sequences side by side that read each sequence of the segments.
-        dense: at most two dense segments, and the column of each.
+        dense: arguments of at most two dense segments.
     """
 
     plan: SegmentPlan
     blocks: int
     column: int
     readers: int
-    dense: list[tuple[DenseSegment, int]]
+    dense: list[DenseArguments]
 
 
 def reads_of(segments: KVSegments, launch: Launch = DEFAULT_LAUNCH) -> list[Read] | str:
@@ -218,31 +229,42 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
     dense: list[tuple[DenseSegment, int, int]] = []
     column = 0
     for segment in segments.in_order:
-        rows = segment.rows
-        if rows is not None and not rows.are_even:
-            return "sequences that read one segment are not side by side"
-        readers = 1 if rows is None else len(rows) // rows.sequences
+        rows, readers = segment.rows, 1
+        if rows is not None:
+            if not rows.are_even:
+                return "sequences that read one segment are not side by side"
+            readers = len(rows) // rows.sequences
         if isinstance(segment, DenseSegment):
-            if segment.tokens:
+            if tokens := segment.tokens:
                 dense.append((segment, column, readers))
-            column += segment.tokens
+                column += tokens
             continue
         plan = plan_of(segment, launch)
         if plan.obstacle is not None:
             return plan.obstacle
-        if reads and (plan.dtype, plan.rotation) != (reads[0].plan.dtype, reads[0].plan.rotation):
-            return "packed segments have other dtypes, or rotations"
         reads.append(Read(plan, plan.blocks, column, readers, []))
         column += plan.tokens
     if not reads:
         return "no token is packed yet"
-    for segment, column, readers in dense:
-        read = next((read for read in reads if read.readers == readers and len(read.dense) < 2), None)
-        if read is None:
-            read = Read(reads[0].plan, 0, 0, readers, [])
+    first = reads[0].plan
+    if any(read.plan.dtype != first.dtype or read.plan.rotation != first.rotation for read in reads[1:]):
+        return "packed segments have other dtypes, or rotations"
+    for segment, start, readers in dense:
+        for read in reads:
+            if read.readers == readers and len(read.dense) < 2:
+                break
+        else:
+            read = Read(first, 0, 0, readers, [])
             reads.append(read)
-        read.dense.append((segment, column))
-    return reads
+        keys, values = segment.keys, segment.values
+        if keys.dtype != first.dtype or values.dtype != first.dtype:
+            return f"scales are {first.dtype}, and states in full precision {keys.dtype} and {values.dtype}"
+        key_strides, value_strides = keys.stride(), values.stride()
+        if key_strides[3] != 1 or value_strides[3] != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+            key_strides, value_strides = keys.stride(), values.stride()
+        read.dense.append((keys, values, key_strides[:3] + value_strides[:3], keys.shape[2], start))
+    return [read for read in reads if read.blocks or read.dense] or reads[:1]
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -56,6 +56,13 @@ class StorageBackend(Protocol):
     exists. Methods that take several files ask for all of them together, where the storage can answer that.
     """
 
+    def prepare(self) -> None:
+        """Make the directory if it does not exist, and delete what writers that were killed have left unfinished.
+
+        Raises:
+            CachePathError: it cannot be made, read or written to.
+        """
+
     def path_of(self, name: str) -> str:
         """The path of a file in messages to users: it ends with the name, and has no credentials."""
 
@@ -83,24 +90,18 @@ class StorageBackend(Protocol):
             another size, `UnreachableError` if that is unknown. One file does not hide the others.
         """
 
-    def reading(self, name: str, max_bytes: int) -> AbstractContextManager[str]:
+    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> AbstractContextManager[str]:
         """The path of a local file with the content of `name`, for the length of the context.
 
         Args:
             name: name of the file, which counts as used now.
             max_bytes: size that the expected file cannot exceed.
+            wait_seconds: seconds after which a remote file that has not arrived is an `UnreachableError`.
 
         Raises:
             CacheFileError: a part of the file is missing, or it is too large. If the body of the context raises such
                 an error, its message gets the path that users know.
             GoneError: the file does not exist.
-        """
-
-    def writing(self, name: str) -> AbstractContextManager[str]:
-        """The path of a local file to write to. It replaces `name` when the context ends without error.
-
-        Raises:
-            CachePathError: the file cannot be written.
         """
 
     def write(self, name: str, content: Content) -> None:

@@ -47,7 +47,7 @@ class FsspecObjectStore:
 
     Raises:
         OptionError: fsspec does not know the scheme, its package is not installed, or it does not have these options.
-        CachePathError: it cannot be reached, or cannot be written to.
+        CachePathError: it cannot be reached.
     """
 
     def __init__(self, address: Address) -> None:
@@ -56,6 +56,9 @@ class FsspecObjectStore:
         self._root = path.rstrip("/")
         self._uses: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """As `ObjectStore.prepare`."""
         self._call(self._probe)
 
     def _probe(self) -> None:
@@ -142,11 +145,6 @@ class FsspecObjectStore:
         if isinstance(found, FileNotFoundError):
             return None
         return self._address.unreachable(found) if isinstance(found, Exception) else bytes(found)
-
-    def upload(self, path: str, name: str) -> None:
-        """As `ObjectStore.upload`."""
-        self._call(lambda: self._fs.put_file(path, self._at(name)))
-        self.touch([name])
 
     def write(self, name: str, content: Content) -> None:
         """As `ObjectStore.write`."""

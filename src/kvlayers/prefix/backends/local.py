@@ -4,10 +4,11 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.inspect import CacheFile, inspect_cache
+from kvlayers.persistence.inspect import CacheFile, inspect_ranges
 from kvlayers.persistence.safetensors_header import check_regular
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
@@ -28,14 +29,15 @@ class LocalBackend:
     It has no state, so that any number of threads may use it. The modification time of a file is its last use.
 
     Args:
-        path: the directory, which is created if it does not exist.
-
-    Raises:
-        CachePathError: it cannot be created, read or written to.
+        path: the directory.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def prepare(self) -> None:
+        """As `StorageBackend.prepare`."""
+        path = self.path
         try:
             os.makedirs(path, mode=OWNER_ONLY, exist_ok=True)
             # Tried out, since a disk may be mounted read-only, whatever the permissions say.
@@ -77,44 +79,52 @@ class LocalBackend:
         return StoredFile(name, facts.st_size, f"{facts.st_ino} {facts.st_mtime_ns}", facts.st_mtime_ns)
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """As `StorageBackend.inspect`."""
+        """As `StorageBackend.inspect`. What is read later of a file, such as its ids, is of the same file."""
         for file in files:
-            path = self.path_of(file.name)
-            try:
-                yield inspect_cache(path)
-            except CacheFileError as error:
-                yield error
-            except CachePathError as error:
-                yield error if os.path.lexists(path) else GoneError(str(error))
+            content = self._mapped(file.name)
+            if not isinstance(content, KVLayersError):
+                try:
+                    yield inspect_ranges(self.path_of(file.name), len(content), partial(_slice, content))
+                    continue
+                except CacheFileError as error:
+                    content = error
+            yield content
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
-        yield from [self._mapped(file) for file in files]
+        contents = [self._mapped(file.name) for file in files]
+        for content in contents:
+            if isinstance(content, mmap.mmap) and os.name == "posix":
+                content.madvise(mmap.MADV_WILLNEED)
+        for file, content in zip(files, contents, strict=True):
+            if isinstance(content, KVLayersError):
+                yield content
+            elif len(content) != file.nbytes:
+                path = self.path_of(file.name)
+                yield CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, got {len(content)}.")
+            else:
+                yield memoryview(content)
 
-    def _mapped(self, file: StoredFile) -> Content | KVLayersError:
-        path = self.path_of(file.name)
+    def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
+        """The content of a file, which stays the same if another process replaces or deletes the file."""
+        path = self.path_of(name)
         try:
-            check_regular(path)
+            if check_regular(path, missing_is_fine=True) is None:
+                return _gone(path)
             with open(path, "rb") as opened:
-                size = os.fstat(opened.fileno()).st_size
-                if size != file.nbytes:
-                    return CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, got {size}.")
-                if not size:
+                if not os.fstat(opened.fileno()).st_size:
                     return b""
                 # A private copy of what is written to, because torch warns of memory that it must not write to.
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             return _gone(path)
         except CachePathError as error:
-            return error if os.path.lexists(path) else _gone(path)
+            return error
         except OSError as error:
             return _unreachable(path, error)
-        if os.name == "posix":
-            mapped.madvise(mmap.MADV_WILLNEED)
-        return memoryview(mapped)
 
     @contextlib.contextmanager
-    def reading(self, name: str, max_bytes: int) -> Iterator[str]:
+    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> Iterator[str]:
         """The path of the file itself, whatever its size, since a mapped file takes no memory."""
         path = self.path_of(name)
         try:
@@ -125,11 +135,6 @@ class LocalBackend:
                 raise _unreachable(path, reason) from reason
             raise
         self.touch([name])
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        """The path of the file itself, which `save_cache` replaces once it has written a temporary one."""
-        yield self.path_of(name)
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""
@@ -164,6 +169,10 @@ class LocalBackend:
                     continue
             with contextlib.suppress(OSError):
                 os.unlink(self.path_of(name))
+
+
+def _slice(content: mmap.mmap | bytes, start: int, end: int) -> bytes:
+    return content[start:end]
 
 
 def _gone(path: str) -> GoneError:

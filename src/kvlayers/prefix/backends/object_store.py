@@ -20,6 +20,9 @@ class ObjectStore(Protocol):
     All methods may be called by several threads at once.
     """
 
+    def prepare(self) -> None:
+        """As `StorageBackend.prepare`."""
+
     def files(self) -> list[StoredFile]:
         """All files; as `StorageBackend.files`."""
 
@@ -35,9 +38,6 @@ class ObjectStore(Protocol):
         Args:
             files: names and sizes in bytes.
         """
-
-    def upload(self, path: str, name: str) -> None:
-        """Upload a local file, and replace the file of this name."""
 
     def write(self, name: str, content: Content) -> None:
         """Write a file, and replace the file of this name."""

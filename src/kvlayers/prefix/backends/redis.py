@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import json
-import os
 import re
 import secrets
 import time
@@ -93,7 +92,7 @@ class RedisObjectStore:
 
     Raises:
         OptionError: the package `redis` is not installed, or it does not accept the URL or the options.
-        CachePathError: the server cannot be reached, or cannot be written to.
+        CachePathError: the server cannot be reached.
     """
 
     def __init__(self, address: Address) -> None:
@@ -113,7 +112,7 @@ class RedisObjectStore:
         try:
             self._client: Any = self._redis.Redis.from_url(url, **options)
             settings = self._client.get_connection_kwargs()
-            self._call(self._probe)
+            self._call(self._client.ping)
         except (TypeError, ValueError) as error:
             # Without its cause and its message about the URL, since an invalid port may be a part of a password.
             seen = address.detail(error) if isinstance(error, TypeError) else "an invalid URL or option"
@@ -123,6 +122,10 @@ class RedisObjectStore:
             ) from None
         if settings.get("decode_responses"):
             raise OptionError("the server must return bytes, got decode_responses: leave it out.")
+
+    def prepare(self) -> None:
+        """As `ObjectStore.prepare`. The server itself deletes what writers that were killed have left."""
+        self._call(self._probe)
 
     def _probe(self) -> None:
         key = f"{self._prefix}:probe:{secrets.token_hex(16)}"
@@ -186,8 +189,13 @@ class RedisObjectStore:
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `ObjectStore.find`."""
-        found = zip(names, map(_Manifest.parse, self._manifests(names)), strict=True)
-        return [None if manifest is None else manifest.stored(name) for name, manifest in found]
+        asked = [command for name in names for command in (("GET", self._key(name)), ("ZSCORE", self._index, name))]
+        answers = self._call(lambda: self._many(asked))
+        files: list[StoredFile | None] = []
+        for name, text, score in zip(names, answers[::2], answers[1::2], strict=True):
+            manifest = _Manifest.parse(text)
+            files.append(None if manifest is None else manifest.stored(name, _used(score)))
+        return files
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
         """As `ObjectStore.read_ranges`. A missing part has no bytes."""
@@ -216,23 +224,15 @@ class RedisObjectStore:
         contents = iter(self.read_ranges(there))
         return [None if now is None else next(contents) for now in found]
 
-    def upload(self, path: str, name: str) -> None:
-        """As `ObjectStore.upload`."""
-        with open(path, "rb") as file:
-            self._write(name, os.path.getsize(path), lambda: file.read(PART_BYTES))
-
     def write(self, name: str, content: Content) -> None:
         """As `ObjectStore.write`."""
         view = memoryview(content)
-        parts = (view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES))
-        self._write(name, len(view), lambda: next(parts))
-
-    def _write(self, name: str, nbytes: int, next_part: Callable[[], Content]) -> None:
-        manifest = _Manifest(secrets.token_hex(16), nbytes, PART_BYTES)
+        manifest = _Manifest(secrets.token_hex(16), len(view), PART_BYTES)
         parts = self._parts(manifest)
         try:
-            for part in parts:
-                self._call(partial(self._client.set, part, next_part(), ex=ABANDONED_SECONDS))
+            for number, part in enumerate(parts):
+                piece = view[number * PART_BYTES : (number + 1) * PART_BYTES]
+                self._call(partial(self._client.set, part, piece, ex=ABANDONED_SECONDS))
         except UnreachableError:
             # The parts would expire by themselves, but a server that is full needs the memory now.
             with contextlib.suppress(UnreachableError):
@@ -273,9 +273,9 @@ class RedisObjectStore:
     def _delete(self, name: str, used_before: int | None) -> None:
         def delete(transaction: Any) -> None:
             old = _Manifest.parse(transaction.get(self._key(name)))
-            used = transaction.zscore(self._index, name)
+            used = _used(transaction.zscore(self._index, name))
             transaction.multi()
-            if used_before is not None and used is not None and int(used) * 1000 >= used_before:
+            if used_before is not None and used >= used_before:
                 return
             transaction.unlink(self._key(name))
             transaction.zrem(self._index, name)
@@ -291,7 +291,7 @@ class RedisObjectStore:
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`; uses by all stores count."""
         found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
-        return {name.decode("utf-8", "replace"): int(score) * 1000 for name, score in found}
+        return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
     def touch(self, names: Sequence[str]) -> None:
         """As `ObjectStore.touch`."""
@@ -303,6 +303,11 @@ class RedisObjectStore:
 
 def _now() -> int:
     return time.time_ns() // 1000
+
+
+def _used(score: Any) -> int:
+    """The score of a name in the index, in nanoseconds since 1970; 0 if it is not in the index."""
+    return 0 if score is None else int(float(score)) * 1000
 
 
 def _package(address: Address) -> Any:

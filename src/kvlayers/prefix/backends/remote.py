@@ -33,6 +33,9 @@ BATCH_BYTES = 32 * 2**20
 BATCHES_AT_ONCE = 2
 """Batches of whole files that are in memory, or on their way to it, at the same time."""
 
+TOUCH_SECONDS = 1.0
+"""How long a reader waits at most until it is recorded that a file was used."""
+
 ATTEMPTS = 3
 """Attempts to read a file that other processes replace meanwhile."""
 
@@ -55,6 +58,10 @@ class RemoteBackend:
         self._objects = objects
         self._address = address
 
+    def prepare(self) -> None:
+        """As `StorageBackend.prepare`."""
+        self._objects.prepare()
+
     def path_of(self, name: str) -> str:
         """The URL of a file, without credentials."""
         return self._address.path_of(name)
@@ -73,8 +80,12 @@ class RemoteBackend:
         return self._objects.missing(files)
 
     def touch(self, names: Sequence[str]) -> None:
-        """As `StorageBackend.touch`."""
-        self._objects.touch(names)
+        """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
+        touched = thread.submit(self._objects.touch, names)
+        thread.shutdown(wait=False)
+        with contextlib.suppress(NotArrived):
+            touched.result(TOUCH_SECONDS)
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""
@@ -153,7 +164,7 @@ class RemoteBackend:
         try:
             return coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except NotArrived:
-            return [UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch]
+            return [self._late(file.name) for file in batch]
         except UnreachableError as error:
             return [error] * len(batch)
 
@@ -173,13 +184,17 @@ class RemoteBackend:
         return found
 
     @contextlib.contextmanager
-    def reading(self, name: str, max_bytes: int) -> Iterator[str]:
+    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> Iterator[str]:
         """As `StorageBackend.reading`."""
         with self._temporary(name) as path:
-            self._download(name, path, max_bytes)
+            thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
+            try:
+                thread.submit(self._download, name, path, max_bytes).result(wait_seconds)
+            except NotArrived:
+                raise self._late(name) from None
+            finally:
+                thread.shutdown(wait=False)
             yield path
-        with contextlib.suppress(UnreachableError):
-            self._objects.touch([name])
 
     def _download(self, name: str, path: str, max_bytes: int) -> None:
         for _ in range(ATTEMPTS):
@@ -194,6 +209,8 @@ class RemoteBackend:
             if self._existing(name) == file:
                 if failure is not None:
                     raise failure
+                with contextlib.suppress(UnreachableError):
+                    self._objects.touch([name])
                 return
         raise self._keeps_changing(name)
 
@@ -214,13 +231,6 @@ class RemoteBackend:
                     copy.write(content)
         return None
 
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        """As `StorageBackend.writing`."""
-        with self._temporary(name) as path:
-            yield path
-            self._objects.upload(path, name)
-
     def _existing(self, name: str) -> StoredFile:
         (file,) = self._objects.find([name])
         if file is None:
@@ -229,6 +239,9 @@ class RemoteBackend:
 
     def _gone(self, name: str) -> GoneError:
         return GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
+
+    def _late(self, name: str) -> UnreachableError:
+        return UnreachableError(f"{self.path_of(name)} has not arrived in time.")
 
     def _keeps_changing(self, name: str) -> UnreachableError:
         return UnreachableError(

@@ -22,7 +22,17 @@ _URL_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def backend_for(directory: object, options: Mapping[str, object] | None) -> StorageBackend:
-    """The storage backend for the files of a store.
+    """The storage backend for the files of a store, which exists afterwards, and can be written to.
+
+    Args and errors are those of `existing_backend`.
+    """
+    backend = existing_backend(directory, options)
+    backend.prepare()
+    return backend
+
+
+def existing_backend(directory: object, options: Mapping[str, object] | None) -> StorageBackend:
+    """The storage backend for files that are to be read only. Nothing is made, and nothing is written.
 
     Args:
         directory: a path, or a URL of Redis, of Valkey, or of any file system that fsspec supports.
@@ -31,7 +41,7 @@ def backend_for(directory: object, options: Mapping[str, object] | None) -> Stor
     Raises:
         OptionError: `directory` is neither a path nor a URL, or has a scheme that is unknown or whose package is not
             installed; or `options` is not a mapping, or is given for a local path.
-        CachePathError: the directory cannot be reached, read or written to.
+        CachePathError: the directory cannot be reached.
     """
     _check_options(options)
     if isinstance(directory, str) and _URL.match(directory):

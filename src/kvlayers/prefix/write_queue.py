@@ -1,0 +1,365 @@
+"""Writes evicted entries to a directory, and deletes files there, in a thread of its own."""
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvlayers.errors import CachePathError, KVLayersError
+from kvlayers.prefix.directory import Directory, WrittenEntry
+from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.index import EntryIndex
+
+logger = logging.getLogger(__name__)
+
+MOST_TRIES = 6
+"""How often an entry is written at most, if the directory cannot be reached."""
+
+FIRST_DELAY = 0.1
+"""Seconds before the second try. Each further delay is twice as long, 3.1 s in total."""
+
+SECONDS_AT_EXIT = 10.0
+"""How long the end of a process waits for all stores at most, until their entries are written."""
+
+_queues: "weakref.WeakSet[WriteQueue]" = weakref.WeakSet()
+"""All queues of this process."""
+
+
+@dataclass(eq=False)
+class _Write:
+    """An entry to write."""
+
+    entry: PrefixEntry
+    tries: int = 0
+    superseded: list[PrefixEntry] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Delete:
+    """Files to delete."""
+
+    paths: Sequence[str]
+
+
+class _Tidy:
+    """Garbage and the least recently used files are to be deleted."""
+
+
+_Job = _Write | _Delete | _Tidy
+
+
+class WriteQueue:
+    """Jobs for the directory of a store, which one thread works off in order.
+
+    The memory of an entry that waits here counts as memory of the store, so the queue never holds more bytes than the
+    store's budget. The thread ends when there is nothing left to do. All methods except `work_off` and `stop_trying`
+    need the lock of `changed`, which is the lock of the store. No file is touched while it is held.
+
+    Args:
+        index: the entries.
+        directory: where to write them.
+        directory_max_bytes: bytes of all files, `None` for no limit.
+        changed: is notified when a job is done.
+
+    Attributes:
+        spilled: entries that were written.
+        failed_writes: entries that could not be written.
+        dropped_writes: entries that were dropped before they were written, because a caller needed their memory.
+    """
+
+    def __init__(
+        self, index: EntryIndex, directory: Directory, directory_max_bytes: int | None, changed: threading.Condition
+    ) -> None:
+        self.directory_max_bytes = directory_max_bytes
+        self.spilled = self.failed_writes = self.dropped_writes = 0
+        self._index, self._directory, self._changed = index, directory, changed
+        self._jobs: dict[int, _Job] = {}
+        self._tickets = self._done = 0
+        self._current: tuple[int, _Job] | None = None
+        self._worker: threading.Thread | None = None
+        self._most_tries = MOST_TRIES
+        self._is_unreachable = self._is_stalled = False
+        _queues.add(self)
+
+    # Jobs
+
+    def write(self, entries: Iterable[PrefixEntry]) -> None:
+        """Have entries written that are in memory, but in no file."""
+        waiting = {id(job.entry) for job in self._writes()}
+        for entry in entries:
+            if entry.cache is not None and entry.path is None and id(entry) not in waiting:
+                self._add(_Write(entry))
+
+    def write_instead(self, replaced: PrefixEntry, entry: PrefixEntry) -> None:
+        """Have an entry written in place of another one, which it has replaced, if that waits to be written."""
+        for ticket, job in self._jobs.items():
+            if isinstance(job, _Write) and job.entry is replaced:
+                self._jobs[ticket] = _Write(entry)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Have files deleted."""
+        if paths:
+            self._add(_Delete(paths))
+
+    def tidy(self) -> None:
+        """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
+        self._add(_Tidy())
+
+    def forget_writes(self) -> None:
+        """Write nothing of what waits."""
+        self._jobs = {ticket: job for ticket, job in self._jobs.items() if not isinstance(job, _Write)}
+
+    def _add(self, job: _Job) -> None:
+        self._tickets += 1
+        self._jobs[self._tickets] = job
+        self._ensure_worker()
+
+    def _writes(self) -> list[_Write]:
+        jobs = [*self._jobs.values(), *([] if self._current is None else [self._current[1]])]
+        return [job for job in jobs if isinstance(job, _Write)]
+
+    @property
+    def lost(self) -> int:
+        """Entries that were to be written, and were not."""
+        return self.failed_writes + self.dropped_writes
+
+    @property
+    def pending_writes(self) -> int:
+        """Entries that wait to be written, or are being written."""
+        return len(self._writes())
+
+    # Waiting
+
+    def wait(self, deadline: float | None = None) -> bool:
+        """Wait until all jobs of now are done. Jobs that others add meanwhile do not prolong it.
+
+        Args:
+            deadline: when to stop waiting, as `time.monotonic()` counts.
+
+        Returns:
+            Whether they are done.
+        """
+        last = self._tickets
+        return self._wait_until(lambda: self._oldest_ticket() > last, deadline)
+
+    def wait_for_memory(self, deadline: float) -> bool:
+        """Wait until a job is done, or make an end of waiting: drop the entry that has waited longest.
+
+        If nothing was written since the last wait was in vain, this one does not wait at all.
+
+        Returns:
+            Whether there may be more memory now.
+        """
+        done = self._done
+        if not self._is_stalled and self._wait_until(lambda: self._done > done, deadline):
+            return True
+        self._is_stalled = True
+        for ticket, job in self._jobs.items():
+            if isinstance(job, _Write) and job.entry.is_leaving:
+                del self._jobs[ticket]
+                self.dropped_writes += 1
+                self._index.remove(job.entry)
+                return True
+        writing = None if self._current is None else self._current[1]
+        if isinstance(writing, _Write) and writing.entry.is_leaving:
+            self._index.set_stuck(writing.entry)
+            return True
+        return False
+
+    def _wait_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
+        self._ensure_worker()
+        return self._changed.wait_for(is_done, None if deadline is None else deadline - time.monotonic())
+
+    def _oldest_ticket(self) -> int:
+        tickets = [*self._jobs, *([] if self._current is None else [self._current[0]])]
+        return min(tickets, default=self._tickets + 1)
+
+    # The thread
+
+    def _ensure_worker(self) -> None:
+        # After os.fork(), the thread of the parent is not alive in the child.
+        if self._jobs and (self._worker is None or not self._worker.is_alive()):
+            self._worker = threading.Thread(target=self.work_off, name="kvlayers-prefix-writer", daemon=True)
+            # At the end of a process no thread can be started; the jobs are then done without one.
+            with contextlib.suppress(RuntimeError):
+                self._worker.start()
+
+    def work_off(self, deadline: float | None = None) -> None:
+        """Do all jobs, or those that are begun before `deadline`, as `time.monotonic()` counts."""
+        while True:
+            with self._changed:
+                if not self._jobs or (deadline is not None and time.monotonic() > deadline):
+                    self._worker = None
+                    return
+                ticket = next(iter(self._jobs))
+                job = self._jobs.pop(ticket)
+                self._current = ticket, job
+            delay: float | None = None
+            try:
+                delay = self._do(job)
+            except Exception:
+                logger.exception("A prefix store could not tidy its directory")
+            finally:
+                with self._changed:
+                    self._current = None
+                    self._done += delay is None
+                    if delay is not None:
+                        # It stays the first one, and may be dropped meanwhile.
+                        self._jobs = {ticket: job, **self._jobs}
+                    self._changed.notify_all()
+                    if delay is not None:
+                        self._changed.wait_for(lambda: self._most_tries == 1, delay)
+
+    def _do(self, job: _Job) -> float | None:
+        """Do a job, and return the seconds after which to try again, `None` if it is done."""
+        if isinstance(job, _Write):
+            return self._do_write(job)
+        if isinstance(job, _Delete):
+            self._do_delete(job.paths)
+        else:
+            self._do_shrink()
+            self._directory.collect_garbage()
+        return None
+
+    def _do_write(self, job: _Write) -> float | None:
+        entry = job.entry
+        with self._changed:
+            if entry.cache is None or entry.path is not None or entry not in self._index:
+                return None
+            entry.is_being_written = True
+            job.tries += 1
+            # A fork, since others fork the cache meanwhile.
+            cache = entry.cache.fork()
+            neighbours = self._index.neighbours_in_files(entry)
+            job.superseded = self._index.superseded_files(entry)
+            for old in job.superseded:
+                entry.boundaries |= old.boundaries
+            boundaries = sorted(entry.boundaries)
+        error: Exception | None = None
+        written: WrittenEntry | None = None
+        try:
+            written = self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
+        except Exception as raised:
+            error = raised
+        del cache
+        if written is not None:
+            self._finish_write(job, written)
+            self._do_shrink()
+            return None
+        with self._changed:
+            entry.is_being_written = False
+            most_tries = 1 if self._is_unreachable else self._most_tries
+            if isinstance(error, CachePathError) and job.tries < most_tries:
+                return float(FIRST_DELAY * 2 ** (job.tries - 1))
+            self._is_unreachable = self._is_unreachable or isinstance(error, CachePathError)
+            self.failed_writes += 1
+            self._index.unset_stuck(entry)
+            if entry in self._index and (entry.is_leaving or entry.cache is None):
+                self._index.remove(entry)
+        level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
+        logger.log(level, "An entry of a prefix store was not written to its directory: %s", error)
+        return None
+
+    def _finish_write(self, job: _Write, written: WrittenEntry) -> None:
+        entry = job.entry
+        with self._changed:
+            entry.is_being_written = self._is_unreachable = self._is_stalled = False
+            if entry in self._index:
+                self.spilled += 1
+                self._index.set_file(entry, written.path, written.nbytes)
+                useless = [old for old in job.superseded if old in self._index and old.is_spare]
+                paths = [old.path for old in useless if old.path is not None]
+                for old in useless:
+                    self._index.remove(old)
+            else:
+                # The store was cleared meanwhile.
+                paths = [written.path]
+        self._do_delete(paths)
+
+    def _do_delete(self, paths: Sequence[str]) -> None:
+        if not paths:
+            return
+        with self._changed:
+            used = {entry.path for entry in self._index}
+        self._directory.delete_all([path for path in paths if path not in used])
+
+    def _do_shrink(self) -> None:
+        most = self.directory_max_bytes
+        if most is None or self._directory.nbytes <= most:
+            return
+        with self._changed:
+            entries = {entry.path: entry for entry in self._index if entry.path is not None}
+            paths = [path for path, entry in entries.items() if entry.cache is not None or not entry.pins]
+        for path in self._directory.oldest_first(paths):
+            if self._directory.nbytes <= most or not self._directory.delete(path):
+                return
+            with self._changed:
+                if entries[path].path == path:
+                    self._index.drop_file(entries[path])
+
+    # The end of the process, and children of it
+
+    def flush_at_exit(self, deadline: float) -> None:
+        """Write every entry that is in memory alone, without waiting for a directory that cannot be reached."""
+        with self._changed:
+            self._most_tries = 1
+            self.write(self._index)
+            self._changed.notify_all()
+            has_worker = self._worker is not None and self._worker.is_alive()
+            if has_worker:
+                self.wait(deadline)
+                return
+        self.work_off(deadline)
+
+    def lock_for_fork(self) -> None:
+        """Make sure that no other thread changes anything while the process forks."""
+        self._changed.acquire()
+
+    def unlock_after_fork(self) -> None:
+        """Go on in the parent."""
+        self._changed.release()
+
+    def resume_in_child(self) -> None:
+        """Go on in the child, which has no thread: what the parent was writing is written by both."""
+        if self._current is not None:
+            ticket, job = self._current
+            self._current, self._jobs = None, {ticket: job, **self._jobs}
+        self._changed.release()
+
+
+_locked_for_fork: "list[WriteQueue]" = []
+"""The queues whose locks the forking thread holds."""
+
+
+def _before_fork() -> None:
+    # In the same order in every thread.
+    for queue in sorted(_queues, key=id):
+        queue.lock_for_fork()
+        _locked_for_fork.append(queue)
+
+
+def _after_fork_in_parent() -> None:
+    while _locked_for_fork:
+        _locked_for_fork.pop().unlock_after_fork()
+
+
+def _after_fork_in_child() -> None:
+    while _locked_for_fork:
+        _locked_for_fork.pop().resume_in_child()
+
+
+def _flush_at_exit() -> None:
+    deadline = time.monotonic() + SECONDS_AT_EXIT
+    for queue in list(_queues):
+        queue.flush_at_exit(deadline)
+
+
+atexit.register(_flush_at_exit)
+if sys.platform != "win32":
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

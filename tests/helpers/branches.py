@@ -1,0 +1,141 @@
+"""Random histories of branches, each beside one that went the same way alone from the beginning and shares nothing."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlayers import CapacityError, RollbackError
+
+MOST_BRANCHES, MOST_ROWS = 5, 6
+OTHERS = ("reset", "record", "end", "drop", "trim", "compact")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer or cache.
+
+    Attributes:
+        make: makes an empty one.
+        attend: gives one new tokens, `(layer, sequences, tokens, seed)`, and returns what attention or the model makes
+            of them.
+        rows: sequences at the beginning.
+        tolerance: the largest difference between such outputs.
+    """
+
+    make: Callable[[], Any]
+    attend: Callable[[Any, int, int, int], Tensor]
+    tolerance: float
+    rows: int = 2
+
+
+@dataclass
+class Branch:
+    """A layer or cache that shares memory with other branches, and one that does not.
+
+    Attributes:
+        kind: of which kind both are.
+        shared: what is tested.
+        alone: what it must be equal to.
+        past: all that was done to either of them.
+    """
+
+    kind: Kind
+    shared: Any
+    alone: Any
+    past: list[Callable[[Any], object]]
+
+    @classmethod
+    def begun(cls, kind: Kind) -> "Branch":
+        return cls(kind, kind.make(), kind.make(), [])
+
+    @property
+    def rows(self) -> int:
+        batch_size = self.alone.batch_size
+        return batch_size if batch_size is not None and batch_size > 0 else self.kind.rows
+
+    def fork(self) -> "Branch":
+        alone = self.kind.make()
+        for done in self.past:
+            done(alone)
+        return Branch(self.kind, self.shared.fork(), alone, list(self.past))
+
+    def do(self, change: Callable[[Any], object], change_shared: Callable[[Any], object] | None = None) -> None:
+        """Change both, or neither if the one that is alone refuses.
+
+        Args:
+            change: what to do.
+            change_shared: the same, in a way that may share memory.
+        """
+        try:
+            expected = change(self.alone)
+        except (CapacityError, RollbackError) as error:
+            with pytest.raises(type(error)):
+                (change_shared or change)(self.shared)
+            return
+        self.past.append(change)
+        seen = (change_shared or change)(self.shared)
+        if isinstance(expected, Tensor):
+            torch.testing.assert_close(seen, expected, rtol=self.kind.tolerance, atol=self.kind.tolerance)
+        else:
+            assert seen == expected
+
+    def attend(self, tokens: int, seed: int) -> None:
+        rows = self.rows
+        self.do(lambda layer: self.kind.attend(layer, rows, tokens, seed))
+
+
+def change_one(branches: list[Branch], chance: random.Random) -> str:
+    """Do something to one of the branches, and return its name."""
+    branch = chance.choice(branches)
+    rows, length = branch.rows, branch.alone.get_seq_length()
+    what = chance.choice(["update"] * 5 + ["fork"] * 3 + ["crop", "select", "expand", *OTHERS])
+    if what == "update":
+        branch.attend(chance.choice([1, 1, 1, 2, 3, 9, 30, 70]), chance.randrange(2**30))
+    elif what == "fork" and len(branches) < MOST_BRANCHES:
+        branches.append(branch.fork())
+    elif what == "drop" and len(branches) > 1:
+        branches.remove(branch)
+    elif what == "crop":
+        target = chance.choice([length, length - 1, length - 3, length // 2, chance.randint(0, length)])
+        branch.do(lambda layer: layer.truncate(max(target, 0)))
+    elif what == "select":
+        chosen = [chance.randrange(rows) for _ in range(chance.choice([rows, rows, chance.randint(1, MOST_ROWS)]))]
+        branch.do(lambda layer: layer.batch_select_indices(chosen))
+    elif what == "expand" and rows * 2 <= MOST_ROWS:
+        branch.do(lambda layer: layer.batch_repeat_interleave(2), lambda layer: layer.expand(2))
+    elif what == "reset" and chance.random() < 0.3:
+        branch.do(lambda layer: layer.reset())
+    elif what == "trim":
+        branch.shared.trim()
+    elif what == "compact" and chance.random() < 0.5:
+        branch.shared.compact()
+    elif what == "record":
+        branch.do(lambda layer: layer.activate_past_recording())
+    elif what == "end":
+        branch.do(lambda layer: layer.deactivate_past_recording())
+    return what
+
+
+def check_branches(
+    kind: Kind, seed: object, prefix: int, changes: int, check: Callable[[Branch], None] = lambda branch: None
+) -> None:
+    """Let branches go on from a prefix at random; check all of them after each change, and decode on at the end."""
+    chance = random.Random(str(seed))
+    branches, done = [Branch.begun(kind)], []
+    branches[0].attend(prefix, seed=1)
+    branches += [branches[0].fork() for _ in range(3)]
+    try:
+        for _ in range(changes):
+            done.append(change_one(branches, chance))
+            for branch in branches:
+                check(branch)
+        for branch in branches * 2:
+            branch.attend(1, chance.randrange(2**30))
+            check(branch)
+    except Exception as error:
+        raise AssertionError(f"Until then: {', '.join(done)}.") from error

@@ -1,0 +1,97 @@
+"""Processes that work in one directory and are killed at random moments: `python killed_workers.py DIRECTORY`.
+
+Prints the tokens of each entry that a worker has flushed. They are forks of one process, since starting an interpreter
+takes far longer than writing a file.
+"""
+
+import os
+import random
+import selectors
+import signal
+import sys
+import time
+import traceback
+
+import torch
+
+import kvlayers
+from backend_cases import covered, filled
+
+WORKERS, KILLS, SECONDS = 15, 45, 4
+ROOM = 2**20
+DOCUMENT = [7] * 20
+"""Tokens that all entries begin with."""
+
+
+def work(directory: str, worker: int, acknowledge: int) -> None:
+    generator = random.Random(worker)
+    store = kvlayers.PrefixStore(ROOM, directory)
+    for number in range(1000):
+        # Some entries are those of other workers, which write the same files at the same time.
+        ids = [*DOCUMENT, 8 + generator.choice([worker, worker % 3]), number % 9, *range(generator.randrange(5))]
+        store.insert(torch.tensor(ids), filled(ids), model="m")
+        if store.flush():
+            os.write(acknowledge, (" ".join(map(str, ids)) + "\n").encode())
+        if number % 3 == 2:
+            store.evict()
+            store.refresh()
+        for asked in (ids, [*DOCUMENT, 8 + generator.randrange(worker + 1), number % 9]):
+            assert covered(store, asked) <= len(asked)
+        assert store.statistics.damaged == 0, store.statistics
+
+
+def main(directory: str) -> None:
+    torch.set_num_threads(1)
+    generator = random.Random(0)
+    selector = selectors.DefaultSelector()
+    running: list[tuple[int, int]] = []
+    started = killed = 0
+    until = time.monotonic() + SECONDS
+    try:
+        while killed < KILLS and time.monotonic() < until:
+            while len(running) < WORKERS:
+                running.append(start(directory, started))
+                selector.register(running[-1][1], selectors.EVENT_READ)
+                started += 1
+            time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
+            for key, _ in selector.select(0):
+                sys.stdout.write(os.read(key.fd, 2**16).decode())
+            child, heard = running.pop(generator.randrange(len(running)))
+            selector.unregister(heard)
+            end(child, heard)
+            killed += 1
+    finally:
+        for child, _ in running:
+            os.kill(child, signal.SIGKILL)
+    for child, heard in running:
+        end(child, heard)
+
+
+def start(directory: str, number: int) -> tuple[int, int]:
+    """A worker, and where it says what it has flushed."""
+    heard, acknowledge = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(acknowledge)
+        return child, heard
+    try:
+        work(directory, number, acknowledge)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def end(child: int, heard: int) -> None:
+    """Kill a worker, which must be at work, and print what it has said."""
+    os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    while piece := os.read(heard, 2**16):
+        sys.stdout.write(piece.decode())
+    os.close(heard)
+    if status != -signal.SIGKILL:
+        raise ChildProcessError(f"a worker ended by itself, with {status}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

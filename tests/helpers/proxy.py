@@ -1,0 +1,112 @@
+"""A line between a client and a server of the tests, which is slow, or breaks in the middle of what is sent."""
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+CHUNK = 2**14
+
+
+class Line:
+    """Forwards connections on a free port of this machine to another port of it.
+
+    Attributes:
+        port: its own port.
+        delay: seconds before each piece of at most `CHUNK` bytes is passed on.
+        breaks: how many connections break, counted down; 0 for a line in order.
+        after: bytes that pass, towards the client or the server, before a connection breaks.
+        towards: which of them counts: "client" or "server".
+        is_stalled: whether nothing is passed on, and no connection is refused either.
+        broken: connections that broke.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.delay, self.breaks, self.after, self.towards = 0.0, 0, 0, "client"
+        self.is_stalled = False
+        self.broken = 0
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def break_after(self, nbytes: int, towards: str, times: int = 2**30) -> None:
+        """Break connections, those that exist too, as soon as so many bytes have passed in one direction."""
+        self.drop_all()
+        self.breaks, self.after, self.towards = times, nbytes, towards
+
+    def mend(self) -> None:
+        """Be a line in order."""
+        self.breaks, self.delay, self.is_stalled = 0, 0.0, False
+
+    def drop_all(self) -> None:
+        """Break all connections."""
+        with self._lock:
+            found, self._sockets = self._sockets, set()
+        for each in found:
+            _reset(each)
+
+    def close(self) -> None:
+        """Accept nothing any more."""
+        self.mend()
+        # Closing alone does not wake up a thread that accepts.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.drop_all()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._server_port), timeout=5)
+                    server.settimeout(None)
+                except OSError:
+                    _reset(client)
+                    continue
+                with self._lock:
+                    self._sockets |= {client, server}
+                for source, target, towards in ((client, server, "server"), (server, client, "client")):
+                    threading.Thread(target=self._pass_on, args=(source, target, towards), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, towards: str) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while piece := source.recv(CHUNK):
+                while self.is_stalled:
+                    time.sleep(0.01)
+                time.sleep(self.delay)
+                if self.breaks > 0 and towards == self.towards and passed + len(piece) > self.after:
+                    self.breaks -= 1
+                    self.broken += 1
+                    target.sendall(piece[: self.after - passed])
+                    break
+                target.sendall(piece)
+                passed += len(piece)
+        for each in (source, target):
+            with self._lock:
+                self._sockets.discard(each)
+            _reset(each)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close a connection so that the other side learns that it broke, and not that all was sent."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@contextlib.contextmanager
+def line_to(port: int) -> Iterator[Line]:
+    """A line to a port of this machine, for as long as the context lasts."""
+    line = Line(port)
+    try:
+        yield line
+    finally:
+        line.close()

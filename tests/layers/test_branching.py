@@ -1,0 +1,173 @@
+"""Branches of one past in every kind of layer, against layers that went the same way alone and share nothing."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agreement import bytes_reached
+from branches import Branch, Kind, check_branches
+from kvlayers import (
+    CacheLayer,
+    DynamicLayer,
+    HybridLayer,
+    LinearAttentionLayer,
+    OffloadedLayer,
+    Prefetcher,
+    Quantization,
+    QuantizedLayer,
+    QuantizedStore,
+    Rotary,
+    SinkLayer,
+    SlidingLayer,
+    StaticLayer,
+    StaticSlidingLayer,
+)
+from kvlayers.utils.tensor_memory import storages_of
+from layer_kinds import KINDS
+from oracle import KV_HEADS, TOLERANCE
+from recording_transfers import RecordingTransfers
+
+
+def packed(**options: object) -> Callable[[], CacheLayer]:
+    quantization = Quantization(**{"residual_length": 12, "sink_tokens": 4, **options})  # type: ignore[arg-type]
+    return lambda: QuantizedLayer(quantization)
+
+
+def attend(key_head_dim: int, value_head_dim: int) -> Callable[[CacheLayer, int, int, int], Tensor]:
+    """An update, and the attention of random queries to what it returned."""
+
+    def of_new_tokens(layer: CacheLayer, rows: int, tokens: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn(rows, KV_HEADS, tokens, key_head_dim, generator=generator)
+        values = torch.randn(rows, KV_HEADS, tokens, value_head_dim, generator=generator)
+        query = torch.randn(rows, 2 * KV_HEADS, tokens, key_head_dim, generator=generator)
+        seen_keys, seen_values = layer.update(keys, values)
+        past = seen_keys.shape[2] - tokens
+        mask = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
+        return scaled_dot_product_attention(query, seen_keys, seen_values, mask, enable_gqa=True)
+
+    return of_new_tokens
+
+
+LAYERS: dict[str, Kind] = {
+    # Padding is given for the sequences that a batch begins with.
+    **{
+        kind: Kind(lambda make=make: make()[0], attend(4, 6), TOLERANCE)
+        for kind, make in KINDS.items()
+        if "padded" not in kind
+    },
+    "int8": Kind(packed(nbits=8), attend(16, 16), TOLERANCE),
+    "int4": Kind(packed(nbits=4), attend(16, 16), TOLERANCE),
+    "int2": Kind(packed(nbits=2), attend(16, 16), TOLERANCE),
+    "int4 without a residual": Kind(packed(nbits=4, residual_length=0, sink_tokens=0), attend(16, 16), TOLERANCE),
+    "fp8": Kind(packed(backend="fp8"), attend(16, 16), TOLERANCE),
+    "hqq": Kind(packed(backend="hqq", nbits=4, q_group_size=16), attend(16, 16), TOLERANCE),
+    "quanto": Kind(packed(backend="quanto", nbits=4, q_group_size=32), attend(32, 32), TOLERANCE),
+}
+NEEDS = {"hqq": "hqq", "quanto": "optimum.quanto"}
+
+
+def holds_the_same(branch: Branch) -> None:
+    """To the last bit, since nothing is computed from it; and all memory is counted."""
+    shared = branch.shared
+    assert shared.nbytes == bytes_reached(shared.layer if isinstance(shared, OffloadedLayer) else shared)
+    seen, expected = branch.shared.state(), branch.alone.state()
+    assert (seen.kind, seen.facts) == (expected.kind, expected.facts)
+    assert seen.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(seen.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_branches_hold_what_layers_hold_that_share_nothing(kind: str) -> None:
+    if kind in NEEDS:
+        pytest.importorskip(NEEDS[kind])
+    for prefix, seed in itertools.product([5, 70, 85], range(2)):
+        check_branches(LAYERS[kind], f"{kind} {prefix} {seed}", prefix, changes=40, check=holds_the_same)
+
+
+HEAD_DIM, PREFIX, OWN, BRANCHES = 64, 1000, 50, 6
+TOKEN_BYTES = 2 * HEAD_DIM * 4
+WINDOW = 512
+
+SHARING: dict[str, Callable[[], CacheLayer]] = {
+    "dynamic": DynamicLayer,
+    "sliding": lambda: SlidingLayer(WINDOW),
+    "sliding over more than is seen": lambda: SlidingLayer(4 * PREFIX),
+    "sink": lambda: SinkLayer(WINDOW, 4, Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")),
+    "int8": lambda: QuantizedLayer(Quantization(nbits=8)),
+    "int4": lambda: QuantizedLayer(Quantization(nbits=4)),
+    "int2": lambda: QuantizedLayer(Quantization(nbits=2)),
+    "fp8": lambda: QuantizedLayer(Quantization("fp8")),
+    "int4 in a window": lambda: SlidingLayer(WINDOW, QuantizedStore(Quantization(nbits=4, sink_tokens=0))),
+    "attention beside a recurrent state": lambda: HybridLayer(DynamicLayer(), LinearAttentionLayer()),
+    "on the host that computes": lambda: OffloadedLayer(DynamicLayer()),
+}
+
+COPYING: dict[str, tuple[Callable[[], CacheLayer], str]] = {
+    "static": (lambda: StaticLayer(PREFIX + OWN), "a reservation has one address, which compiled code writes to"),
+    "static sliding": (lambda: StaticSlidingLayer(PREFIX + OWN, WINDOW), "as static"),
+    "offloaded": (
+        lambda: OffloadedLayer(DynamicLayer(), Prefetcher(transfers=lambda device: RecordingTransfers())),
+        "transfers between host and device write to buffers of one owner",
+    ),
+}
+
+
+def states_of_one(tokens: int, rows: int = 1) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 1, tokens, HEAD_DIM), torch.randn(rows, 1, tokens, HEAD_DIM)
+
+
+def bytes_of_all(layers: list[CacheLayer]) -> int:
+    """Bytes of what the layers hold, with memory that several of them hold counted once."""
+    return sum(storages_of(tensor for layer in layers for tensor in layer.held_tensors()).values())
+
+
+def own_bytes(layer: CacheLayer) -> int:
+    """Bytes of the tokens of a branch: in full precision, and in codes if some of them have been packed by now."""
+    # Sinks are written in front of a window, so each part of it in memory of its own has room for them.
+    own = (OWN + (layer.num_sink_tokens if isinstance(layer, SinkLayer) else 0)) * TOKEN_BYTES
+    if layer.bits is None:
+        return own
+    tensors = layer.state().tensors
+    block = [states[:1, :, :1] for name, states in tensors.items() if "codes" in name or "parameters" in name]
+    return own + sum(states.nbytes for states in block)
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_branches_take_the_memory_of_one_prefix_and_of_their_own_tokens(kind: str) -> None:
+    layer = SHARING[kind]()
+    layer.update(*states_of_one(PREFIX))
+    before = layer.nbytes
+    branches = [layer.fork() for _ in range(BRANCHES)]
+    for _ in range(OWN):
+        for branch in branches:
+            branch.update(*states_of_one(1))
+    for branch in branches:
+        branch.trim()
+    assert bytes_of_all([layer, *branches]) <= before + 1.05 * BRANCHES * own_bytes(branches[0])
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_sequences_of_a_batch_take_the_memory_of_one_prefix_and_of_their_own_tokens(kind: str) -> None:
+    layer = SHARING[kind]()
+    layer.update(*states_of_one(PREFIX))
+    before = layer.nbytes
+    layer.expand(BRANCHES)
+    for _ in range(OWN):
+        layer.update(*states_of_one(1, BRANCHES))
+    layer.trim()
+    assert layer.nbytes <= before + 1.05 * BRANCHES * own_bytes(layer)
+
+
+@pytest.mark.parametrize("kind", COPYING)
+def test_a_fork_of_another_kind_copies_what_it_holds_at_once(kind: str) -> None:
+    make, _ = COPYING[kind]
+    layer = make()
+    layer.update(*states_of_one(PREFIX))
+    fork = layer.fork()
+    assert bytes_of_all([layer, fork]) >= layer.nbytes + (layer.held_tokens or 0) * TOKEN_BYTES

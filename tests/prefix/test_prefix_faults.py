@@ -1,0 +1,245 @@
+"""What goes wrong around a prefix store: broken lines, servers that restart, full disks, killed processes.
+
+Nothing wrong is ever returned: `covered` compares states with those that were inserted. Nothing is lost that `flush`
+has acknowledged.
+"""
+
+import contextlib
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import redis_server
+import s3_server
+from backend_cases import PART, covered, filled, large, put
+from kvlayers import PrefixStore
+from kvlayers.persistence import atomic_file
+from kvlayers.prefix.backends import redis
+from proxy import Line, line_to
+
+ROOM = 2**30
+IDS = list(range(1, 9))
+
+posix = pytest.mark.skipif(os.name != "posix", reason="kills and limits as POSIX does")
+
+
+@dataclass
+class Place:
+    """A directory on a server, and a line to it that can be broken."""
+
+    line: Line
+    url: str
+    options: dict[str, Any] | None
+    direct_url: str
+    direct_options: dict[str, Any] | None
+
+    def store(self, **options: Any) -> PrefixStore:
+        """A store whose files are at the other end of the line."""
+        return PrefixStore(ROOM, self.url, storage_options=self.options, **options)
+
+    def direct(self) -> PrefixStore:
+        """A store on another machine, whose line is in order."""
+        return PrefixStore(ROOM, self.direct_url, storage_options=self.direct_options)
+
+
+@pytest.fixture(scope="module")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    if redis_server.why_not():
+        pytest.skip(redis_server.why_not())
+    with redis_server.running(tmp_path_factory.mktemp("server")) as url:
+        yield int(url.rpartition(":")[2].partition("/")[0])
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    if s3_server.why_not():
+        pytest.skip(s3_server.why_not())
+    with s3_server.running() as port:
+        yield port
+
+
+@pytest.fixture(params=["redis", "s3"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(redis, "PART_BYTES", PART)
+    name = f"{request.param}-{abs(hash(request.node.name))}"
+    server = request.getfixturevalue(f"{request.param}_port")
+    with line_to(server) as line:
+        if request.param == "redis":
+            urls = [f"redis://127.0.0.1:{port}/0?prefix={name}" for port in (line.port, server)]
+            yield Place(line, urls[0], None, urls[1], None)
+        else:
+            # s3fs would try five times, and wait longer from time to time.
+            monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+            url = f"s3://{s3_server.BUCKET}/{name}"
+            yield Place(line, url, s3_server.options(line.port), url, s3_server.options(server))
+
+
+# Lines that break
+
+
+@pytest.mark.parametrize("after", [0, 100, 2 * PART + 5])
+def test_a_line_that_breaks_while_a_file_is_read(after: int, place: Place) -> None:
+    put(place.direct(), IDS, large(IDS))
+    put(place.direct(), [1, 2, 50])
+    store = place.store()
+    place.line.break_after(after, "client")
+    assert covered(store, IDS) <= 8
+    assert place.line.broken
+    place.line.mend()
+    assert (covered(store, IDS), covered(store, [1, 2, 50])) == (8, 3)
+    # A line that breaks is no damage.
+    assert (store.statistics.damaged, len(store)) == (0, 2)
+
+
+@pytest.mark.parametrize("after", [0, 100, 2 * PART + 5])
+def test_a_line_that_breaks_while_a_file_is_written(after: int, place: Place) -> None:
+    store = place.store()
+    put(store, [1, 2, 50])
+    store.insert(torch.tensor(IDS), large(IDS), model="m")
+    place.line.break_after(after, "server")
+    store.flush()
+    assert place.line.broken
+    other = place.direct()
+    assert covered(other, [1, 2, 50]) == 3
+    # Redis is asked twice for each part, so that all of them may have passed.
+    assert (covered(other, IDS), store.statistics.failed_writes) in ((2, 1), (8, 0))
+    place.line.mend()
+    store.flush()
+    other = place.direct()
+    assert (covered(other, IDS), covered(other, [1, 2, 50]), other.statistics.damaged) == (8, 3, 0)
+
+
+# Servers that restart
+
+
+@pytest.mark.skipif(bool(redis_server.why_not()), reason=redis_server.why_not() or "-")
+def test_a_server_that_is_killed_and_restarted_keeps_what_was_flushed(tmp_path: pathlib.Path) -> None:
+    """The server writes a journal, as one does that is to keep files; it is killed while threads read and write."""
+    acknowledged: list[list[int]] = []
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+    port = redis_server.free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+
+    def work(thread: int) -> None:
+        try:
+            for number in range(2000):
+                ids = [1, 2, thread, number % 40]
+                store.insert(torch.tensor(ids), filled(ids), model="m")
+                if store.flush():
+                    acknowledged.append(ids)
+                store.evict()
+                assert covered(store, ids) <= 4
+                if is_over.is_set():
+                    return
+        except BaseException as error:
+            errors.append(error)
+
+    server = redis_server.start(tmp_path, port, keeps=True)
+    try:
+        store = PrefixStore(ROOM, url)
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            time.sleep(0.15)
+            server.kill()
+            server.wait()
+            time.sleep(0.05)
+            server = redis_server.start(tmp_path, port, keeps=True)
+        time.sleep(0.15)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert len(acknowledged) > 10
+        store = PrefixStore(ROOM, url)
+        assert [covered(store, ids) for ids in acknowledged] == [4] * len(acknowledged)
+        assert store.statistics.damaged == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+# Full disks
+
+
+@contextlib.contextmanager
+def full_at_the_write(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file may have more than a few bytes: the kernel stops writes in the middle."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def full_when_it_reaches_the_disk(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As network disks do, which find out late that there is no room."""
+
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic_file, "_to_disk", full)
+        yield
+
+
+@posix
+@pytest.mark.parametrize("full", [full_at_the_write, full_when_it_reaches_the_disk])
+def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(
+    full: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    put(store, [1, 2, 50])
+    store.insert(torch.tensor(IDS), large(IDS), model="m")
+    before = sorted(tmp_path.iterdir())
+    with full(tmp_path, monkeypatch):
+        store.flush()
+        assert store.statistics.failed_writes == 1
+        # What could not be written is still there, and so is what was written before.
+        assert covered(store, IDS) == 8
+        assert covered(PrefixStore(ROOM, tmp_path), [1, 2, 50]) == 3
+    assert [path for path in sorted(tmp_path.iterdir()) if path.suffix == ".tmp"] == []
+    assert set(before) <= set(tmp_path.iterdir())
+    store.flush()
+    other = PrefixStore(ROOM, tmp_path)
+    assert (covered(other, IDS), covered(other, [1, 2, 50]), other.statistics.damaged) == (8, 3, 0)
+
+
+# Processes that are killed
+
+
+@posix
+def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
+    """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
+    helper = pathlib.Path(__file__).parents[1] / "helpers" / "killed_workers.py"
+    directory = tmp_path / "shared"
+    ran = subprocess.run(
+        [sys.executable, str(helper), str(directory)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    acknowledged = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    assert len(acknowledged) > 45
+    # What killed processes left behind is old an hour later.
+    for path in directory.iterdir():
+        if path.suffix == ".tmp":
+            os.utime(path, (1, 1))
+    store = PrefixStore(ROOM, directory)
+    assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
+    assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)
+    assert [path for path in directory.iterdir() if path.suffix == ".tmp"] == []

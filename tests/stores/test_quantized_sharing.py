@@ -1,0 +1,199 @@
+"""Forks and sequences that share packed blocks: what they hold, what is packed, and what memory it takes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlayers import Quantization, QuantizedStore, StaleStatesError
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import PackedSegment
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.packed_blocks import PackedBlocks
+from kvlayers.utils.tensor_memory import storages_of
+
+QUANTIZATION = Quantization(nbits=4, residual_length=24, sink_tokens=4)
+BLOCK, PREFIX = 64, 1000
+
+
+def some_states(tokens: int, seed: int, rows: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator) for _ in range(2))
+    return keys, values
+
+
+def add(store: QuantizedStore, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    keys, values = some_states(tokens, seed, 1 if store.key_form is None else store.key_form.batch_size)
+    store.validate(keys, values)
+    return store.extend(keys, values)
+
+
+def filled(*updates: int) -> QuantizedStore:
+    store = QuantizedStore(QUANTIZATION)
+    for seed, tokens in enumerate(updates):
+        add(store, tokens, seed)
+    return store
+
+
+def assert_same(store: QuantizedStore, other: QuantizedStore) -> None:
+    """To the last bit, and still so after more blocks."""
+    for _ in range(2):
+        state, expected = store.state(), other.state()
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
+        for seen, wanted in zip(store.newest(store.length), other.newest(other.length), strict=True):
+            assert torch.equal(seen + 0, wanted + 0)
+        for each in (store, other):
+            add(each, 100, seed=99)
+
+
+def bytes_of_all(*stores: QuantizedStore) -> int:
+    return sum(storages_of(tensor for store in stores for tensor in store.held_tensors()).values())
+
+
+def packed_segments(states: Tensor) -> list[PackedSegment]:
+    assert isinstance(states, PackedStates)
+    return [segment for segment in states.snapshot.segments.in_order if isinstance(segment, PackedSegment)]
+
+
+def test_a_block_is_packed_once_and_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    write = PackedBlocks.write
+
+    def counted(self: PackedBlocks, skipped: int, keys: Tensor, values: Tensor) -> None:
+        packed.append(keys.shape[2] // BLOCK)
+        write(self, skipped, keys, values)
+
+    monkeypatch.setattr(PackedBlocks, "write", counted)
+    store = filled(PREFIX)
+    forks = [store.fork() for _ in range(3)]
+    before = sum(packed)
+    for number, fork in enumerate(forks):
+        for step in range(BLOCK):
+            add(fork, 1, 1000 * number + step)
+    assert sum(packed) == before + len(forks)
+    prefixes = [packed_segments(add(each, 1, 7)[0])[0].keys.codes for each in (store, *forks)]
+    assert {codes.data_ptr() for codes in prefixes} == {prefixes[0].data_ptr()}
+
+
+def test_packed_segments_are_the_same_objects_from_step_to_step() -> None:
+    store = filled(PREFIX)
+    fork = store.fork()
+    for each in (store, fork):
+        add(each, BLOCK, seed=1)
+    seen = [packed_segments(add(fork, 1, step)[0]) for step in range(5)]
+    assert len(seen[0]) == 2
+    assert all(mine is first for segments in seen for mine, first in zip(segments, seen[0], strict=True))
+
+
+def returned_while_branching(seed: int) -> Iterator[Tensor]:
+    """Keys that a fork returns, while others that hold the same memory go on and away."""
+    store = filled(PREFIX)
+    forks = [store.fork() for _ in range(3)]
+    for step in range(3 * BLOCK):
+        for fork in forks:
+            yield add(fork, 1, step)[0]
+        if step == BLOCK:
+            del store
+            forks.pop()
+
+
+def test_states_that_were_returned_stay_as_they_were_or_are_refused() -> None:
+    held: list[tuple[Tensor, Tensor]] = []
+    refused = 0
+    for keys in returned_while_branching(0):
+        for states, copy in held:
+            try:
+                assert torch.equal(states.clone(), copy)
+            except StaleStatesError:
+                refused += 1
+        held = [*held[-8:], (keys, keys.clone())]
+    assert refused
+
+
+def test_caches_of_the_same_tokens_that_were_filled_apart_hold_them_once_afterwards() -> None:
+    one, other = filled(PREFIX), filled(PREFIX)
+    add(one, 200, seed=1)
+    add(other, 90, seed=2)
+    alone = filled(PREFIX)
+    add(alone, 90, seed=2)
+    before = bytes_of_all(one, other)
+    other.share_prefix(one, PREFIX)
+    packed = next(iter(one._parts.blocks.segments()))
+    shared_blocks = (PREFIX - QUANTIZATION.sink_tokens) // BLOCK
+    block = (packed.keys.codes[:, :, :1].nbytes + packed.keys.parameters[:, :, :1].nbytes) * 2
+    assert bytes_of_all(one, other) <= before - (shared_blocks - 1) * block
+    assert_same(other, alone)
+
+
+def test_what_two_stores_do_not_hold_alike_is_not_shared() -> None:
+    for differs in ("length", "quantization", "sinks"):
+        store, other = filled(PREFIX), filled(PREFIX)
+        if differs == "length":
+            # A cropped block holds other tokens behind it.
+            other.truncate(100)
+            add(other, PREFIX - 100, seed=0)
+        elif differs == "quantization":
+            other = QuantizedStore(Quantization(nbits=2, residual_length=24, sink_tokens=4))
+            add(other, PREFIX, seed=0)
+        else:
+            other.drop_oldest(3)
+        store.share_prefix(other, 900)
+        assert_same(store, filled(PREFIX))
+
+
+def raise_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, calls = DenseStore.prepare_slots, iter(range(100))
+
+    def failing(self: DenseStore, tokens: int) -> None:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("There is no memory for one side.")
+        prepare(self, tokens)
+
+    monkeypatch.setattr(DenseStore, "prepare_slots", failing)
+
+
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("then", ["nothing", "expand", "select", "truncate"])
+def test_memory_for_one_side_alone_leaves_both_as_they_were(
+    call: int, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, alone = filled(PREFIX), filled(PREFIX)
+    fork = store.fork()
+    add(store, BLOCK, seed=5)
+    with monkeypatch.context() as patched:
+        raise_at(call, patched)
+        with pytest.raises(torch.OutOfMemoryError):
+            add(fork, BLOCK, seed=6)
+    assert fork.length == PREFIX
+    change(then, fork, alone)
+    assert_same(fork, alone)
+
+
+def change(what: str, store: QuantizedStore, alone: QuantizedStore) -> None:
+    if what == "expand":
+        store.expand(3)
+        alone.select(torch.tensor([0, 0, 0]))
+    elif what == "select":
+        for each in (store, alone):
+            each.select(torch.tensor([0, 0]))
+    elif what == "truncate":
+        for each in (store, alone):
+            each.truncate(500)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("then", ["nothing", "expand", "select", "truncate"])
+def test_threads_may_each_have_got_the_slots_of_one_side(side: Any, then: str) -> None:
+    store, alone = filled(PREFIX), filled(PREFIX)
+    # Another thread is about to write there.
+    blocks = store.fork()._parts.blocks
+    other = blocks._packed[side]
+    other.prepare_slots(1)
+    for each in (store, alone):
+        add(each, BLOCK, seed=5)
+    change(then, store, alone)
+    assert_same(store, alone)

@@ -1,0 +1,433 @@
+"""Segments that stores share, and the tails behind them, against plain tensors that are concatenated."""
+
+import pickle
+import threading
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import kvlayers
+from agreement import bytes_reached
+from kvlayers.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.errors import StaleStatesError
+from kvlayers.stores import DenseStore
+from kvlayers.utils.tensor_memory import storages_of
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2
+MOST_TOKENS, MOST_ROWS, MOST_STORES = 120, 12, 4
+
+
+@dataclass
+class Numbers:
+    """States in which no number occurs twice, so that no two tokens can be confused."""
+
+    used: int = 0
+
+    def states(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        return self._numbers(batch, tokens, KEY_DIM), self._numbers(batch, tokens, VALUE_DIM)
+
+    def _numbers(self, batch: int, tokens: int, head_dim: int) -> Tensor:
+        count = batch * HEADS * tokens * head_dim
+        self.used += count
+        numbers = torch.arange(self.used - count, self.used, dtype=torch.float64)
+        return numbers.reshape(batch, HEADS, tokens, head_dim)
+
+
+@dataclass(eq=False)
+class Pair:
+    """A store, and the states that it must hold."""
+
+    store: DenseStore
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[0]
+
+    def change(self, of_tokens: slice = slice(None), of_rows: object = slice(None)) -> None:
+        self.keys, self.values = self.keys[of_rows][:, :, of_tokens], self.values[of_rows][:, :, of_tokens]
+
+    def fork(self) -> "Pair":
+        return Pair(self.store.fork(), self.keys, self.values)
+
+    def check(self) -> None:
+        store = self.store
+        assert store.length == self.length
+        assert store.nbytes == bytes_reached(store)
+        if store.key_form is None:
+            return
+        assert store.key_form.batch_size == self.rows
+        assert sum(piece.tokens for piece in store.pieces(self.length)) == self.length
+        # Segments, and the tail.
+        assert len(store.pieces(self.length)) <= store.maximum_segments + 1
+        for count in {0, 1, self.length // 2, self.length}:
+            if count <= self.length:
+                states = store.newest(count)
+                for seen, expected in zip(states, (self.keys, self.values), strict=True):
+                    assert torch.equal(as_dense(seen), expected[:, :, self.length - count :])
+
+
+class SegmentMachine(RuleBasedStateMachine):
+    """Stores that share segments: what is done to one of them shows in no other."""
+
+    @initialize(maximum=st.integers(1, 4), growth=st.integers(1, 6), room=st.sampled_from([0, 3]))
+    def begin(self, maximum: int, growth: int, room: int) -> None:
+        self.numbers = Numbers()
+        self.room = room
+        store = DenseStore(minimum_growth=growth, prefix_room=room, maximum_segments=maximum)
+        keys, values = self.numbers.states(2, 20)
+        store.validate(keys, values)
+        store.append(keys, values)
+        self.pairs = [Pair(store, keys, values)]
+
+    def one(self, which: int) -> Pair:
+        return self.pairs[which % len(self.pairs)]
+
+    @rule(which=st.integers(0, 9), tokens=st.one_of(st.just(1), st.integers(0, 30)), prefixed=st.booleans())
+    def extend(self, which: int, tokens: int, prefixed: bool) -> None:
+        pair = self.one(which)
+        if pair.length + tokens > MOST_TOKENS:
+            return
+        keys, values = self.numbers.states(pair.rows, tokens)
+        prefix = self.numbers.states(pair.rows, self.room) if prefixed and self.room else None
+        pair.store.validate(keys, values)
+        attended = pair.store.extend(keys, values, None, prefix)
+        pair.keys, pair.values = torch.cat([pair.keys, keys], 2), torch.cat([pair.values, values], 2)
+        for seen, held, front in zip(attended, (pair.keys, pair.values), prefix or ((), ()), strict=True):
+            assert torch.equal(as_dense(seen), torch.cat([front, held], 2) if prefix else held)
+
+    @rule(which=st.integers(0, 9), tokens=st.integers(1, 5), past=st.integers(0, 10), kept=st.integers(1, 10))
+    def extend_and_evict(self, which: int, tokens: int, past: int, kept: int) -> None:
+        pair = self.one(which)
+        keys, values = self.numbers.states(pair.rows, tokens)
+        past = min(past, pair.length)
+        pair.store.validate(keys, values)
+        attended = pair.store.extend_and_evict(keys, values, past, min(kept, past + tokens))
+        pair.change(slice(pair.length - past, None))
+        pair.keys, pair.values = torch.cat([pair.keys, keys], 2), torch.cat([pair.values, values], 2)
+        assert torch.equal(attended[0], pair.keys)
+        assert torch.equal(attended[1], pair.values)
+        pair.change(slice(pair.length - min(kept, past + tokens), None))
+
+    @rule(which=st.integers(0, 9))
+    def fork(self, which: int) -> None:
+        self.pairs = [*self.pairs, self.one(which).fork()][-MOST_STORES:]
+
+    @rule(which=st.integers(0, 9), length=st.integers(0, MOST_TOKENS))
+    def truncate(self, which: int, length: int) -> None:
+        pair = self.one(which)
+        if length <= pair.length:
+            pair.store.truncate(length)
+            pair.change(slice(0, length))
+
+    @rule(which=st.integers(0, 9), count=st.integers(0, 25))
+    def drop_oldest(self, which: int, count: int) -> None:
+        pair = self.one(which)
+        if count <= pair.length:
+            pair.store.drop_oldest(count)
+            pair.change(slice(count, None))
+
+    @rule(which=st.integers(0, 9), rows=st.lists(st.integers(0, MOST_ROWS), min_size=1, max_size=4))
+    def select(self, which: int, rows: list[int]) -> None:
+        pair = self.one(which)
+        indices = torch.tensor([row % pair.rows for row in rows])
+        pair.store.select(indices)
+        pair.change(of_rows=indices)
+
+    @rule(which=st.integers(0, 9), repeats=st.integers(1, 3))
+    def expand(self, which: int, repeats: int) -> None:
+        pair = self.one(which)
+        if pair.rows * repeats <= MOST_ROWS:
+            pair.store.expand(repeats)
+            pair.change(of_rows=torch.arange(pair.rows).repeat_interleave(repeats))
+
+    @rule(which=st.integers(0, 9), tokens=st.integers(1, MOST_TOKENS), more=st.integers(0, 9))
+    def share_with_a_store_that_computed_the_same(self, which: int, tokens: int, more: int) -> None:
+        pair = self.one(which)
+        tokens = min(tokens, pair.length)
+        keys, values = self.numbers.states(pair.rows, more)
+        keys, values = (
+            torch.cat([pair.keys[:, :, :tokens], keys], 2),
+            torch.cat([pair.values[:, :, :tokens], values], 2),
+        )
+        store = DenseStore(minimum_growth=2, prefix_room=self.room)
+        store.validate(keys, values)
+        store.append(keys, values)
+        store.share_prefix(pair.store, tokens)
+        self.pairs = [*self.pairs, Pair(store, keys, values)][-MOST_STORES:]
+
+    @rule(which=st.integers(0, 9), other=st.integers(0, 9))
+    def share_what_two_stores_have_in_common(self, which: int, other: int) -> None:
+        pair, other_pair = self.one(which), self.one(other)
+        least = min(pair.length, other_pair.length)
+        if pair.rows == other_pair.rows:
+            same = (pair.keys[:, :, :least] == other_pair.keys[:, :, :least]).all(3).all(1).all(0)
+            pair.store.share_prefix(other_pair.store, int(same.long().cumprod(0).sum()))
+
+    @rule(which=st.integers(0, 9))
+    def trim(self, which: int) -> None:
+        pair = self.one(which)
+        before = pair.store.nbytes
+        pair.store.trim()
+        assert pair.store.nbytes <= before
+
+    @rule(which=st.integers(0, 9))
+    def compact(self, which: int) -> None:
+        pair = self.one(which)
+        pair.store.compact()
+        others = storages_of(held for other in self.pairs if other is not pair for held in other.store.held_tensors())
+        assert not set(others) & {at for at, size in storages_of(pair.store.held_tensors()).items() if size}
+
+    @rule(which=st.integers(0, 9), tokens=st.integers(0, 40))
+    def reserve(self, which: int, tokens: int) -> None:
+        pair = self.one(which)
+        if pair.store.key_form is not None:
+            pair.store.reserve(pair.length + tokens)
+            pair.store.shrink(pair.length)
+
+    @rule(which=st.integers(0, 9))
+    def write_to_a_view(self, which: int) -> None:
+        pair = self.one(which)
+        keys, values = pair.store.caller_views()
+        if not isinstance(keys, PackedStates):
+            fresh = self.numbers.states(pair.rows, pair.length)
+            for view, states in zip((keys, values), fresh, strict=True):
+                view.copy_(states)
+            pair.keys, pair.values = fresh
+
+    @rule(which=st.integers(0, 9))
+    def replace(self, which: int) -> None:
+        pair = self.one(which)
+        pair.keys, pair.values = self.numbers.states(pair.rows, 7)
+        pair.store = pair.store.rewritten(pair.keys, pair.values)
+
+    @rule(which=st.integers(0, 9))
+    def clear(self, which: int) -> None:
+        pair = self.one(which)
+        pair.store.clear()
+        pair.change(slice(0, 0))
+
+    @rule(which=st.integers(0, 9))
+    def pickle(self, which: int) -> None:
+        pair = self.one(which)
+        pair.store = pickle.loads(pickle.dumps(pair.store))
+
+    @rule(which=st.integers(0, 9))
+    def save_and_load(self, which: int) -> None:
+        pair = self.one(which)
+        state = pair.store.state()
+        assert torch.equal(state["keys"], pair.keys)
+        pair.store.load_state(state)
+
+    @precondition(lambda self: len(self.pairs) > 1)
+    @rule(which=st.integers(0, 9))
+    def forget(self, which: int) -> None:
+        self.pairs.remove(self.one(which))
+
+    @invariant()
+    def agrees(self) -> None:
+        for pair in getattr(self, "pairs", ()):
+            pair.check()
+
+
+SegmentMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSegments = SegmentMachine.TestCase
+
+
+def filled(tokens: int, **hints: int) -> tuple[DenseStore, Tensor, Tensor]:
+    store, (keys, values) = DenseStore(**hints), Numbers().states(1, tokens)
+    add(store, keys, values)
+    return store, keys, values
+
+
+def add(store: DenseStore, keys: Tensor, values: Tensor) -> None:
+    store.validate(keys, values)
+    store.append(keys, values)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        is_view = schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        if not is_view and "empty" not in schema.name:
+            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+
+def test_a_fork_that_writes_behind_a_document_copies_nothing_of_it() -> None:
+    store, keys, _ = filled(8000)
+    forks = [store.fork() for _ in range(5)]
+    question = Numbers().states(1, 100)
+    token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
+    for fork in forks:
+        with Copies() as copies:
+            add(fork, *question)
+            for _ in range(10):
+                add(fork, *(states[:, :, :1] for states in question))
+            fork.newest(fork.length)
+        # The new tokens, and a tail that grows once. (A document of 8,000 tokens is 640,000 bytes.)
+        assert copies.nbytes <= token * (2 * 110 + 16)
+    held = storages_of(held for one in (store, *forks) for held in one.held_tensors())
+    # The document and its spare room, and 4 tails: one fork goes on in place.
+    assert sum(held.values()) <= token * (9000 + 4 * (110 + 16))
+    for fork in forks:
+        fork.trim()
+    held = storages_of(held for one in (store, *forks) for held in one.held_tensors())
+    assert sum(held.values()) == token * (9000 + 4 * 110)
+
+
+def test_a_short_tail_is_copied_so_that_segments_stay_few() -> None:
+    """Forks of forks: each goes on from the end of the one before, which goes on as well."""
+    store, _, _ = filled(1000)
+    alive = []
+    for _ in range(40):
+        fork = store.fork()
+        add(store, *Numbers().states(1, 1))
+        add(fork, *Numbers().states(1, 20))
+        alive.append(store)
+        store = fork
+    assert store.length == 1800
+    # A tail becomes a segment when it is an eighth of all tokens, which happens 5 times from 1,000 to 1,800 at most.
+    assert 2 < len(store.pieces(1800)) <= 6
+
+
+def test_memory_that_segments_alone_hold_is_trimmed_to_what_they_read() -> None:
+    store, keys, values = filled(1000)
+    token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
+    forks = [store.fork() for _ in range(2)]
+    add(store, *Numbers().states(1, 1))
+    for fork in forks:
+        add(fork, *Numbers().states(1, 200))
+        fork.truncate(500)
+    before = forks[0].newest(500)
+    # The original may still write behind its tokens.
+    forks[0].trim()
+    assert forks[1].nbytes == token * 1128
+    del store
+    forks[0].trim()
+    assert [fork.nbytes for fork in forks] == [token * 500] * 2
+    assert torch.equal(before[0].clone(), keys[:, :, :500])
+    for fork in forks:
+        assert torch.equal(as_dense(fork.newest(500)[1]), values[:, :, :500])
+        fork.drop_oldest(300)
+    forks[1].trim()
+    assert [fork.nbytes for fork in forks] == [token * 200] * 2
+    for fork in forks:
+        assert torch.equal(as_dense(fork.newest(150)[1]), values[:, :, 350:500])
+
+
+def test_stores_that_computed_the_same_tokens_share_them_afterwards() -> None:
+    one, keys, _ = filled(1000)
+    other, _, _ = filled(1000)
+    add(one, *Numbers().states(1, 7))
+    add(other, *Numbers().states(1, 9))
+    whole = [as_dense(states).clone() for states in other.newest(1009)]
+    other.share_prefix(one, 1000)
+    assert all(map(torch.equal, map(as_dense, other.newest(1009)), whole))
+    held = storages_of(held for store in (one, other) for held in store.held_tensors())
+    token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
+    assert sum(held.values()) == one.nbytes + token * 9
+    before = other.pieces(1009)[0]
+    other.share_prefix(one, 1000)
+    assert other.pieces(1009)[0] is before
+    for store in (DenseStore(), filled(1000)[0].fork()):
+        store.share_prefix(DenseStore(), 4)
+        store.share_prefix(one, 2000)
+        assert store._shared is None or not store._shared.segments
+
+
+def test_states_over_segments_are_stale_when_the_store_has_changed_and_not_before() -> None:
+    for change in (
+        lambda store: store.truncate(900),
+        lambda store: store.clear(),
+        lambda store: store.select(torch.tensor([0, 0])),
+        lambda store: store.compact(),
+        lambda store: store.expand(2),
+    ):
+        store, keys, _ = filled(1000)
+        fork = store.fork()
+        add(store, *Numbers().states(1, 1))
+        add(fork, *Numbers().states(1, 3))
+        seen, _ = fork.newest(1003)
+        add(fork, *Numbers().states(1, 40))
+        fork.drop_oldest(5)
+        assert torch.equal(seen[:, :, :1000], keys)
+        change(fork)
+        with pytest.raises(StaleStatesError):
+            seen.clone()
+
+
+def test_caches_in_threads_fork_one_stored_cache_and_go_on() -> None:
+    document = kvlayers.DynamicCache()
+    states = torch.randn(2, 1, 2, 500, 4)
+    document.update(*states, 0)
+    begin, failures = threading.Barrier(8), []
+
+    def go_on(which: int) -> None:
+        begin.wait()
+        own = torch.full((2, 1, 2, 1, 4), float(which))
+        try:
+            for turn in range(20):
+                fork = document.fork()
+                for _ in range(5):
+                    fork.update(*own, 0)
+                if turn % 3 == 0:
+                    fork.trim()
+                if turn % 4 == 0:
+                    twin = fork.fork()
+                    fork.crop(400)
+                    fork.update(*own, 0)
+                    fork = twin
+                keys, values = fork.layers[0].peek()
+                for seen, held, new in zip((keys, values), states, own, strict=True):
+                    assert torch.equal(as_dense(seen), torch.cat([held, new.expand(1, 2, 5, 4)], 2))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=go_on, args=(which,)) for which in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert torch.equal(document.layers[0].peek()[0], states[0])
+
+
+def test_compiled_code_calls_forks_by_an_operator_before_and_after_they_get_segments() -> None:
+    def step(cache: kvlayers.DynamicCache, states: Tensor) -> Tensor:
+        keys, values = cache.update(*states[:2], 0)
+        return torch.nn.functional.scaled_dot_product_attention(states[2], keys, values)
+
+    caches = []
+    for _ in range(2):
+        document = kvlayers.DynamicCache()
+        document.update(*torch.linspace(-1, 1, 2 * 300 * 4).reshape(2, 1, 1, 300, 4), 0)
+        caches.append([document.fork() for _ in range(2)])
+    compiled = torch.compile(step, fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(4):
+            states = torch.randn(3, 1, 1, 1, 4, generator=generator)
+            for plain, called in zip(*caches, strict=True):
+                assert torch.equal(compiled(called, states), step(plain, states))
+                assert called.get_seq_length() == plain.get_seq_length()
+    assert [len(cache.layers[0].store.pieces(304)) for cache in caches[1]] == [1, 2]

@@ -282,7 +282,7 @@ def test_histories_of_one_kind_of_run_alone(attend: Callable[..., Tensor]) -> No
     case = Case(dense=(), cut=False)
     query = case.query()
     check(attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
-    without_codes = KVSegments((*case.segments.before, case._dense_run(70), case._dense_run(5)))
+    without_codes = KVSegments((case._dense_run(70), case._dense_run(5)))
     keys, values = without_codes.dense("keys", torch.float64), without_codes.dense("values", torch.float64)
     case.keys, case.values = keys.double(), values.double()
     check(attend(query, without_codes, None, 0.2), *case.attended(query, None, 0.2))
@@ -307,7 +307,7 @@ def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
 ) -> None:
     case = Case(kv_heads=1)
     query = case.query().abs()
-    run = case.segments.before[0] if where == "before" else case.segments.after[0]
+    run = case.segments.in_order[0 if where == "before" else 2]
     run.keys[0, 0, 2, 1] = bad
     seen = attend(query, case.segments, None, 0.2)
     assert seen[0].isnan().all()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from kvlayers import Cache, DynamicCache, QuantizedCache, StaticCache
+from kvlayers import Cache, DynamicCache, DynamicLayer, QuantizedCache, StaticCache
+from kvlayers.stores import DenseStore
 
 WINDOW = 4
 MOST_TOKENS = 160
@@ -34,6 +35,8 @@ class Kind:
 
 KINDS = {
     "full": Kind(DynamicCache),
+    # Forks share tokens from the third one on.
+    "segments": Kind(lambda: Cache(layers=[DynamicLayer(store=DenseStore(minimum_growth=2))])),
     "window": Kind(lambda: DynamicCache([(None, None, torch.tensor(WINDOW))])),
     "static": Kind(lambda: StaticCache(transformers.LlamaConfig(num_hidden_layers=1), max_cache_len=MOST_TOKENS)),
     # Numbers so few that rounding to eight bits keeps them apart.

@@ -101,12 +101,13 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
 def test_only_the_blocks_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -> None:
     for kind, needed in (("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 4})):
         (tmp_path / kind).mkdir()
-        directory = Directory(Recording(str(tmp_path / kind)))
+        backend = Recording(str(tmp_path / kind))
+        directory = Directory(backend)
         entry = write(directory, DOCUMENT, kind=KINDS[kind])
         for length, count in needed.items():
-            directory.backend.read_names.clear()
+            backend.read_names.clear()
             check(KINDS[kind], load(directory, entry.path, DOCUMENT, length), DOCUMENT[:length])
-            assert sum(name.endswith(".block") for name in directory.backend.read_names) == count
+            assert sum(name.endswith(".block") for name in backend.read_names) == count
 
 
 class Recording(LocalBackend):
@@ -170,12 +171,13 @@ def test_a_branch_writes_its_own_tokens_alone(kind: str, shared: int, tmp_path: 
 
 def test_windows_share_what_overlaps(tmp_path: pathlib.Path) -> None:
     kind = Kind(lambda: kvlayers.DynamicCache([(None, None, torch.tensor(400))]), channels=32)
-    directory = Directory(Recording(str(tmp_path)))
+    backend = Recording(str(tmp_path))
+    directory = Directory(backend)
     first = write(directory, DOCUMENT, kind=kind)
-    directory.backend.written.clear()
+    backend.written.clear()
     ids = [*DOCUMENT, *range(8000, 8010)]
     branch = write(directory, ids, [(first.path, 700)], kind)
-    assert sum(directory.backend.written[name] for name in directory.backend.written if ".block" in name) < 60 * 256
+    assert sum(backend.written[name] for name in backend.written if ".block" in name) < 60 * 256
     cache = load(directory, branch.path, ids)
     check_and_continue(kind, cache, ids)
 
@@ -275,11 +277,13 @@ def test_a_damaged_block_costs_the_tokens_from_there_on(kind: str, which: int, t
             path.write_bytes(damaged)
         directory = opened(tmp_path)
         if kind == "window" or usable <= 0 or which == 0:
+            # Whoever asked reports the entry.
             with pytest.raises(CacheFileError, match="cannot be loaded"):
                 load(directory, entry.path, DOCUMENT)
         else:
-            check_and_continue(made, load(directory, entry.path, DOCUMENT), DOCUMENT[:usable])
-        assert directory.damaged == 1, what
+            for _ in range(2):
+                check_and_continue(made, load(directory, entry.path, DOCUMENT), DOCUMENT[:usable])
+            assert directory.damaged == 1, what
         if kind != "window" and usable > 0:
             check(made, load(directory, entry.path, DOCUMENT, 10), DOCUMENT[:10])
         # Whoever writes these tokens again mends it.

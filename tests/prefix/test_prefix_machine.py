@@ -1,9 +1,12 @@
 """Random sequences of what is done to a prefix store and to its caches, against plain lists."""
 
 import os
+import pathlib
 import shutil
 import tempfile
+import threading
 from typing import ClassVar
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,10 +15,12 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from controlled_backend import ControlledBackend
 from kvlayers import (
     Cache,
     CapacityError,
     PrefixError,
+    PrefixStatistics,
     PrefixStore,
     RollbackError,
     inspect_cache,
@@ -51,10 +56,12 @@ class PrefixMachine(RuleBasedStateMachine):
     Attributes:
         kinds: of caches, one of which a sequence is with.
         on_disk: whether the store has a directory.
+        fails: whether the directory cannot be written to or read from now.
     """
 
     kinds: ClassVar[tuple[str, ...]]
     on_disk: ClassVar[bool]
+    fails = False
 
     @initialize(data=st.data(), entries=st.integers(1, 4))
     def begin(self, data: st.DataObject, entries: int) -> None:
@@ -63,12 +70,16 @@ class PrefixMachine(RuleBasedStateMachine):
         self.max_bytes = ENTRY_BYTES * self.kind.channels * entries
         self.place = tempfile.mkdtemp()
         self.directory = os.path.join(self.place, "store") if self.on_disk else None
+        self.prepare()
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.inserted: list[tuple[str, Ids]] = []
         self.pinned: list[tuple[str, Ids]] = []
         self.saved: dict[str, Ids] = {}
         self.forks: list[tuple[Cache, Ids]] = []
         self.cache, self.ids = self.kind.make(), []
+
+    def prepare(self) -> None:
+        """What must be done before the first store is made."""
 
     def teardown(self) -> None:
         if "place" in vars(self):
@@ -143,7 +154,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.store.statistics == before
             return
         self.inserted.append((namespace, self.ids))
-        self.see_what_is_lost(before.evictions)
+        self.see_what_is_lost(before)
         found = self.store.lookup(torch.tensor([[*self.ids, 9]]), namespace=namespace, model="m")
         assert found.covered == len(self.ids)
 
@@ -153,7 +164,7 @@ class PrefixMachine(RuleBasedStateMachine):
         hit = self.store.lookup(torch.tensor(asked), namespace=namespace, model="m")
         most = max((common(ids, asked) for where, ids in self.inserted if where == namespace), default=0)
         assert 0 <= hit.covered <= min(most, len(asked) - 1)
-        assert hit.covered >= self.least(namespace, asked)
+        assert self.fails or hit.covered >= self.least(namespace, asked)
         assert (hit.cache is None) == (hit.covered == 0)
         assert (hit.reason == "") == (hit.covered == len(asked) - 1 and len(asked) > 1)
         if hit.cache is not None:
@@ -193,19 +204,19 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.store.statistics.bytes == before.bytes - freed
         if nbytes is not None and not self.pinned:
             assert freed >= min(nbytes, before.bytes)
-        self.see_what_is_lost(before.evictions)
+        self.see_what_is_lost(before)
 
     @precondition(lambda self: self.directory is not None)
     @rule(flush=st.booleans())
     def restart(self, flush: bool) -> None:
-        if flush:
-            self.store.flush()
+        all_written = flush and self.store.flush()
+        assert not flush or all_written or self.fails
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.pinned = []
-        if flush:
+        if all_written:
             self.inserted_are_found()
         else:
-            self.inserted = [each for each in self.inserted if self.covered(each) == len(each[1])]
+            self.forget_what_is_lost()
 
     @rule()
     def clear(self) -> None:
@@ -220,11 +231,17 @@ class PrefixMachine(RuleBasedStateMachine):
             check(self.kind, hit.cache, ids[: hit.covered])
         return hit.covered
 
-    def see_what_is_lost(self, evictions: int) -> None:
-        if self.directory is not None:
+    def see_what_is_lost(self, before: PrefixStatistics) -> None:
+        now = self.store.statistics
+        lost = now.failed_writes + now.dropped_writes - before.failed_writes - before.dropped_writes
+        if self.directory is not None and not lost:
             self.inserted_are_found()
-        elif self.store.statistics.evictions > evictions:
-            self.inserted = [each for each in self.inserted if self.covered(each) == len(each[1])]
+        elif now.evictions > before.evictions or lost:
+            assert self.fails or not lost
+            self.forget_what_is_lost()
+
+    def forget_what_is_lost(self) -> None:
+        self.inserted = [each for each in self.inserted if self.covered(each) == len(each[1])]
 
     def inserted_are_found(self) -> None:
         """With a directory nothing is ever lost."""
@@ -237,7 +254,10 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         now = self.store.statistics
         assert 0 <= now.bytes <= self.max_bytes
-        assert (now.damaged, now.failed_writes) == (0, 0)
+        assert now.damaged == 0
+        assert now.bytes == self.store.tree().nbytes
+        if self.fails:
+            return
         for namespace, ids in self.pinned:
             hit = self.store.lookup(torch.tensor([*ids, 9]), namespace=namespace, model="m")
             assert hit.covered == len(ids)
@@ -246,11 +266,56 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 class FullInMemory(PrefixMachine):
-    kinds, on_disk = ("full", "full", "static", "quantized"), False
+    kinds, on_disk = ("full", "segments", "static", "quantized"), False
 
 
 class FullOnDisk(PrefixMachine):
-    kinds, on_disk = ("full", "full", "static", "quantized"), True
+    kinds, on_disk = ("full", "segments", "static", "quantized"), True
+
+
+class OnDiskThatFails(PrefixMachine):
+    """A directory that fails for a while, and threads that write while others go on."""
+
+    kinds, on_disk = ("full", "segments", "quantized", "window"), True
+
+    def prepare(self) -> None:
+        self.threads: list[threading.Thread] = []
+        assert self.directory is not None
+        self.backend = ControlledBackend(pathlib.Path(self.directory))
+        self.patch = mock.patch("kvlayers.prefix.store.backend_for", return_value=self.backend)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        if "patch" in vars(self):
+            self.join()
+            self.patch.stop()
+        super().teardown()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+        self.threads = []
+
+    @rule(fails=st.booleans())
+    def fail(self, fails: bool) -> None:
+        self.join()
+        self.fails = self.backend.fails = fails
+
+    @rule()
+    def flush_meanwhile(self) -> None:
+        self.threads.append(threading.Thread(target=self.store.flush))
+        self.threads[-1].start()
+
+    def see_what_is_lost(self, before: PrefixStatistics) -> None:
+        self.join()
+        self.backend.fails = False
+        super().see_what_is_lost(before)
+        self.backend.fails = self.fails
+
+    def forget_what_is_lost(self) -> None:
+        self.backend.fails = False
+        super().forget_what_is_lost()
+        self.backend.fails = self.fails
 
 
 class WindowInMemory(PrefixMachine):
@@ -263,6 +328,7 @@ class WindowOnDisk(PrefixMachine):
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.0)
     # No machine loses power here, and writing through takes longer than all else.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -271,6 +337,8 @@ def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 MACHINES = settings(max_examples=200 * ROUNDS, stateful_step_count=25, derandomize=False)
 TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
 TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
+TestOnDiskThatFails = OnDiskThatFails.TestCase
+TestOnDiskThatFails.settings = settings(MACHINES, max_examples=60 * ROUNDS)
 TestFullInMemory.settings = TestFullOnDisk.settings = MACHINES
 TestWindowInMemory.settings = TestWindowOnDisk.settings = MACHINES
 

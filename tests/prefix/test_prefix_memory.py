@@ -1,10 +1,13 @@
 """What a prefix store counts: each piece of memory once, whoever holds it."""
 
+import pathlib
+
 import pytest
 import torch
 
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
+from kvlayers.stores.buffer import StateForm, TokenBuffer
 from models import tiny_model
 
 HEADS, HEAD_DIM, WINDOW, STEP = 2, 4, 8, 16
@@ -87,3 +90,174 @@ def test_snapshots_of_a_prompt_share_what_never_leaves() -> None:
     assert len(store) == 6
     # Windows are held apart; full attention once, and once again where the cache went on in other memory.
     assert store.statistics.bytes <= 6 * own + 2 * (cache.nbytes - own)
+
+
+# One document and many questions
+
+LLAMA = {"layers": 4, "heads": 2, "head_dim": 16}
+TOKEN_BYTES = LLAMA["layers"] * 2 * LLAMA["heads"] * LLAMA["head_dim"] * 2
+
+
+def read(cache: kvlayers.DynamicCache, tokens: int) -> None:
+    """Pass random states in bfloat16, as a model of four layers would."""
+    for layer in range(LLAMA["layers"]):
+        states = torch.randn(1, LLAMA["heads"], tokens, LLAMA["head_dim"], dtype=torch.bfloat16)
+        cache.update(states, -states, layer)
+
+
+def ask(store: PrefixStore, document: torch.Tensor, questions: int, tokens: int) -> int:
+    """Insert a document and questions about it as `generate` does, and return the bytes of the document alone."""
+    cache = kvlayers.DynamicCache()
+    read(cache, len(document))
+    store.insert(document, cache, model="m")
+    alone = store.statistics.bytes
+    for question in range(questions):
+        prompt = torch.cat([document, torch.arange(tokens + 1) + 10_000 * (question + 1)])
+        hit = store.lookup(prompt, model="m")
+        assert hit.covered == len(document)
+        read(hit.cache, tokens)  # type: ignore[arg-type]
+        assert store.insert(prompt, hit.cache, model="m")  # type: ignore[arg-type]
+    return alone
+
+
+@pytest.mark.parametrize("tokens", [20, 100, 300])
+def test_six_questions_take_the_bytes_of_the_document_and_their_own(tokens: int) -> None:
+    store = PrefixStore(2**30)
+    alone = ask(store, torch.arange(1000), questions=6, tokens=tokens)
+    now = store.statistics
+    assert now.bytes <= alone + 1.05 * 6 * tokens * TOKEN_BYTES
+    assert (now.entries, now.evictions, now.tokens) == (6, 0, 1000 + 6 * tokens)
+    assert now.shared_bytes >= 1000 * TOKEN_BYTES
+    # Nothing is held that the store does not count, and the tree counts all of it.
+    assert now.bytes == union_of(store) == store.tree().nbytes
+    (top,) = store.tree().children
+    (node,) = top.children
+    assert (node.tokens, len(node.children), node.is_entry) == (1000, 6, False)
+    assert node.nbytes >= 1000 * TOKEN_BYTES
+    assert all(child.tokens == tokens and child.in_memory and not child.in_files for child in node.children)
+
+
+def union_of(store: PrefixStore) -> int:
+    """Bytes of memory that the caches of a store keep alive."""
+    found: dict[int, int] = {}
+    for entry in store._index:
+        if entry.cache is not None:
+            found.update(entry.cache.storages())
+    return sum(found.values())
+
+
+def test_ten_questions_fit_where_one_document_does() -> None:
+    document = torch.arange(3000)
+    budget = int(1.2 * 3000 * 1.125 * TOKEN_BYTES)
+    store = PrefixStore(budget)
+    alone = ask(store, document, questions=10, tokens=40)
+    now = store.statistics
+    assert now.bytes <= 1.2 * alone
+    assert (now.entries, now.evictions) == (10, 0)
+
+
+def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = torch.arange(8192)
+    store = PrefixStore(2**30)
+    ask(store, document, questions=1, tokens=100)
+    prompt = torch.cat([document, torch.arange(101) + 50_000])
+    hit = store.lookup(prompt, model="m")
+    read(hit.cache, 100)  # type: ignore[arg-type]
+    allocated: list[int] = []
+    allocate = TokenBuffer.allocate.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int) -> TokenBuffer:
+        allocated.append(capacity)
+        return allocate(cls, form, capacity)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(TokenBuffer, "allocate", classmethod(counted))
+    assert store.insert(prompt, hit.cache, model="m")  # type: ignore[arg-type]
+    # The tail alone, for keys and values of each layer.
+    assert sum(allocated) <= 2 * LLAMA["layers"] * 100
+
+
+def test_what_was_computed_twice_is_held_once() -> None:
+    store, document = PrefixStore(2**30), torch.arange(1000)
+    for question in range(4):
+        cache = kvlayers.DynamicCache()
+        torch.manual_seed(0)
+        read(cache, 1000)
+        torch.manual_seed(question)
+        read(cache, 50)
+        expected = [(layer.keys[:, :, -50:].clone(), layer.values[:, :, -50:].clone()) for layer in cache.layers]
+        prompt = torch.cat([document, torch.arange(50) + 10_000 * (question + 1)])
+        store.insert(prompt, cache, model="m")
+        hit = store.lookup(torch.cat([prompt, prompt[:1]]), model="m").cache
+        assert hit is not None
+        for layer, (keys, values) in zip(hit.layers, expected, strict=True):
+            assert torch.equal(layer.keys[:, :, -50:], keys)
+            assert torch.equal(layer.values[:, :, -50:], values)
+    assert store.statistics.bytes <= 1.125 * 1050 * TOKEN_BYTES + 3 * 50 * TOKEN_BYTES
+    assert store.statistics.bytes == union_of(store)
+
+
+def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> None:
+    ask(PrefixStore(2**30, tmp_path), torch.arange(1000), questions=0, tokens=0)
+    with PrefixStore(2**30, tmp_path) as store:
+        ask(store, torch.arange(1000), questions=3, tokens=50)
+    store = PrefixStore(2**30, tmp_path)
+    for question in range(3):
+        prompt = torch.cat([torch.arange(1000), torch.arange(51) + 10_000 * (question + 1)])
+        assert store.lookup(prompt, model="m").covered == 1050
+    # The entry that was loaded first has the spare room of a growing buffer.
+    assert store.statistics.bytes <= (1.125 * 1050 + 1.05 * 2 * 50) * TOKEN_BYTES
+    assert store.statistics.bytes == union_of(store)
+
+
+# What leaves
+
+
+def test_an_entry_leaves_after_those_that_continue_it() -> None:
+    store, cache = PrefixStore(2**30), kvlayers.DynamicCache(LAYERS)
+    taken = snapshots(3)
+    for ids, cache in taken:
+        store.insert(ids, cache, model="m")
+    # The shortest was used longest ago, and the others read its memory.
+    assert store.evict(1) > 0
+    assert [store.lookup(torch.cat([ids, ids[:1] - 1]), model="m").covered for ids, _ in taken] == [16, 32, 32]
+
+
+def test_memory_that_only_a_gone_entry_has_read_is_given_back() -> None:
+    store = PrefixStore(2**30)
+    long = kvlayers.DynamicCache()
+    read(long, 4000)
+    ids = torch.arange(4000)
+    store.insert(ids, long, model="m")
+    del long
+    branch = torch.cat([ids[:1000], ids[:200] + 10_000])
+    hit = store.lookup(branch, model="m")
+    read(hit.cache, 200)  # type: ignore[arg-type]
+    store.insert(branch, hit.cache, model="m")  # type: ignore[arg-type]
+    del hit
+    assert store.statistics.tokens == 4200
+    # The long one was used before the branch. When it goes, the branch reads a quarter of its memory.
+    assert store.evict(1) >= 2000 * TOKEN_BYTES
+    now = store.statistics
+    assert (now.entries, now.tokens) == (1, 1200)
+    assert now.bytes == union_of(store) <= 1.125 * 1200 * TOKEN_BYTES
+    kept = store.lookup(torch.cat([branch, branch[:1]]), model="m")
+    assert kept.covered == 1200
+
+
+def test_a_tree_shows_what_is_pinned_used_and_in_files(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(2**30, tmp_path)
+    ask(store, torch.arange(100), questions=2, tokens=20)
+    prompt = torch.cat([torch.arange(100), torch.arange(20) + 10_000])
+    store.pin(prompt, model="m")
+    store.evict()
+    text = str(store.tree())
+    assert "100 tokens" in text
+    assert "pinned" in text
+    assert text.count("files") >= 1
+    nodes = store.tree().nodes
+    assert sum(node.nbytes for node in nodes) == store.statistics.bytes
+    assert sorted((node.in_memory, node.in_files, node.pinned) for node in nodes if node.is_entry) == [
+        (False, True, False),
+        (True, False, True),
+    ]
+    assert str(PrefixStore(2**30).tree()) == "nothing is held"

@@ -44,7 +44,7 @@ def copying_pays(query: Tensor, segments: KVSegments) -> bool:
 
     Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
     """
-    return query.shape[2] > 1 and query.dtype != torch.float16 and segments.packed is None and not segments.shares_rows
+    return query.shape[2] > 1 and query.dtype != torch.float16 and segments.are_dense and not segments.shares_rows
 
 
 def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,7 +1,6 @@
 """The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -141,25 +140,10 @@ class KVSegments:
     in_order: tuple[Segment, ...]
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
-    @functools.cached_property
-    def before(self) -> tuple[DenseSegment, ...]:
-        """Dense segments before the first packed one; all segments if none is packed."""
-        return tuple(itertools.takewhile(_is_dense, self.in_order))  # type: ignore[arg-type]
-
-    @functools.cached_property
-    def packed(self) -> PackedSegment | None:
-        """The packed segment, `None` if no token is packed. Ask `has_one_packed_run` first."""
-        return next((segment for segment in self.in_order if isinstance(segment, PackedSegment)), None)
-
-    @functools.cached_property
-    def after(self) -> tuple[DenseSegment, ...]:
-        """Dense segments behind the packed one."""
-        return tuple(filter(_is_dense, self.in_order[len(self.before) :]))  # type: ignore[arg-type]
-
     @property
-    def has_one_packed_run(self) -> bool:
-        """Whether at most one segment is packed."""
-        return sum(isinstance(segment, PackedSegment) for segment in self.in_order) <= 1
+    def are_dense(self) -> bool:
+        """Whether no segment is packed."""
+        return all(isinstance(segment, DenseSegment) for segment in self.in_order)
 
     @functools.cached_property
     def shares_rows(self) -> bool:
@@ -225,10 +209,6 @@ class KVSegments:
             states = segment.side(side) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
             parts.append(states if segment.rows is None else states.index_select(0, segment.rows.on(states.device)[0]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _is_dense(segment: Segment) -> bool:
-    return isinstance(segment, DenseSegment)
 
 
 def _of_sequence(segment: Segment, index: int) -> Segment:

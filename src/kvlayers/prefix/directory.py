@@ -1,59 +1,27 @@
 """Entries in files: one small file for each entry, and blocks of tokens that entries share, wherever they are."""
 
-import contextlib
 import hashlib
 import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.block_table import BlockTable
-from kvlayers.persistence.format import TOKEN_IDS
-from kvlayers.persistence.inspect import CacheFile, summary
-from kvlayers.persistence.load import StateReader, load_cache
+from kvlayers.persistence.inspect import CacheFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
-from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import SUFFIX, Content
-from kvlayers.prefix.block_references import BlockReferences, KnownEntry, known_entry
-from kvlayers.prefix.block_states import BlockStates, can_be_cut
-from kvlayers.prefix.blocks import file_of, read_blocks
-from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
+from kvlayers.prefix.backends import GoneError, StorageBackend, UnreachableError
+from kvlayers.prefix.backends.contract import SUFFIX
+from kvlayers.prefix.block_references import BlockReferences, known_entry
+from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.entry_loader import EntryLoader, StoredPrefix, label_in
 from kvlayers.prefix.entry_writer import EntryFile, EntryWriter
+from kvlayers.prefix.file_reports import FileReports, name_in
 from kvlayers.prefix.garbage import GRACE_SECONDS, GRACE_SECONDS_WHEN_FULL, GarbageCollector
-from kvlayers.prefix.keys import LABEL_PREFIX
 from kvlayers.prefix.radix_tree import Tokens
-from kvlayers.utils.options import checked_device
 
 logger = logging.getLogger(__name__)
-
-
-class NeedsConfigError(Exception):
-    """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
-
-
-class StoredPrefix(Protocol):
-    """What identifies an entry in a file, for `Directory.load`. It does not change meanwhile."""
-
-    @property
-    def label(self) -> str:
-        """Model and namespace, as returned by `keys.label_of`."""
-
-    @property
-    def ids(self) -> Tokens:
-        """The tokens, int64 `[tokens]`."""
-
-    @property
-    def path(self) -> str | None:
-        """Path of the file."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +59,12 @@ class Directory:
         backend: where the files are.
 
     Attributes:
-        damaged: how many damaged or missing files were seen.
-        failed_reads: how often a file could not be reached, or not in time.
+        reports: damaged files, and files that could not be reached.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self.damaged = self.failed_reads = 0
-        self._lock = threading.Lock()
-        self._reported: dict[str, StoredFile | None] = {}
+        self.reports = FileReports(backend)
         self._references = BlockReferences()
         self._garbage = GarbageCollector(backend, self._references)
 
@@ -107,6 +72,21 @@ class Directory:
     def nbytes(self) -> int:
         """Bytes of all entries, blocks that several of them share counted once."""
         return self._references.nbytes
+
+    def pieces(self, path: str) -> dict[str, int]:
+        """Bytes of the file of an entry, and of each of its blocks, by path and by name. No file is read."""
+        known = self._references.get(path)
+        return {} if known is None else {path: known.nbytes, **known.table.sizes}
+
+    @property
+    def damaged(self) -> int:
+        """How many damaged or missing files were seen."""
+        return self.reports.damaged_files
+
+    @property
+    def failed_reads(self) -> int:
+        """How often a file could not be reached, or not in time."""
+        return self.reports.failed_reads
 
     def changes(self, known: Collection[str]) -> DirectoryChanges:
         """Compare the files with the known entries. Damaged files are reported and left alone.
@@ -124,7 +104,7 @@ class Directory:
         new = [
             file
             for file in files
-            if (path := self.backend.path_of(file.name)) not in known and self._reported.get(path) != file
+            if (path := self.backend.path_of(file.name)) not in known and not self.reports.has(path, file)
         ]
         added = []
         for file, seen in zip(new, self.backend.inspect(new), strict=True):
@@ -137,9 +117,9 @@ class Directory:
             except GoneError:
                 continue
             except UnreachableError as error:
-                self.report_unreachable(error)
+                self.reports.unreachable(error)
             except (CacheFileError, CachePathError) as error:
-                self._report(file.name, file, error)
+                self.reports.damaged_file(self.backend.path_of(file.name), file, error)
             else:
                 if entry is not None:
                     added.append(entry)
@@ -147,28 +127,6 @@ class Directory:
         for path in gone:
             self._references.drop(path)
         return DirectoryChanges(added, gone)
-
-    def report_damaged(self, path: str, error: Exception) -> None:
-        """Count the file of an entry as damaged, and log it once."""
-        file = None
-        with contextlib.suppress(UnreachableError):
-            (file,) = self.backend.find([_name(path)])
-        self._report(_name(path), file, error)
-
-    def _report(self, name: str, file: StoredFile | None, error: Exception) -> None:
-        path = self.backend.path_of(name)
-        with self._lock:
-            if path in self._reported and self._reported[path] == file:
-                return
-            self._reported[path] = file
-            self.damaged += 1
-        logger.warning("A file of a prefix store is skipped: %s", error)
-
-    def report_unreachable(self, error: Exception) -> None:
-        """Count a file that could not be reached, and log it."""
-        with self._lock:
-            self.failed_reads += 1
-        logger.warning("A file of a prefix store could not be read now: %s", error)
 
     def write(
         self,
@@ -201,8 +159,7 @@ class Directory:
         file = EntryFile(name, f"{label} {served}", torch.from_numpy(ids.copy())[None])
         written = EntryWriter(self.backend, self._references, cache, tables).write(file)
         path = self.backend.path_of(name)
-        with self._lock:
-            self._reported.pop(path, None)
+        self.reports.forget(path)
         return WrittenEntry(path, written.nbytes + written.table.nbytes)
 
     def load(
@@ -236,102 +193,20 @@ class Directory:
         known = None if stored.path is None else self._references.get(stored.path)
         if stored.path is None or known is None:
             raise GoneError("the entry has no file any more.")
-        with self._opened(stored.path, known, deadline) as saved:
-            seen, path = summary(saved), saved.path
-            # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            if _label_of(seen) != stored.label or not saved.has_token_ids or not _are_ids(saved, stored.ids):
-                raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
-            # The label has identified the model already, so the config is only for layers that cannot be made without.
-            if seen.needs_config and config is None:
-                raise NeedsConfigError
-            config = config if seen.needs_config else None
-            if saved.table is None:
-                first = length if length < seen.length and seen.has_prefixes else None
-                cache = _at_fault(lambda: load_cache(path, device, config, first, weights_id=seen.weights_id))
-            else:
-                cache = self._from_blocks(saved, saved.table, length, config, device, deadline)
-        target = restorable_length(cache, min(length, cache.get_seq_length()))
-        return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
-
-    @contextlib.contextmanager
-    def _opened(self, path: str, known: KnownEntry, deadline: float | None) -> Iterator[SavedFile]:
-        """The file of an entry. If it holds a whole cache, it is mapped, or copied to this machine."""
-        name = _name(path)
-        if not known.table.sizes:
-            # As in `_content`.
-            most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, _seconds_until(deadline)
-            with self.backend.reading(name, most, wait_seconds) as local, opened(local) as saved:
-                yield saved
-            return
-        content = self._content(StoredFile(name, known.nbytes), deadline)
-        with opened_by_ranges(path, len(content), lambda start, end: bytes(content[start:end])) as saved:
-            yield saved
-        with contextlib.suppress(UnreachableError):
-            self.backend.touch([name])
-
-    def _content(self, file: StoredFile, deadline: float | None) -> Content:
-        """The content of a file that other processes may replace meanwhile."""
-        # If the file is written anew, only its list of boundaries can differ in size.
-        most = file.nbytes + MAX_HEADER_BYTES
-        while True:
-            (content,) = self.backend.read([file], _seconds_until(deadline))
-            if not isinstance(content, KVLayersError):
-                return content
-            if not isinstance(content, CacheFileError):
-                raise content
-            (now,) = self.backend.find([file.name])
-            if now is None:
-                raise GoneError(f"{self.backend.path_of(file.name)} does not exist: it was deleted.")
-            if now.nbytes == file.nbytes or now.nbytes > most:
-                raise content
-            file = now
-
-    def _from_blocks(
-        self,
-        saved: SavedFile,
-        table: BlockTable,
-        length: int,
-        config: object | None,
-        device: torch.device | str | None,
-        deadline: float | None,
-    ) -> Cache:
-        """The cache of an entry, with at least `length` tokens if all blocks that this takes can be used."""
-        is_cuttable = can_be_cut(saved)
-        states = BlockStates(table, length, is_cuttable)
-        needed = states.needed_blocks
-        for name, found in read_blocks(self.backend, needed, _seconds_until(deadline)):
-            if not states.take(self.backend.path_of(file_of(name, 0).name), name, found):
-                break
-        self._report_failures(saved.path, states)
-        cut = states.length if is_cuttable else None
-        place = torch.device("cpu") if device is None else checked_device(device)
-        return _at_fault(lambda: StateReader(saved, place, cut, True, states).new(config))
-
-    def _report_failures(self, path: str, states: BlockStates) -> None:
-        """Report blocks that could not be used, and raise their error if nothing is left without them."""
-        lost = {name for name, error in states.failures.items() if not isinstance(error, UnreachableError)}
-        self._references.add_unusable(lost)
-        for name, error in states.failures.items():
-            file = file_of(name, 0)
-            if isinstance(error, UnreachableError):
-                if not states.length:
-                    raise error
-                self.report_unreachable(error)
-                continue
-            if isinstance(error, GoneError) and self.backend.find([_name(path)]) == [None]:
-                raise GoneError(f"{path} does not exist: it was deleted.")
-            self.report_damaged(self.backend.path_of(file.name), error)
-            if not states.length:
-                raise CacheFileError(f"{path} cannot be loaded: {error}")
+        loader = EntryLoader(self.backend, self.reports, deadline)
+        try:
+            return loader.load(stored, known, length, config, device)
+        finally:
+            self._references.add_unusable(loader.unusable)
 
     def oldest_first(self, paths: Iterable[str]) -> list[str]:
         """Paths of entries, least recently used first; empty if this cannot be known now."""
         try:
             uses = self.backend.last_uses()
         except UnreachableError as error:
-            self.report_unreachable(error)
+            self.reports.unreachable(error)
             return []
-        return sorted(paths, key=lambda path: uses.get(_name(path), 0))
+        return sorted(paths, key=lambda path: uses.get(name_in(path), 0))
 
     def delete(self, path: str) -> bool:
         """Delete an entry, and the blocks that no other entry refers to.
@@ -348,7 +223,7 @@ class Directory:
             Whether all of them are deleted now.
         """
         try:
-            self.backend.delete([_name(path) for path in paths])
+            self.backend.delete([name_in(path) for path in paths])
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
             return False
@@ -372,37 +247,6 @@ class Directory:
             return 0
 
 
-def _name(path: str) -> str:
-    return os.path.basename(path)
-
-
-def _seconds_until(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _at_fault(load: Callable[[], Cache]) -> Cache:
-    """The result of a call, for whose errors the file is to blame."""
-    try:
-        return load()
-    except CachePathError:
-        raise
-    except KVLayersError as error:
-        raise CacheFileError(str(error)) from error
-
-
-def _are_ids(saved: SavedFile, ids: Tokens) -> bool:
-    """Whether a file has exactly these token ids."""
-    found = saved.tensor(TOKEN_IDS)
-    return found.dtype == torch.int64 and found.shape == (1, len(ids)) and found.numpy().tobytes() == ids.tobytes()
-
-
-def _label_of(seen: CacheFile) -> str | None:
-    """The label of an entry, `None` if a file is none of a prefix store."""
-    if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
-        return None
-    return seen.weights_id.partition(" ")[0]
-
-
 def entry_of(seen: CacheFile) -> PrefixEntry | None:
     """The entry that a file describes, `None` if it is not a file of a prefix store.
 
@@ -410,7 +254,7 @@ def entry_of(seen: CacheFile) -> PrefixEntry | None:
         CacheFileError: it is a file of a store, but damaged.
         CachePathError: it no longer exists.
     """
-    label = _label_of(seen)
+    label = label_in(seen)
     if label is None:
         return None
     boundaries = str(seen.weights_id).partition(" ")[2]

@@ -14,8 +14,9 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import UnreachableError
-from kvlayers.prefix.directory import Directory, NeedsConfigError
+from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
+from kvlayers.prefix.entry_loader import NeedsConfigError
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.radix_tree import PrefixMatch, Tokens
 
@@ -166,7 +167,7 @@ class Search:
         try:
             self.found = result.result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeout:
-            directory.report_unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
+            directory.reports.unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
             self.found.note("a file could not be reached in time")
 
     def hit(self) -> Hit:
@@ -219,14 +220,14 @@ def _loaded(
         except NeedsConfigError:
             found.note("a file needs config=model.config to be loaded")
         except UnreachableError as error:
-            directory.report_unreachable(error)
+            directory.reports.unreachable(error)
             found.note("a file could not be reached")
             # Do not wait for the others.
             break
         except CachePathError:
             found.damaged.append(file)
         except CacheFileError as error:
-            directory.report_damaged(file.path, error)
+            directory.reports.damaged(file.path, error)
             found.damaged.append(file)
             found.note("a damaged file was skipped")
         else:

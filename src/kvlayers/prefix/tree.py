@@ -59,7 +59,7 @@ class PrefixNode:
             )
             parts.append(f"{self.hits} hit{'s' * (self.hits != 1)}")
         if self.age is not None:
-            parts.append(f"used {_readable_age(self.age)} ago")
+            parts.append(f"used {readable_age(self.age)} ago")
         if self.pinned:
             parts.append("pinned")
         return ", ".join(parts)
@@ -140,10 +140,10 @@ def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
            └─ 2 tokens, 7 B, memory, 0 hits
     """
     trees: dict[str, RadixTree[TreeEntry]] = {}
-    for entry in entries:
-        trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
+    for each in entries:
+        trees.setdefault(each.label, RadixTree()).insert(each.ids, each)
     now, seen_memory, seen_files = time.time(), set[int](), set[str]()
-    tops = []
+    tops: list[PrefixNode] = []
     for label, tree in sorted(trees.items()):
         nodes = list(tree.nodes())
         holders = [node.value for node in nodes]
@@ -197,7 +197,13 @@ def _bytes_where_shared(pieces: list[Mapping[Piece, int]], parents: list[int | N
     return nbytes
 
 
-def _readable_age(seconds: float) -> str:
+def readable_age(seconds: float) -> str:
+    """Seconds in the largest unit that gives at least 1.
+
+    Example:
+        >>> readable_age(30), readable_age(7200)
+        ('30 s', '2 h')
+    """
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

@@ -157,9 +157,10 @@ class WriteQueue:
             Whether there may be more memory now.
         """
         done = self._done
-        if not self._is_stalled and self._wait_until(lambda: self._done > done, deadline):
+        if not self._is_stalled:
+            # Others may have changed everything meanwhile, so the caller looks again before anything is dropped.
+            self._is_stalled = not self._wait_until(lambda: self._done > done, deadline)
             return True
-        self._is_stalled = True
         for ticket, job in self._jobs.items():
             if isinstance(job, _Write) and job.entry.is_leaving:
                 del self._jobs[ticket]
@@ -200,7 +201,7 @@ class WriteQueue:
                 ticket = next(iter(self._jobs))
                 job = self._jobs.pop(ticket)
                 self._current = ticket, job
-            delay = 0.0
+            delay: float | None = None
             try:
                 delay = self._do(job)
             except Exception:
@@ -208,16 +209,16 @@ class WriteQueue:
             finally:
                 with self._changed:
                     self._current = None
-                    self._done += not delay
-                    if delay:
+                    self._done += delay is None
+                    if delay is not None:
                         # It stays the first one, and may be dropped meanwhile.
                         self._jobs = {ticket: job, **self._jobs}
                     self._changed.notify_all()
-                    if delay:
+                    if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)
 
-    def _do(self, job: _Job) -> float:
-        """Do a job, and return the seconds after which to try again, 0 if it is done."""
+    def _do(self, job: _Job) -> float | None:
+        """Do a job, and return the seconds after which to try again, `None` if it is done."""
         if isinstance(job, _Write):
             return self._do_write(job)
         if isinstance(job, _Delete):
@@ -225,13 +226,13 @@ class WriteQueue:
         else:
             self._do_shrink()
             self._directory.collect_garbage()
-        return 0.0
+        return None
 
-    def _do_write(self, job: _Write) -> float:
+    def _do_write(self, job: _Write) -> float | None:
         entry = job.entry
         with self._changed:
             if entry.cache is None or entry.path is not None or entry not in self._index:
-                return 0.0
+                return None
             entry.is_being_written = True
             job.tries += 1
             # A fork, since others fork the cache meanwhile.
@@ -241,30 +242,30 @@ class WriteQueue:
             for old in job.superseded:
                 entry.boundaries |= old.boundaries
             boundaries = sorted(entry.boundaries)
-        error: Exception | None = None
-        written: WrittenEntry | None = None
         try:
             written = self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
-        except Exception as raised:
-            error = raised
-        del cache
-        if written is not None:
+        except Exception as error:
+            # Not kept, since its traceback holds the cache.
+            failure, is_unreachable = str(error), isinstance(error, CachePathError)
+            level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
+        else:
+            del cache
             self._finish_write(job, written)
             self._do_shrink()
-            return 0.0
+            return None
+        del cache
         with self._changed:
             entry.is_being_written = False
             most_tries = 1 if self._is_unreachable else self._most_tries
-            if isinstance(error, CachePathError) and job.tries < most_tries:
+            if is_unreachable and job.tries < most_tries:
                 return float(FIRST_DELAY * 2 ** (job.tries - 1))
-            self._is_unreachable = self._is_unreachable or isinstance(error, CachePathError)
+            self._is_unreachable = self._is_unreachable or is_unreachable
             self.failed_writes += 1
             self._index.unset_stuck(entry)
-            if entry in self._index and (entry.is_leaving or entry.cache is None):
+            if entry in self._index and entry.is_leaving:
                 self._index.remove(entry)
-        level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
-        logger.log(level, "An entry of a prefix store was not written to its directory: %s", error)
-        return 0.0
+        logger.log(level, "An entry of a prefix store was not written to its directory: %s", failure)
+        return None
 
     def _finish_write(self, job: _Write, written: WrittenEntry) -> None:
         entry = job.entry

@@ -12,11 +12,12 @@ from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
 from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, form_of, nbytes_of
+from kvlayers.stores import quantized_plan as plan
+from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
-from kvlayers.stores.packed_blocks import SIDES, PackedBlocks, block_nbytes, planned_nbytes
+from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.stores.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
@@ -139,21 +140,13 @@ class QuantizedStore(TokenStore):
         size = block_tokens(quantizers)
         self._forms = forms
         blocks, residual = (
-            PackedBlocks(quantizers, forms, size, self._most_blocks(size, self.length_hint)),
+            PackedBlocks(quantizers, forms, size, plan.most_blocks(self.quantization, size, self.length_hint)),
             DenseStore(),
         )
         residual.reserve_form(*forms)
         self._parts = QuantizedParts(DenseStore(length_hint=self.quantization.sink_tokens), blocks, residual)
         self._invalidate_snapshots()
         self._length = 0
-
-    def _most_blocks(self, size: int, length_hint: int | None) -> int | None:
-        """The most blocks of `size` tokens that are expected, if known."""
-        return None if length_hint is None else blocks_beyond(length_hint, self._unpacked_room(size), size)
-
-    def _unpacked_room(self, size: int) -> int:
-        """The most tokens that stay in full precision, beside blocks of `size` tokens."""
-        return self.quantization.sink_tokens + self.quantization.residual_length + size
 
     @property
     @override
@@ -167,27 +160,11 @@ class QuantizedStore(TokenStore):
 
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        quantizers = checked_quantizers(self.quantization, key_form, value_form)
-        size, forms = block_tokens(quantizers), (key_form, value_form)
-        room = self._unpacked_room(size)
-        blocks = blocks_beyond(tokens, room, size)
-        if not blocks:
-            return DenseStore().planned_nbytes(*forms, tokens, residual_length_hint(room, sized_for, 0))
-        sinks = self.quantization.sink_tokens
-        old = sinks + blocks * size
-        hint = residual_length_hint(self.quantization.residual_length + size, sized_for, old, tokens - old)
-        residual = residual_after_blocks(size).planned_nbytes(*forms, tokens - old, hint)
-        packed = planned_nbytes(quantizers, forms, size, blocks, self._most_blocks(size, sized_for))
-        return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
+        return plan.planned_nbytes(self.quantization, (key_form, value_form), tokens, sized_for)
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
-        quantizers = checked_quantizers(self.quantization, key_form, value_form)
-        size, forms = block_tokens(quantizers), (key_form, value_form)
-        packed = sum(
-            block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
-        )
-        return 8 * packed * key_form.dtype.itemsize / sum(nbytes_of(form, size) for form in forms)
+        return plan.planned_bits(self.quantization, (key_form, value_form))
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -295,7 +272,7 @@ class QuantizedStore(TokenStore):
         if self._forms is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         _, _, _, dtype, device = self._forms[0]
-        is_plain = segments.packed is None and not self._parts.residual.is_opaque
+        is_plain = segments.are_dense and not self._parts.residual.is_opaque
         if is_plain or torch.compiler.is_compiling():
             return segments.dense("keys", dtype), segments.dense("values", dtype)
         return self._packed_pair(

@@ -350,7 +350,7 @@ class SegmentedStore(ContiguousStore):
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else TRIM_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
             # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
-            is_short = self._shared_tokens and self.tail_length <= self.length // COPIED_TAIL_DIVISOR
+            is_short = self.tail_length * 2 <= self._shared_tokens
             if is_short or self._may_write(0, self._capacity):
                 self._allocate(self.tail_length)
         for segment in () if self._shared is None else self._shared.segments:

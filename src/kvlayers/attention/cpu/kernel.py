@@ -88,8 +88,8 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
-    if segments.packed is not None or not segments.shares_rows:
-        maximum = CPU_MAXIMUM_DENSE_ROWS if segments.packed is None else CPU_MAXIMUM_ROWS
+    if not segments.are_dense or not segments.shares_rows:
+        maximum = CPU_MAXIMUM_DENSE_ROWS if segments.are_dense else CPU_MAXIMUM_ROWS
         if rows.shape[1] // segments.kv_heads * rows.shape[2] * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
     return None if library() is not None else "the kernel could not be compiled (the log says why)"

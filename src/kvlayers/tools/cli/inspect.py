@@ -1,12 +1,12 @@
 """The command `kvlayers inspect`."""
 
 import itertools
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlayers.tools.cli.exit_codes import one_line_errors
+from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,21 +15,33 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A file that save_cache() wrote.")],
+    path: Annotated[
+        str, typer.Argument(help="A file that save_cache() wrote, or the directory of a prefix store: a path or a URL.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Describe a saved cache, without loading its states.
+    """Describe a saved cache, or draw what the directory of a prefix store holds, without loading states.
 
-    Exits with 2 if the file is not a saved cache, or is damaged.
+    Exits with 2 if the file is not a saved cache, or is damaged; or if the directory cannot be reached, or has no
+    entries. Exits with 1 if files in a directory are damaged or missing.
     """
     # Imported late: torch takes seconds to import, and `--help` does not need it.
     from rich.console import Console
 
     from kvlayers.persistence import inspect_cache
+    from kvlayers.tools.cli import inspect_directory
     from kvlayers.tools.cli.output import print_json
 
+    if "://" in path or os.path.isdir(path):
+        with one_line_errors("inspect"):
+            held = inspect_directory.inspected(path, Console(stderr=True))
+        if as_json:
+            print_json(inspect_directory.as_json(held))
+        else:
+            inspect_directory.show(Console(), held)
+        raise typer.Exit(CHECK_FAILED if held.problems else 0)
     with one_line_errors("inspect"):
-        found = inspect_cache(file)
+        found = inspect_cache(path)
     if as_json:
         print_json(found)
     else:

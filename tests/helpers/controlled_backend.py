@@ -1,0 +1,58 @@
+"""A directory whose every call can be watched, stopped and made to fail."""
+
+import pathlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvlayers.prefix.backends import UnreachableError, backend_for
+
+WRITES = {"write", "writing"}
+READS = {"read", "reading"}
+
+
+class ControlledBackend:
+    """Passes every call on to a local directory.
+
+    Attributes:
+        before: is called with the name of each method before the method is. It may wait, or raise.
+        fails: whether files can neither be written nor read.
+        calls: names of the methods that were called.
+    """
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._backend: Any = backend_for(directory, None)
+        self.before: Callable[[str], None] = lambda name: None
+        self.fails = False
+        self.calls: list[str] = []
+
+    def _begin(self, name: str) -> None:
+        self.calls.append(name)
+        self.before(name)
+        if self.fails and name in WRITES | READS:
+            raise UnreachableError("the directory is not there now")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if not callable(found) or name == "path_of":
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._begin(name)
+            return found(*args, **options)
+
+        @contextmanager
+        def context(*args: Any, **options: Any) -> Iterator[Any]:
+            self._begin(name)
+            with found(*args, **options) as value:
+                yield value
+
+        return context if name in ("reading", "writing") else call
+
+
+def use(backend: ControlledBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every store with a directory use `backend`, and try again without waiting."""
+    monkeypatch.setattr("kvlayers.prefix.store.backend_for", lambda directory, options: backend)
+    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.0001)

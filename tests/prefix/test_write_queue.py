@@ -1,0 +1,444 @@
+"""What a prefix store does about a directory that is slow, fails or comes back: nothing waits that need not."""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from backend_cases import covered, filled
+from controlled_backend import READS, WRITES, ControlledBackend, use
+from kvlayers import CapacityError, OptionError, PrefixStore
+
+ROOM = 2**30
+BOUND = 0.05
+MARGIN = 20.0
+"""Seconds more than the bound that nobody waits, however busy the machine is."""
+
+
+@pytest.fixture
+def backend(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> ControlledBackend:
+    found = ControlledBackend(tmp_path)
+    use(found, monkeypatch)
+    return found
+
+
+class Gate:
+    """Stops calls of a backend until it is opened."""
+
+    def __init__(self, backend: ControlledBackend, names: set[str]) -> None:
+        self._names, self._is_open = names, threading.Event()
+        self.arrived = threading.Event()
+        backend.before = self
+
+    def __call__(self, name: str) -> None:
+        if name in self._names:
+            self.arrived.set()
+            assert self._is_open.wait(60)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+@pytest.fixture
+def closed_for_writing(backend: ControlledBackend) -> Iterator[Gate]:
+    gate = Gate(backend, WRITES)
+    yield gate
+    gate.open()
+
+
+def entry_bytes() -> int:
+    """Bytes of an entry of three tokens, as a store holds it that nobody shares it with."""
+    cache = filled([1, 2, 3])
+    cache.trim()
+    return cache.nbytes
+
+
+def insert(store: PrefixStore, ids: list[int]) -> bool:
+    return store.insert(torch.tensor(ids), filled(ids), model="m")
+
+
+def entries(count: int, length: int = 3) -> list[list[int]]:
+    return [[first, *range(2, length + 1)] for first in range(1, count + 1)]
+
+
+# What is under the lock
+
+
+def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
+    stores: list[PrefixStore] = []
+
+    def lock_is_free(name: str) -> None:
+        for store in stores:
+            assert store._lock.acquire(timeout=60), name
+            store._lock.release()
+
+    backend.before = lock_is_free
+    store = PrefixStore(3 * entry_bytes(), "elsewhere", directory_max_bytes=20_000)
+    stores.append(store)
+    for ids in entries(12):
+        insert(store, ids)
+        covered(store, ids[:2])
+    assert store.flush()
+    for ids in entries(12):
+        covered(store, ids)
+    store.refresh()
+    store.evict()
+    store.clear()
+    assert (len(store), store.statistics.failed_writes, store.statistics.dropped_writes) == (0, 0, 0)
+    assert {"write", "read", "files", "delete", "last_uses"} <= set(backend.calls)
+
+
+def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: ControlledBackend) -> None:
+    store = PrefixStore(ROOM, "elsewhere")
+    for ids in entries(2):
+        insert(store, ids)
+    store.evict()
+    insert(store, [7, 8, 9])
+    meeting = threading.Barrier(3, timeout=60)
+    met: set[int] = set()
+
+    def meet(name: str) -> None:
+        reader = threading.get_ident()
+        if name in READS and reader not in met:
+            met.add(reader)
+            meeting.wait()
+
+    backend.before = meet
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda ids=ids: found.append(covered(store, ids))) for ids in entries(2)]
+    for thread in threads:
+        thread.start()
+    assert covered(store, [7, 8, 9]) == 3
+    # Both are reading now, and neither can go on without the other.
+    meeting.wait()
+    for thread in threads:
+        thread.join()
+    assert found == [3, 3]
+
+
+def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) -> None:
+    store = PrefixStore(ROOM, "elsewhere")
+    insert(store, [1, 2, 3])
+    store.evict()
+    other = PrefixStore(ROOM, "elsewhere")
+    backend.calls.clear()
+    assert covered(other, [1, 2, 3]) == 3
+    needed = sum(name in READS for name in backend.calls)
+    backend.calls.clear()
+    gate = Gate(backend, READS)
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(covered(store, [1, 2, 3]))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert gate.arrived.wait(60)
+    gate.open()
+    for thread in threads:
+        thread.join()
+    assert found == [3, 3, 3]
+    assert sum(name in READS for name in backend.calls) == needed
+
+
+# What waits to be written
+
+
+def test_what_waits_to_be_written_is_counted_and_found(backend: ControlledBackend, closed_for_writing: Gate) -> None:
+    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    insert(store, [1, 2, 3])
+    insert(store, [4, 5, 6])
+    thread = threading.Thread(target=store.evict)
+    thread.start()
+    assert closed_for_writing.arrived.wait(60)
+    now = store.statistics
+    assert (now.bytes, now.pending_writes, now.evictions) == (2 * entry_bytes(), 2, 2)
+    assert covered(store, [1, 2, 3]) == covered(store, [4, 5, 6]) == 3
+    assert {"read", "reading"}.isdisjoint(backend.calls)
+    closed_for_writing.open()
+    thread.join()
+    assert store.statistics.pending_writes == 0
+    assert covered(PrefixStore(ROOM, "elsewhere"), [1, 2, 3]) == 3
+
+
+def test_an_insert_waits_no_longer_than_its_bound(closed_for_writing: Gate) -> None:
+    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    begun = time.monotonic()
+    for ids in entries(6):
+        assert insert(store, ids)
+        assert store.statistics.bytes <= 2 * entry_bytes()
+        assert covered(store, ids) == 3
+    assert time.monotonic() - begun < 6 * BOUND + MARGIN
+    # The first is being written, and the last is in memory; those between made room for others.
+    assert (store.statistics.dropped_writes, store.statistics.pending_writes) == (4, 1)
+    assert [covered(store, ids) for ids in entries(6)] == [3, 0, 0, 0, 0, 3]
+    closed_for_writing.open()
+    # The dropped ones were dropped before, and are no fault of this flush.
+    assert store.flush()
+    assert [covered(PrefixStore(ROOM, "elsewhere"), ids) for ids in entries(6)] == [3, 0, 0, 0, 0, 3]
+    # It goes on as before.
+    insert(store, [9, 9, 9])
+    insert(store, [8, 8, 8])
+    assert store.statistics.dropped_writes == 4
+    assert covered(store, [9, 9, 9]) == 3
+
+
+def test_where_writing_holds_all_memory_an_insert_is_refused_after_its_bound(closed_for_writing: Gate) -> None:
+    store = PrefixStore(entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    insert(store, [1, 2, 3])
+    begun = time.monotonic()
+    with pytest.raises(CapacityError, match=r"more than 0.05 s: insert it later"):
+        insert(store, [4, 5, 6])
+    assert time.monotonic() - begun < BOUND + MARGIN
+    assert (store.statistics.bytes, len(store)) == (entry_bytes(), 1)
+    closed_for_writing.open()
+    assert store.flush()
+    assert insert(store, [4, 5, 6])
+    assert (covered(store, [1, 2, 3]), store.statistics.dropped_writes) == (3, 0)
+
+
+def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_writing: Gate) -> None:
+    store = PrefixStore(ROOM, "elsewhere")
+    insert(store, [7, 7, 7])
+    thread = threading.Thread(target=store.flush)
+    thread.start()
+    assert closed_for_writing.arrived.wait(60)
+    insert(store, [1, 2])
+    again = threading.Thread(target=store.flush)
+    again.start()
+    while store.statistics.pending_writes < 2:
+        time.sleep(0.001)
+    # It replaces one that is to be written, and the other one that is being written.
+    insert(store, [1, 2, 3])
+    insert(store, [7, 7, 7, 7])
+    closed_for_writing.open()
+    thread.join()
+    again.join()
+    other = PrefixStore(ROOM, "elsewhere")
+    assert (covered(other, [1, 2, 3]), covered(other, [7, 7, 7])) == (3, 3)
+    assert store.flush()
+    assert len(PrefixStore(ROOM, "elsewhere")) == 2
+
+
+def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -> None:
+    store = PrefixStore(ROOM, "elsewhere")
+    insert(store, [1, 2, 3])
+    thread = threading.Thread(target=store.flush)
+    thread.start()
+    assert closed_for_writing.arrived.wait(60)
+    cleared = threading.Thread(target=store.clear)
+    cleared.start()
+    while len(store):
+        time.sleep(0.001)
+    closed_for_writing.open()
+    thread.join()
+    cleared.join()
+    assert len(PrefixStore(ROOM, "elsewhere")) == 0
+
+
+# A directory that fails
+
+
+def test_a_directory_that_comes_back_loses_nothing(backend: ControlledBackend) -> None:
+    failures = [0]
+
+    def fail_twice(name: str) -> None:
+        if name in WRITES:
+            failures[0] += 1
+            backend.fails = failures[0] <= 2
+
+    backend.before = fail_twice
+    store = PrefixStore(ROOM, "elsewhere")
+    insert(store, [1, 2, 3])
+    assert store.flush()
+    assert (store.statistics.failed_writes, store.statistics.spilled) == (0, 1)
+    assert covered(PrefixStore(ROOM, "elsewhere"), [1, 2, 3]) == 3
+
+
+def test_a_directory_that_stays_away_is_given_up(
+    backend: ControlledBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvlayers.prefix.write_queue.MOST_TRIES", 3)
+    store = PrefixStore(ROOM, "elsewhere")
+    for ids in entries(3):
+        insert(store, ids)
+    backend.fails = True
+    backend.calls.clear()
+    assert not store.flush()
+    assert (store.statistics.failed_writes, store.statistics.pending_writes, len(store)) == (3, 0, 3)
+    # After the first entry, one try tells that the directory is still away.
+    assert sum(name in WRITES for name in backend.calls) == 3 + 1 + 1
+    assert caplog.text.count("was not written to its directory") == 3
+    assert [covered(store, ids) for ids in entries(3)] == [3, 3, 3]
+    backend.fails = False
+    assert store.close()
+    assert store.close()
+    assert [covered(PrefixStore(ROOM, "elsewhere"), ids) for ids in entries(3)] == [3, 3, 3]
+
+
+def test_an_evicted_entry_that_cannot_be_written_leaves_memory(backend: ControlledBackend) -> None:
+    store = PrefixStore(2 * entry_bytes(), "elsewhere")
+    backend.fails = True
+    for ids in entries(5):
+        insert(store, ids)
+        assert store.statistics.bytes <= 2 * entry_bytes()
+    assert store.evict() == 2 * entry_bytes()
+    assert (len(store), store.statistics.failed_writes + store.statistics.dropped_writes) == (0, 5)
+
+
+def test_a_lookup_waits_no_longer_than_its_bound(backend: ControlledBackend) -> None:
+    store = PrefixStore(ROOM, "elsewhere", read_wait_seconds=BOUND)
+    insert(store, [1, 2, 3, 4])
+    store.evict()
+    insert(store, [1, 2, 9])
+    gate = Gate(backend, READS)
+    begun = time.monotonic()
+    hit = store.lookup(torch.tensor([1, 2, 3, 4, 5]), model="m")
+    assert time.monotonic() - begun < BOUND + MARGIN
+    # What is in memory serves as far as it can.
+    assert hit.covered == 2
+    assert "4 tokens are stored, but only 2 of them can be used now" in hit.reason
+    assert store.statistics.failed_reads == 1
+    gate.open()
+    patient = PrefixStore(ROOM, "elsewhere")
+    assert covered(patient, [1, 2, 3, 4]) == 4
+
+
+# Ends of a process
+
+
+def test_a_store_is_closed_at_the_end_of_its_block(tmp_path: pathlib.Path) -> None:
+    with PrefixStore(ROOM, tmp_path) as store:
+        insert(store, [1, 2, 3])
+    assert covered(PrefixStore(ROOM, tmp_path), [1, 2, 3]) == 3
+    with PrefixStore(ROOM) as store:
+        insert(store, [1, 2, 3])
+    assert covered(store, [1, 2, 3]) == 3
+
+
+def test_nothing_is_left_that_runs(tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    insert(store, [1, 2, 3])
+    store.evict()
+    assert covered(store, [1, 2, 3]) == 3
+    worker = store._writes._worker if store._writes is not None else None
+    if worker is not None:
+        worker.join(60)
+    names = {thread.name for thread in threading.enumerate()}
+    assert not any(name.startswith("kvlayers-prefix-writer") for name in names)
+
+
+PROGRAM = """
+    import os, sys, threading, torch, kvlayers
+    from backend_cases import covered, filled
+    import kvlayers.prefix.store
+    from controlled_backend import ControlledBackend
+    backend = ControlledBackend(sys.argv[1])
+    kvlayers.prefix.store.backend_for = lambda directory, options: backend
+    store = kvlayers.PrefixStore(2**30, "elsewhere")
+    store.insert(torch.tensor([1, 2, 3]), filled([1, 2, 3]), model="m")
+    arrived, may_go_on = threading.Event(), threading.Event()
+
+    def wait(name):
+        if name in ("write", "writing"):
+            arrived.set()
+            may_go_on.wait()
+
+    backend.before = wait
+    thread = threading.Thread(target=store.flush)
+    thread.start()
+    arrived.wait()
+    # The thread that writes is in the parent alone.
+    child = os.fork()
+    if not child:
+        backend.before = lambda name: None
+        store.insert(torch.tensor([4, 5, 6]), filled([4, 5, 6]), model="m")
+        done = store.flush() and covered(store, [1, 2, 3]) == 3
+        os._exit(0 if done and store.statistics.pending_writes == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    may_go_on.set()
+    thread.join()
+    assert store.flush()
+    assert store.refresh() == 1
+    # Written by nobody but the end of the process.
+    store.insert(torch.tensor([7, 8, 9]), filled([7, 8, 9]), model="m")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks as POSIX does")
+def test_a_forked_process_writes_with_a_thread_of_its_own_and_the_end_of_a_process_writes_all(
+    tmp_path: pathlib.Path,
+) -> None:
+    helpers = str(pathlib.Path(__file__).parents[1] / "helpers")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([helpers, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    store = PrefixStore(ROOM, tmp_path)
+    assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6], [7, 8, 9])] == [3, 3, 3]
+
+
+# Many at once
+
+
+def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: ControlledBackend) -> None:
+    chances = random.Random(0)
+
+    def hesitate(name: str) -> None:
+        time.sleep(chances.uniform(0, 0.002))
+        backend.fails = chances.random() < 0.1
+
+    backend.before = hesitate
+    most = 4 * entry_bytes() * 3
+    store = PrefixStore(most, "elsewhere", write_wait_seconds=60.0)
+    errors: list[BaseException] = []
+    acknowledged: list[list[int]] = []
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        try:
+            for number in range(25):
+                own = [
+                    generator.choice((1, 2)),
+                    generator.choice((1, 2)),
+                    *[3 + seed] * generator.randint(1, 5),
+                    number,
+                ]
+                insert(store, own)
+                assert store.statistics.bytes <= most
+                for ids in (own, own[:-1], [1, 2, 4]):
+                    covered(store, ids)
+                if number % 8 == 0 and store.flush():
+                    acknowledged.append(own)
+                if number % 10 == 9:
+                    store.evict(generator.randint(1, most))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    backend.before, backend.fails = lambda name: None, False
+    assert len(acknowledged) >= 4
+    other = PrefixStore(ROOM, "elsewhere")
+    assert [covered(other, ids) for ids in acknowledged] == [len(ids) for ids in acknowledged]
+    assert (other.statistics.damaged, store.statistics.damaged) == (0, 0)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("value", [-1, "1", None, True, float("inf"), float("nan")])
+def test_bounds_that_are_no_number_of_seconds_are_refused(value: Any) -> None:
+    for name in ("write_wait_seconds", "read_wait_seconds"):
+        with pytest.raises(OptionError, match=f"`{name}` must be a number of seconds, 0 or more, got"):
+            PrefixStore(ROOM, **{name: value})

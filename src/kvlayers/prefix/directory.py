@@ -73,6 +73,11 @@ class Directory:
         """Bytes of all entries, blocks that several of them share counted once."""
         return self._references.nbytes
 
+    def pieces(self, path: str) -> dict[str, int]:
+        """Bytes of the file of an entry, and of each of its blocks, by path and by name. No file is read."""
+        known = self._references.get(path)
+        return {} if known is None else {path: known.nbytes, **known.table.sizes}
+
     @property
     def damaged(self) -> int:
         """How many damaged or missing files were seen."""

@@ -323,7 +323,7 @@ class PrefixStore:
                     entry.label,
                     entry.ids,
                     entry.storages,
-                    {} if entry.path is None else {entry.path: entry.file_bytes},
+                    {} if entry.path is None or self._directory is None else self._directory.pieces(entry.path),
                     entry.hits,
                     entry.used,
                     bool(entry.pins),

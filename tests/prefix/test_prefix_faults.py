@@ -318,7 +318,7 @@ def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path:
     )
     assert ran.returncode == 0, ran.stderr
     acknowledged = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
-    assert len(acknowledged) > 45
+    assert len(acknowledged) > 20
     # What killed processes left behind is old an hour later, and so is a block whose writer came no further.
     (directory / f"{'0' * 64}.block").write_bytes(b"left behind")
     for path in directory.iterdir():

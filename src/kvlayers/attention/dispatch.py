@@ -69,7 +69,8 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         if obstacle is None:
             paths.record(CUDA)
             return cuda_kernel.attend(query, segments, mask, scale)
-        means, parts = (shared_segments, SHARED) if segments.shares_rows else (fused, SLABS)
+        means: _Means = shared_segments if segments.shares_rows else fused
+        parts = SHARED if segments.shares_rows else SLABS
         paths.record(f"{fused.description(query, segments)}, {parts}, as {obstacle}")
         return means.attend(query, segments, mask, scale)
 

@@ -305,7 +305,12 @@ def measure_decode(run: Run) -> dict[str, Any]:
     given, found = run.given, {}
     shape = QUICK_SHAPE if given.quick else Shape()
     table = report.new_table(
-        "Decode step behind a hit, random llama", "tokens, cache", f"{CONTIGUOUS}, ms", f"{BEHIND_HIT}, ms", "ratio"
+        "Decode step behind a hit, random llama",
+        "tokens, cache",
+        f"{CONTIGUOUS}, ms",
+        f"{BEHIND_HIT}, ms",
+        "ratio",
+        "of processor time",
     )
     tick = run.ticking("decode", len(given.lengths) * len(given.kinds) * given.trials)
     for length in given.lengths:
@@ -314,7 +319,7 @@ def measure_decode(run: Run) -> dict[str, Any]:
             entry = measure_steps(shape, name, length, given.steps, given.trials, disagreements, tick)
             found[f"{length}, {name}"] = entry
             times = [f"{entry['medians'][way] * report.MILLI:.2f}" for way in (CONTIGUOUS, BEHIND_HIT)]
-            table.add_row(f"{length:>6} {name}", *times, f"{entry['ratio']:.3f}")
+            table.add_row(f"{length:>6} {name}", *times, f"{entry['ratio']:.3f}", f"{entry['processor_ratio']:.3f}")
             run.promise(f"step behind a hit at {length}, {name}, of a contiguous cache's", entry["ratio"], 1.05)
     run.console.print(table)
     return found
@@ -331,6 +336,8 @@ def measure_inserts(run: Run) -> dict[str, Any]:
         f"A branch of {given.branch} tokens on {given.document}, bfloat16", "", "median", "largest"
     )
     table.add_row("insert(), ms", *(f"{found[key] * report.MILLI:.3f}" for key in ("median", "slowest")))
+    processor = statistics.median(found["processor"]), max(found["processor"])
+    table.add_row("insert(), ms of the processor", *(f"{value * report.MILLI:.3f}" for value in processor))
     rows = {
         "moved": "bytes that insert() writes, of the branch's",
         "moved_in_all": "bytes that look-up, states and insert() write, of the branch's",
@@ -340,7 +347,7 @@ def measure_inserts(run: Run) -> dict[str, Any]:
         median, largest = (value / of_branch for value in (statistics.median(found[key]), max(found[key])))
         table.add_row(what, f"{median:.3f}", f"{largest:.3f}")
     run.console.print(table)
-    run.promise("ms of an insertion", found["median"] * report.MILLI, 5)
+    run.promise("ms of the processor for an insertion", processor[0] * report.MILLI, 5)
     run.promise("bytes that an insertion writes, of the branch's", max(found["moved"]) / of_branch, 1)
     run.promise("bytes that a branch writes in all, of its own", max(found["moved_in_all"]) / of_branch, 2)
     return {"insert": found}

@@ -65,7 +65,8 @@ def measure_steps(
     """Seconds of steps behind a hit on `tokens` tokens and a question, and of a contiguous cache with equal states.
 
     The two caches take turns at every step, and are passed the same tokens. The hit is the third one on its document,
-    so that the document's own memory is taken.
+    so that the spare room of the document is taken. `processor` is the time of the processor, of all threads together:
+    other work on the machine hardly changes it.
     """
     kind = KINDS[name]
     workload = RandomModel(shape, dtype=kind.dtype)
@@ -73,6 +74,7 @@ def measure_steps(
     document, ids = states_of(shape, tokens, kind.dtype, 0), torch.arange(tokens)
     questions = [states_of(shape, QUESTION_TOKENS, kind.dtype, seed) for seed in (1, 2, 3)]
     seconds: dict[str, list[list[float]]] = {CONTIGUOUS: [], BEHIND_HIT: []}
+    processor: dict[str, list[list[float]]] = {CONTIGUOUS: [], BEHIND_HIT: []}
     apart, held = 0.0, {}
     for trial in range(trials):
         gc.collect()
@@ -90,14 +92,16 @@ def measure_steps(
             fill(contiguous, questions[-1], QUESTION_TOKENS)
         caches = {CONTIGUOUS: contiguous, BEHIND_HIT: hits[-1]}
         held = {key: cache.nbytes for key, cache in caches.items()}
-        for times in seconds.values():
+        for times in (*seconds.values(), *processor.values()):
             times.append([])
         token = 1
         with quiet_clock():
             for index in range(steps):
                 found = {}
                 for way in interleaved(list(caches), trial + index):
+                    begin = time.process_time()
                     took, found[way] = step(model, caches[way], token)
+                    processor[way][trial].append(time.process_time() - begin)
                     seconds[way][trial].append(took)
                 where = {"cache": f"kvlayers, {name}, {BEHIND_HIT}", "model": workload.name, "trial": trial}
                 where["tokens"] = tokens + QUESTION_TOKENS + index
@@ -105,15 +109,21 @@ def measure_steps(
                 token = int(found[CONTIGUOUS].argmax())
         del hits, contiguous, caches, store
         tick()
-    every = {way: list(itertools.chain(*times)) for way, times in seconds.items()}
-    pairs = zip(every[BEHIND_HIT], every[CONTIGUOUS], strict=True)
     return {
         "seconds": seconds,
-        "medians": {way: statistics.median(times) for way, times in every.items()},
-        "ratio": statistics.median(hit / own for hit, own in pairs),
+        "processor": processor,
+        "medians": {way: statistics.median(itertools.chain(*times)) for way, times in seconds.items()},
+        "ratio": _ratio(seconds),
+        "processor_ratio": _ratio(processor),
         "held": held,
         "logit_distance": apart,
     }
+
+
+def _ratio(times: dict[str, list[list[float]]]) -> float:
+    """The median ratio of the two caches' times of the same step."""
+    pairs = zip(itertools.chain(*times[BEHIND_HIT]), itertools.chain(*times[CONTIGUOUS]), strict=True)
+    return statistics.median(hit / own for hit, own in pairs)
 
 
 def measure_insert(
@@ -126,7 +136,7 @@ def measure_insert(
     """
     ids, store = torch.arange(tokens), kvlayers.PrefixStore(ROOM)
     of_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
-    found: dict[str, list[Any]] = {"seconds": [], "moved": [], "moved_in_all": [], "more_bytes": []}
+    found: dict[str, list[Any]] = {name: [] for name in ("seconds", "processor", "moved", "moved_in_all", "more_bytes")}
     with torch.no_grad():
         stored = kvlayers.DynamicCache()
         fill(stored, states_of(shape, tokens, dtype, 0), FILL_CHUNK)
@@ -145,9 +155,10 @@ def measure_insert(
                 found["moved_in_all"].append(in_all.nbytes + moved.nbytes)
             else:
                 with quiet_clock():
-                    begin = time.perf_counter()
+                    begin, processor = time.perf_counter(), time.process_time()
                     store.insert(own, branch, model="benchmark")
                     found["seconds"].append(time.perf_counter() - begin)
+                    found["processor"].append(time.process_time() - processor)
             found["more_bytes"].append(store.statistics.bytes - before)
             del branch
             tick()

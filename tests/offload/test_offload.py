@@ -133,7 +133,8 @@ def test_decoding_goes_on_after_every_operation(recorded: list[RecordingTransfer
 
 def follow(model: Any, caches: tuple[kvlayers.Cache, kvlayers.Cache], ids: Tensor, steps: int) -> None:
     expected, seen = (decode(model, cache, ids, steps) for cache in caches)
-    assert torch.equal(seen, expected)
+    # A fork on its device reads shared segments, and one elsewhere copies: products are summed in another order.
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
     assert caches[1].get_seq_length() == caches[0].get_seq_length()
 
 

@@ -179,6 +179,9 @@ class PackedStates(Tensor):
             StaleStatesError: the cache has changed since it returned the states.
         """
         states = self.snapshot.dense(self.side)
+        if len(self.snapshot.segments.in_order) == 1:
+            # A view of the only segment, to which a caller could write.
+            states = states.clone()
         view = self.packed_view
         if view.grouped:
             return states[:, :, None].expand(-1, -1, view.copies, -1, -1)

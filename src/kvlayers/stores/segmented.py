@@ -68,10 +68,17 @@ class SegmentedStore(ContiguousStore):
         return self._shared is not None
 
     @property
+    def has_segments(self) -> bool:
+        """Whether any token is in a segment."""
+        return self._shared_tokens > 0
+
+    @property
     def is_shared(self) -> bool:
-        """Whether other stores, or several sequences, may read the same memory."""
-        sharing = self._copy_on_write
-        return self._shared_tokens > 0 or (sharing is not None and not sharing.has_one_holder)
+        """Whether other stores, or several sequences, read the same memory."""
+        if self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
+            return True
+        segments = () if self._shared is None else self._shared.segments
+        return any(segment.rows is not None or not segment.sharing.has_one_holder for segment in segments)
 
     @override
     def count(self, tokens: int) -> None:

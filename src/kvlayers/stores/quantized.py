@@ -251,7 +251,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if count <= self._parts.residual.length and not self._parts.residual.is_opaque:
+        if count <= self._parts.residual.length and not self._parts.residual.has_segments:
             return self._parts.residual.newest(count)
         snapshot = self._snapshot
         # Keys and values that are read one after the other must be of one snapshot.
@@ -272,7 +272,7 @@ class QuantizedStore(TokenStore):
         if self._forms is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         _, _, _, dtype, device = self._forms[0]
-        is_plain = segments.are_dense and not self._parts.residual.is_opaque
+        is_plain = segments.are_dense and not self._parts.residual.has_segments
         if is_plain or torch.compiler.is_compiling():
             return segments.dense("keys", dtype), segments.dense("values", dtype)
         return self._packed_pair(

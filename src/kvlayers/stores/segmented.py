@@ -68,10 +68,15 @@ class SegmentedStore(ContiguousStore):
         return self._shared is not None
 
     @property
+    def has_segments(self) -> bool:
+        """Whether any token is in a segment."""
+        return self._shared_tokens > 0
+
+    @property
     def is_shared(self) -> bool:
         """Whether other stores, or several sequences, may read the same memory."""
         sharing = self._copy_on_write
-        return self._shared_tokens > 0 or (sharing is not None and not sharing.has_one_holder)
+        return self.has_segments or (sharing is not None and not sharing.has_one_holder)
 
     @override
     def count(self, tokens: int) -> None:

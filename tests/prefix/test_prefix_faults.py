@@ -24,7 +24,8 @@ import s3_server
 from backend_cases import PART, covered, filled, large, put
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.persistence import atomic_file
-from kvlayers.prefix.backends import redis
+from kvlayers.prefix.backends import backend_for, redis
+from kvlayers.prefix.directory_report import report_on
 from proxy import Line, line_to
 
 ROOM = 2**30
@@ -317,12 +318,15 @@ def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path:
     )
     assert ran.returncode == 0, ran.stderr
     acknowledged = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
-    assert len(acknowledged) > 45
-    # What killed processes left behind is old an hour later.
+    assert len(acknowledged) > 20
+    # What killed processes left behind is old an hour later, and so is a block whose writer came no further.
+    (directory / f"{'0' * 64}.block").write_bytes(b"left behind")
     for path in directory.iterdir():
-        if path.suffix == ".tmp":
-            os.utime(path, (1, 1))
+        os.utime(path, (1, 1))
     store = PrefixStore(ROOM, directory)
     assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
     assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)
+    store.refresh()
     assert [path for path in directory.iterdir() if path.suffix == ".tmp"] == []
+    held = report_on(backend_for(directory, None), lambda *_: None)
+    assert (held.unreferenced, held.problems) == ((), ())

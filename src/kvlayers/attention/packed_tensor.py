@@ -85,7 +85,10 @@ class Snapshot:
     def dense(self, side: Side) -> Tensor:
         """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""
         with without_autocast(self.device):
-            return self.read().dense(side, self.dtype)
+            segments = self.read()
+            states = segments.dense(side, self.dtype)
+            # The states of one dense segment are a view of memory that other stores may hold.
+            return states.clone() if len(segments.in_order) == 1 and segments.are_dense else states
 
     @property
     def follows_gradients(self) -> bool:

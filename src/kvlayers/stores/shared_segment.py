@@ -145,7 +145,7 @@ class SharedSegments:
         self.tokens = sum(segment.tokens for segment in segments)
         self.length = length
         self.paths = PathCounter()
-        self._version = Version()
+        self._version: Version | None = None
         self._newest: Callable[[], Snapshot | None] = _nothing
 
     def copy(self) -> "SharedSegments":
@@ -160,7 +160,8 @@ class SharedSegments:
 
     def invalidate(self) -> None:
         """Make all states that were returned so far stale."""
-        self._version.advance()
+        if self._version is not None:
+            self._version.advance()
         self._newest = _nothing
 
     def oldest(self, count: int) -> list[SharedSegment]:
@@ -198,7 +199,8 @@ class SharedSegments:
         segments = KVSegments(pieces)
         if torch.compiler.is_compiling():
             return segments.dense("keys", key_form.dtype), segments.dense("values", value_form.dtype)
-        version = self._version
+        # Made late: forks are many, and few of them return states before they are forked again.
+        version = self._version = Version() if self._version is None else self._version
         snapshot = Snapshot(segments, key_form.dtype, key_form.device, version, version.number, self.length, self.paths)
         return packed_pair(snapshot, key_form.kv_heads, (key_form.head_dim, value_form.head_dim))
 

@@ -40,6 +40,7 @@ class Case:
         dtype: dtype of the states.
         queries: new tokens of a decode step.
         masked: whether there is a mask.
+        readers: sequences that share the prompt.
     """
 
     quantization: Quantization
@@ -47,6 +48,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     queries: int = 1
     masked: bool = False
+    readers: int = 1
 
     @property
     def name(self) -> str:
@@ -54,7 +56,8 @@ class Case:
         options = self.quantization
         parts = [f"{options.backend} {options.nbits}", f"head_dim {self.head_dim}", str(self.dtype).split(".")[1]]
         queries = "1 query" if self.queries == 1 else f"{self.queries} queries"
-        return ", ".join([*parts, queries, *(["mask"] if self.masked else [])])
+        sharing = [f"{self.readers} readers"] if self.readers > 1 else []
+        return ", ".join([*parts, queries, *(["mask"] if self.masked else []), *sharing])
 
 
 def cases() -> Iterator[Case]:
@@ -67,10 +70,16 @@ def cases() -> Iterator[Case]:
     for quantization, queries in itertools.product(formats, (5, 16)):
         yield Case(quantization, queries=queries)
         yield Case(quantization, queries=queries, masked=True)
+    for quantization, readers in itertools.product(formats, (4, 8)):
+        yield Case(quantization, readers=readers)
 
 
 FEW = {
-    80: ("attend_split: native 4, head_dim 128", "pack_block: native 4, head_dim 128"),
+    80: (
+        "attend_split: native 4, head_dim 128",
+        "attend_split: native 4, head_dim 128, bfloat16, 1 query, 4 readers",
+        "pack_block: native 4, head_dim 128",
+    ),
     86: ("attend_split: native 4, head_dim 128",),
     89: ("attend_split: native 4, head_dim 128",),
     90: (
@@ -79,6 +88,7 @@ FEW = {
             f"{kernel}: native 4, head_dim 128"
             for kernel in ("merge_splits", "pack_block", "read_block", "merge_parts")
         ),
+        "attend_split: native 4, head_dim 128, bfloat16, 1 query, 8 readers",
     ),
     120: ("attend_split: native 4, head_dim 128", "read_block: native 4, head_dim 128"),
 }
@@ -87,20 +97,25 @@ FEW = {
 
 def is_among_few(name: str, capability: int) -> bool:
     """Whether `--few` compiles a kernel."""
-    return name.endswith("bfloat16, 1 query") and name.rpartition(", bfloat16")[0] in FEW.get(capability, ())
+    few = FEW.get(capability, ())
+    return name in few or (name.endswith("bfloat16, 1 query") and name.rpartition(", bfloat16")[0] in few)
 
 
 def launches_of(case: Case, capability: int) -> list[Launch]:
     """The distinct launches of a prompt, a decoded token, and the states in full precision."""
     with as_gpu(capability), recorded_launches() as launches, torch.no_grad():
         store = QuantizedStore(case.quantization)
-        for tokens in (PROMPT, case.queries):
-            new = [torch.empty(1, KV_HEADS, tokens, case.head_dim, dtype=case.dtype, device=META) for _ in range(2)]
+        for batch, tokens in ((1, PROMPT), (case.readers, case.queries)):
+            if batch > 1:
+                store.expand(batch)
+            shape = batch, KV_HEADS, tokens, case.head_dim
+            new = [torch.empty(shape, dtype=case.dtype, device=META) for _ in range(2)]
             store.validate(*new)
             keys, values = store.extend(*new)
         if not isinstance(keys, PackedStates) or not isinstance(values, PackedStates):
             raise RuntimeError(f"no token of {case.name} is packed")
-        query = torch.empty(1, KV_HEADS * GROUPS, case.queries, case.head_dim, dtype=case.dtype, device=META)
+        shape = case.readers, KV_HEADS * GROUPS, case.queries, case.head_dim
+        query = torch.empty(shape, dtype=case.dtype, device=META)
         mask = torch.empty(1, 1, case.queries, keys.shape[2], dtype=torch.bool, device=META) if case.masked else None
         dispatch.attend(query, keys.snapshot.segments, mask, None, PathCounter())
         keys.dense()
@@ -113,7 +128,7 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
             keys, values = shared.update(*states, 0)
             if batch == 1:
                 shared.expand(2)
-        scaled_dot_product_attention(query.expand(2, -1, -1, -1), keys, values, enable_gqa=True)
+        scaled_dot_product_attention(query[:1].expand(2, -1, -1, -1), keys, values, enable_gqa=True)
     return list({launch.variant: launch for launch in launches}.values())
 
 

@@ -19,11 +19,12 @@ from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows, of_repeats
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment, Segment
-from kvlayers.quantizers.packed_side import PackedSide
+from kvlayers.quantizers.contract import Side
 from random_states import check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIDES: tuple[Side, Side] = ("keys", "values")
 BLOCK = 16
 
 
@@ -104,7 +105,8 @@ def random_dense(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[DenseSe
 
 
 def random_packed(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[PackedSegment, Tensor, Tensor]:
-    blocks, width, rotated = random.choice([1, 2, 5]), random.choice([3, 4, 8, "fp8"]), random.random() < 0.5
+    widths: list[int | str] = [3, 4, 8, "fp8"]
+    blocks, width, rotated = random.choice([1, 2, 5]), random.choice(widths), random.random() < 0.5
     shape = (batch, 2, blocks * BLOCK, head_dim)
     packed_keys, keys = packed_states(code_format(width, (BLOCK, 1), rotated), "keys", shape, BLOCK, dtype)
     packed_values, values = packed_states(code_format(width, (1, 8), rotated), "values", shape, BLOCK, dtype)
@@ -229,8 +231,9 @@ def test_states_in_full_precision_are_those_of_each_sequence() -> None:
         held = history(seed, 5)
         assert held.segments.batch == held.keys.shape[0]
         assert (held.segments.kv_heads, held.segments.head_dims) == (2, (64, 64))
-        for side, exact in (("keys", held.keys), ("values", held.values)):
-            torch.testing.assert_close(held.segments.dense(side, torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
+        keys, values = (held.segments.dense(side, torch.float32).double() for side in SIDES)
+        torch.testing.assert_close(keys, held.keys, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values, held.values, rtol=1e-5, atol=1e-5)
         for sequence in range(held.segments.batch):
             one = held.segments.of_sequence(sequence)
             assert not one.shares_rows
@@ -270,17 +273,14 @@ def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
 
 def packed_run(dtype: torch.dtype, blocks: int) -> tuple[PackedSegment, Tensor, Tensor]:
     shape = (2, 2, blocks * BLOCK, 64)
-    sides: list[PackedSide] = []
-    exact: list[Tensor] = []
-    for side, group in (("keys", (BLOCK, 1)), ("values", (1, 8))):
-        packed, states = packed_states(code_format(4, group, True), side, shape, BLOCK, dtype)
-        sides.append(packed)
-        exact.append(states)
-    return PackedSegment(*sides), *exact
+    packed_keys, keys = packed_states(code_format(4, (BLOCK, 1), True), "keys", shape, BLOCK, dtype)
+    packed_values, values = packed_states(code_format(4, (1, 8), True), "values", shape, BLOCK, dtype)
+    return PackedSegment(packed_keys, packed_values), keys, values
 
 
 def random_states_of(batch: int, tokens: int, dtype: torch.dtype) -> DenseSegment:
-    return DenseSegment(*(torch.randn(batch, 2, tokens, 64).to(dtype) for _ in range(2)))
+    keys, values = (torch.randn(batch, 2, tokens, 64).to(dtype) for _ in range(2))
+    return DenseSegment(keys, values)
 
 
 @needs_compiler

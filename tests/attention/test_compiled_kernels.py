@@ -42,6 +42,11 @@ def test_kernels_compile_for_every_architecture(compiled: list[dict[str, Any]]) 
     } <= found
 
 
+def test_kernels_compile_for_shared_segments(compiled: list[dict[str, Any]]) -> None:
+    found = {(row["capability"], row["case"].rpartition(", ")[2]) for row in compiled}
+    assert {(80, "4 readers"), (90, "8 readers")} <= found
+
+
 def test_kernels_fit_the_shared_memory(compiled: list[dict[str, Any]]) -> None:
     assert [row for row in compiled if not row["fits"]] == []
 

@@ -99,7 +99,6 @@ def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted:
         ),
         "3 bits": "the kernel does not support such codes",
         "rotations": "packed segments have other dtypes, or rotations",
-        "readers": "sequences that read one segment are not side by side",
     }
     assert interpreted["refusals"]["supports"] == [True, False, False, False, False, False]
 

@@ -185,16 +185,13 @@ def sinks_and_expanded(model: Any) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("make_cache", [packed, packed_sinks])
-def test_branches_with_blocks_of_their_own_go_on_in_the_same_graphs(
-    make_cache: Callable[[Any], Any], read_in_full: list[str]
-) -> None:
+def test_branches_with_blocks_of_their_own_go_on_in_the_same_graphs(read_in_full: list[str]) -> None:
     torch._dynamo.reset()
     model, graphs, ids = llama(), [], prompt(1, 120)
     forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
 
     def decoded(run: Any) -> torch.Tensor:
-        cache = make_cache(model)
+        cache = packed(model)
         model(ids[:, :85], past_key_values=cache)
         branches = [cache, *cache.fork(2)]
         logits = []

@@ -17,7 +17,7 @@ import torch
 import kvlayers
 from backend_cases import covered, filled
 
-WORKERS, KILLS, SECONDS = 15, 45, 4
+WORKERS, KILLS, SECONDS = 15, 45, 3
 ROOM = 2**20
 DOCUMENT = [7] * 20
 """Tokens that all entries begin with."""

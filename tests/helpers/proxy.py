@@ -19,13 +19,14 @@ class Line:
         breaks: how many connections break, counted down; 0 for a line in order.
         after: bytes that pass, towards the client or the server, before a connection breaks.
         towards: which of them counts: "client" or "server".
-        is_stalled: whether nothing is passed on, and no connection is refused either.
+        stalls_after: bytes towards the client after which a connection passes on nothing more, but does not break;
+            `None` for a line in order.
         broken: connections that broke.
     """
 
     def __init__(self, port: int) -> None:
         self.delay, self.breaks, self.after, self.towards = 0.0, 0, 0, "client"
-        self.is_stalled = False
+        self.stalls_after: int | None = None
         self.broken = 0
         self._server_port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -41,7 +42,7 @@ class Line:
 
     def mend(self) -> None:
         """Be a line in order."""
-        self.breaks, self.delay, self.is_stalled = 0, 0.0, False
+        self.breaks, self.delay, self.stalls_after = 0, 0.0, None
 
     def drop_all(self) -> None:
         """Break all connections."""
@@ -78,7 +79,7 @@ class Line:
         passed = 0
         with contextlib.suppress(OSError):
             while piece := source.recv(CHUNK):
-                while self.is_stalled:
+                while towards == "client" and self.stalls_after is not None and passed >= self.stalls_after:
                     time.sleep(0.01)
                 time.sleep(self.delay)
                 if self.breaks > 0 and towards == self.towards and passed + len(piece) > self.after:

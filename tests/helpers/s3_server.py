@@ -31,7 +31,7 @@ def running() -> Iterator[int]:
         server.stop()
 
 
-def options(port: int, timeout: float = 5) -> dict[str, Any]:
+def options(port: int, timeout: float = 30) -> dict[str, Any]:
     """Options of s3fs that reach a server at this port."""
     return {
         "key": "hunter2",

@@ -58,8 +58,8 @@ class Case:
     after: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
-    readers: int = 1
-    """Sequences side by side that read one sequence of each segment but the last."""
+    rows: tuple[int, ...] = ()
+    """The sequence of each segment that each sequence reads; of those in `after`, each reads its own."""
     options: dict[str, Any] = field(default_factory=dict)
     mask_shape: tuple[int, int, int] | None = None
     mask_dtype: torch.dtype = torch.bool
@@ -210,11 +210,11 @@ CASES: dict[str, Case] = {
         **native(4, rotated=True), **AROUND, blocks=4, cuts=(1, 2), between=(3, 70), dtype=torch.bfloat16
     ),
     "cut, nothing in some pieces": Case(**native(4), blocks=2, cuts=(0, 2), between=(0, 3), after=(0, 9)),
-    "shared": Case(**native(4), readers=3, before=(5,), after=(70,), kv_heads=2, blocks=3),
+    "shared": Case(**native(4), rows=(0,) * 3, before=(5,), after=(70,), kv_heads=2, blocks=3),
     "shared by two batches, cut, mask": Case(
         **native(4, rotated=True),
         batch=2,
-        readers=3,
+        rows=of_repeats(2, 3),
         before=(5,),
         between=(9, 40),
         after=(7,),
@@ -225,7 +225,13 @@ CASES: dict[str, Case] = {
         q_tokens=2,
         options={"ends": (64, 23, 64, 1), "first": 17},
     ),
-    "shared by many, rows of several programs": Case(**native(4), readers=20, after=(3, 5), q_tokens=2, blocks=1),
+    "shared by many, rows of several programs": Case(**native(4), rows=(0,) * 20, after=(3, 5), q_tokens=2, blocks=1),
+    "shared unevenly": Case(
+        **native(4, rotated=True), **AROUND, batch=3, rows=(2, 0, 2, 2), blocks=3, cuts=(1,), kv_heads=2, q_tokens=2
+    ),
+    "shared unevenly, mask and cut blocks": Case(
+        **native(4), **AROUND, batch=2, rows=(1, 0, 1), mask_shape=(3, 2, 1), blocks=3, cuts=(2,), options=CUT
+    ),
     "rotated": Case(**native(4, rotated=True), **AROUND, kv_heads=2),
     "rotated, 2 bits": Case(**native(2, rotated=True), key_dim=128, value_dim=128),
     "rotated, bfloat16": Case(**native(4, rotated=True), **AROUND, dtype=torch.bfloat16, key_dim=128, value_dim=128),
@@ -308,10 +314,10 @@ def states_of(case: Case) -> KVSegments:
     pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)))
     around_cuts = itertools.zip_longest(pieces, map(dense, case.between))
     shared = [*map(dense, case.before), *(segment for pair in around_cuts for segment in pair if segment is not None)]
-    if case.readers > 1:
-        rows = SegmentRows(case.batch, of_repeats(case.batch, case.readers))
+    if case.rows:
+        rows = SegmentRows(case.batch, case.rows)
         shared = [replace(segment, rows=rows) for segment in shared]
-    return KVSegments((*shared, *(dense(tokens, case.batch * case.readers) for tokens in case.after)))
+    return KVSegments((*shared, *(dense(tokens, len(case.rows) or case.batch) for tokens in case.after)))
 
 
 def hadamard(head_dim: int) -> Tensor:
@@ -369,7 +375,7 @@ def mask_of(case: Case, segments: KVSegments) -> Tensor | None:
 def query_of(case: Case) -> Tensor:
     """Queries of a case, a view of what projections give: `[batch, q_tokens, heads, head_dim]`."""
     heads = case.kv_heads * case.groups
-    return torch.randn(case.batch * case.readers, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
+    return torch.randn(len(case.rows) or case.batch, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
 
 
 def errors(case: Case, launch: Launch) -> dict[str, float]:
@@ -499,7 +505,7 @@ def check_resources() -> dict[str, Any]:
             obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
                 assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.plan_of(packed).variant(4, 1, 0, 1)
+            variant = plan.plan_of(packed).variant(4, 1, 0, 1, False)
             found["stages"].append(obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
@@ -581,7 +587,6 @@ def check_refusals() -> dict[str, Any]:
     of_3_bits = PackedSegment(replace(keys, format=replace(keys.format, bits=3)), values)
     half = DenseSegment(after.keys.half(), after.values)
     rotated = PackedSegment(keys, replace(values, format=replace(values.format, rotated=True)))
-    uneven = replace(packed, rows=SegmentRows(2, (0, 1, 0)))
     said = {
         "taken": kernel.obstacle(query, segments, None),
         "nothing packed": kernel.obstacle(query, KVSegments((before, after)), None),
@@ -591,7 +596,6 @@ def check_refusals() -> dict[str, Any]:
         "dtype of the residual": kernel.obstacle(query, KVSegments((before, packed, half)), None),
         "3 bits": kernel.obstacle(query, KVSegments((before, of_3_bits, after)), None),
         "rotations": kernel.obstacle(query, KVSegments((packed, rotated)), None),
-        "readers": kernel.obstacle(query, KVSegments((uneven,)), None),
     }
     kind: dict[str, Any] = {
         "key_head_dim": 128,

@@ -86,7 +86,7 @@ def holds_the_same(branch: Branch) -> None:
 def test_branches_hold_what_layers_hold_that_share_nothing(kind: str) -> None:
     if kind in NEEDS:
         pytest.importorskip(NEEDS[kind])
-    for prefix, seed in itertools.product([5, 70, 85], range(2)):
+    for prefix, seed in itertools.product([5, 85], range(2)):
         check_branches(LAYERS[kind], f"{kind} {prefix} {seed}", prefix, changes=40, check=holds_the_same)
 
 

@@ -547,3 +547,16 @@ def test_an_entry_that_was_deleted_meanwhile_is_gone_and_not_damaged(tmp_path: p
     with pytest.raises(GoneError):
         load(reader, entry.path, DOCUMENT)
     assert reader.damaged == 0
+
+
+def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None:
+    directory, other = opened(tmp_path), opened(tmp_path)
+    entries = [write(directory, [number, *DOCUMENT]) for number in range(3)]
+    other.changes(())
+    assert other.delete_all([entries[0].path, entries[1].path])
+    with pytest.raises(GoneError):
+        load(directory, entries[0].path, [0, *DOCUMENT])
+    directory.changes([entries[1].path, entries[2].path])
+    age(tmp_path)
+    directory.collect_garbage()
+    assert directory.nbytes == other.nbytes == du(tmp_path) == entries[2].nbytes

@@ -430,7 +430,7 @@ def test_prompts_that_begin_alike_do_not_read_on_in_one_cache(family: str) -> No
     rows = questions(3, 9, 6)
     by_store(model, store, torch.cat([prompt(tokens=DOCUMENT), prompt(tokens=1, seed=9)], dim=1))
     forgetful = Forgetful(ROOM, snapshot_tokens=DOCUMENT)
-    forgetful._index = store._index
+    forgetful._access = store._access
     assert torch.equal(by_store(model, forgetful, **padded(rows)), one_by_one(model, rows))
     assert forgetful.asked == 3
 

@@ -1,12 +1,9 @@
 """Random sequences of what is done to a prefix store and to its caches, against plain lists."""
 
 import os
-import pathlib
 import shutil
 import tempfile
-import threading
 from typing import ClassVar
-from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,7 +12,6 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from controlled_backend import ControlledBackend
 from kvlayers import (
     Cache,
     CapacityError,
@@ -56,12 +52,10 @@ class PrefixMachine(RuleBasedStateMachine):
     Attributes:
         kinds: of caches, one of which a sequence is with.
         on_disk: whether the store has a directory.
-        fails: whether the directory cannot be written to or read from now.
     """
 
     kinds: ClassVar[tuple[str, ...]]
     on_disk: ClassVar[bool]
-    fails = False
 
     @initialize(data=st.data(), entries=st.integers(1, 4))
     def begin(self, data: st.DataObject, entries: int) -> None:
@@ -70,16 +64,12 @@ class PrefixMachine(RuleBasedStateMachine):
         self.max_bytes = ENTRY_BYTES * self.kind.channels * entries
         self.place = tempfile.mkdtemp()
         self.directory = os.path.join(self.place, "store") if self.on_disk else None
-        self.prepare()
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.inserted: list[tuple[str, Ids]] = []
         self.pinned: list[tuple[str, Ids]] = []
         self.saved: dict[str, Ids] = {}
         self.forks: list[tuple[Cache, Ids]] = []
         self.cache, self.ids = self.kind.make(), []
-
-    def prepare(self) -> None:
-        """What must be done before the first store is made."""
 
     def teardown(self) -> None:
         if "place" in vars(self):
@@ -164,7 +154,7 @@ class PrefixMachine(RuleBasedStateMachine):
         hit = self.store.lookup(torch.tensor(asked), namespace=namespace, model="m")
         most = max((common(ids, asked) for where, ids in self.inserted if where == namespace), default=0)
         assert 0 <= hit.covered <= min(most, len(asked) - 1)
-        assert self.fails or hit.covered >= self.least(namespace, asked)
+        assert hit.covered >= self.least(namespace, asked)
         assert (hit.cache is None) == (hit.covered == 0)
         assert (hit.reason == "") == (hit.covered == len(asked) - 1 and len(asked) > 1)
         if hit.cache is not None:
@@ -209,11 +199,10 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.directory is not None)
     @rule(flush=st.booleans())
     def restart(self, flush: bool) -> None:
-        all_written = flush and self.store.flush()
-        assert not flush or all_written or self.fails
+        assert not flush or self.store.flush()
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.pinned = []
-        if all_written:
+        if flush:
             self.inserted_are_found()
         else:
             self.forget_what_is_lost()
@@ -232,12 +221,9 @@ class PrefixMachine(RuleBasedStateMachine):
         return hit.covered
 
     def see_what_is_lost(self, before: PrefixStatistics) -> None:
-        now = self.store.statistics
-        lost = now.failed_writes + now.dropped_writes - before.failed_writes - before.dropped_writes
-        if self.directory is not None and not lost:
+        if self.directory is not None:
             self.inserted_are_found()
-        elif now.evictions > before.evictions or lost:
-            assert self.fails or not lost
+        elif self.store.statistics.evictions > before.evictions:
             self.forget_what_is_lost()
 
     def forget_what_is_lost(self) -> None:
@@ -254,10 +240,8 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         now = self.store.statistics
         assert 0 <= now.bytes <= self.max_bytes
-        assert now.damaged == 0
+        assert (now.damaged, now.failed_writes, now.dropped_writes) == (0, 0, 0)
         assert now.bytes == self.store.tree().nbytes
-        if self.fails:
-            return
         for namespace, ids in self.pinned:
             hit = self.store.lookup(torch.tensor([*ids, 9]), namespace=namespace, model="m")
             assert hit.covered == len(ids)
@@ -273,51 +257,6 @@ class FullOnDisk(PrefixMachine):
     kinds, on_disk = ("full", "segments", "static", "quantized"), True
 
 
-class OnDiskThatFails(PrefixMachine):
-    """A directory that fails for a while, and threads that write while others go on."""
-
-    kinds, on_disk = ("full", "segments", "quantized", "window"), True
-
-    def prepare(self) -> None:
-        self.threads: list[threading.Thread] = []
-        assert self.directory is not None
-        self.backend = ControlledBackend(pathlib.Path(self.directory))
-        self.patch = mock.patch("kvlayers.prefix.store.backend_for", return_value=self.backend)
-        self.patch.start()
-
-    def teardown(self) -> None:
-        if "patch" in vars(self):
-            self.join()
-            self.patch.stop()
-        super().teardown()
-
-    def join(self) -> None:
-        for thread in self.threads:
-            thread.join()
-        self.threads = []
-
-    @rule(fails=st.booleans())
-    def fail(self, fails: bool) -> None:
-        self.join()
-        self.fails = self.backend.fails = fails
-
-    @rule()
-    def flush_meanwhile(self) -> None:
-        self.threads.append(threading.Thread(target=self.store.flush))
-        self.threads[-1].start()
-
-    def see_what_is_lost(self, before: PrefixStatistics) -> None:
-        self.join()
-        self.backend.fails = False
-        super().see_what_is_lost(before)
-        self.backend.fails = self.fails
-
-    def forget_what_is_lost(self) -> None:
-        self.backend.fails = False
-        super().forget_what_is_lost()
-        self.backend.fails = self.fails
-
-
 class WindowInMemory(PrefixMachine):
     kinds, on_disk = ("window",), False
 
@@ -328,7 +267,6 @@ class WindowOnDisk(PrefixMachine):
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.0)
     # No machine loses power here, and writing through takes longer than all else.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -337,8 +275,6 @@ def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 MACHINES = settings(max_examples=200 * ROUNDS, stateful_step_count=25, derandomize=False)
 TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
 TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
-TestOnDiskThatFails = OnDiskThatFails.TestCase
-TestOnDiskThatFails.settings = settings(MACHINES, max_examples=60 * ROUNDS)
 TestFullInMemory.settings = TestFullOnDisk.settings = MACHINES
 TestWindowInMemory.settings = TestWindowOnDisk.settings = MACHINES
 

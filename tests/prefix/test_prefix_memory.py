@@ -1,6 +1,7 @@
 """What a prefix store counts: each piece of memory once, whoever holds it."""
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,12 @@ def test_what_is_pinned_is_counted_once_too() -> None:
 def test_snapshots_of_a_prompt_share_what_never_leaves() -> None:
     model, store = tiny_model("gemma3"), PrefixStore(2**30, snapshot_tokens=STEP)
     ids = torch.arange(1, 1 + 80)[None] % 97
-    asked = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    asked: dict[str, Any] = {
+        "max_new_tokens": 2,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "pad_token_id": 0,
+    }
     cache = kvlayers.generate(model, ids, prefix_store=store, **asked).past_key_values
     own = sum(layer.nbytes for layer in cache.layers if layer.is_sliding)
     assert len(store) == 6

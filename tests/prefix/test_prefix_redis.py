@@ -28,6 +28,12 @@ ROOM = 2**30
 IDS = list(range(1, 9))
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store tries again sooner than it would, so that tests take no seconds."""
+    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.01)
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running(tmp_path_factory.mktemp("server")) as url:
@@ -67,16 +73,15 @@ def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
             assert [covered(each, IDS) for _ in range(2)] == [0, 0]
-            # The block, and the entry of which nothing is left without it.
-            assert each.statistics.damaged == 2
+            assert each.statistics.damaged == 1
         assert "it must have" in caplog.messages[0]
         files.client.delete(files.part_keys(name)[0])
-        assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 5)
+        assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 3)
     put(store, IDS, large(IDS))
     assert covered(PrefixStore(ROOM, files.url), IDS) == 8
     # As a server does that has no more memory.
     files.client.delete(f"kvlayers:prefix:file:{name}")
-    assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 2, 0)
+    assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 1, 0)
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
 

@@ -69,9 +69,9 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         if obstacle is None:
             paths.record(CUDA)
             return cuda_kernel.attend(query, segments, mask, scale)
-        means, parts = (shared_segments, SHARED) if segments.shares_rows else (fused, SLABS)
-        paths.record(f"{fused.description(query, segments)}, {parts}, as {obstacle}")
-        return means.attend(query, segments, mask, scale)
+        shares = segments.shares_rows
+        paths.record(f"{fused.description(query, segments)}, {SHARED if shares else SLABS}, as {obstacle}")
+        return (shared_segments.attend if shares else fused.attend)(query, segments, mask, scale)
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:

@@ -1,6 +1,5 @@
 """The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -145,12 +144,12 @@ class KVSegments:
         """Whether no segment is packed."""
         return all(isinstance(segment, DenseSegment) for segment in self.in_order)
 
-    @functools.cached_property
+    @property
     def shares_rows(self) -> bool:
         """Whether sequences of the batch share sequences of a segment."""
         return any(segment.rows is not None for segment in self.in_order)
 
-    @functools.cached_property
+    @property
     def most_readers(self) -> int:
         """Most sequences of the batch that read the same sequence of a segment."""
         return max((1 if segment.rows is None else segment.rows.most_readers) for segment in self.in_order)

@@ -157,6 +157,9 @@ def read_table(path: str, text: str, description: Description) -> BlockTable:
     except (TypeError, ValueError, LookupError, AttributeError):
         refuse(path, "a table of blocks", shown(content))
     table = BlockTable(sizes, groups)
+    if {piece.block for group in groups for piece in group.pieces} != set(sizes):
+        # Their sizes count when a reservation is compared with the states.
+        refuse(path, "blocks that hold some of its states", "others")
     layers = [layer for _, layer in description.layers()]
     seen: set[tuple[int, str]] = set()
     for group in groups:

@@ -109,23 +109,23 @@ class BlockReferences:
         with self._lock:
             self._held += names
 
-    def unreferenced(self, names: Iterable[str], listed: Iterable[str], began: int) -> list[str]:
-        """Blocks among `names` to which no entry refers, and no writer of this process.
+    def forget_gone(self, listed: Iterable[str], began: int) -> None:
+        """Forget entries that are not in a listing.
 
         Args:
-            names: names of blocks.
-            listed: paths of all entries in a listing. An entry that is not among them is gone.
-            began: when the listing began. Entries that became known later may not be in it.
+            listed: paths of all entries in it.
+            began: when it began. Entries that became known later may not be in it.
         """
         listed = set(listed)
         with self._lock:
-            alive = {
-                name
-                for path, entry in self._entries.items()
-                if path in listed or entry.since >= began
-                for name in entry.table.sizes
-            }
-            return [name for name in names if name not in alive and name not in self._held]
+            gone = [path for path, entry in self._entries.items() if path not in listed and entry.since < began]
+        for path in gone:
+            self.drop(path)
+
+    def unreferenced(self, names: Iterable[str]) -> list[str]:
+        """Blocks among `names` to which no entry refers, and no writer of this process."""
+        with self._lock:
+            return [name for name in names if name not in self._counts and name not in self._held]
 
     def add_unusable(self, names: Iterable[str]) -> None:
         """Do not refer to these blocks."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,11 @@ class Directory:
         """Bytes of all entries, blocks that several of them share counted once."""
         return self._references.nbytes
 
+    def pieces(self, path: str) -> dict[str, int]:
+        """Bytes of the file of an entry, and of each of its blocks, by path and by name. No file is read."""
+        known = self._references.get(path)
+        return {} if known is None else {path: known.nbytes, **known.table.sizes}
+
     @property
     def damaged(self) -> int:
         """How many damaged or missing files were seen."""
@@ -92,6 +98,7 @@ class Directory:
         Raises:
             CachePathError: the files cannot be listed now.
         """
+        began = time.time_ns()
         entries = (file for file in self.backend.files() if file.name.endswith(SUFFIX))
         files = sorted(entries, key=lambda file: (file.used, file.name))
         paths = {self.backend.path_of(file.name) for file in files}
@@ -118,10 +125,8 @@ class Directory:
             else:
                 if entry is not None:
                     added.append(entry)
-        gone = set(known) - paths
-        for path in gone:
-            self._references.drop(path)
-        return DirectoryChanges(added, gone)
+        self._references.forget_gone(paths, began)
+        return DirectoryChanges(added, set(known) - paths)
 
     def write(
         self,
@@ -191,6 +196,9 @@ class Directory:
         loader = EntryLoader(self.backend, self.reports, deadline)
         try:
             return loader.load(stored, known, length, config, device)
+        except GoneError:
+            self._references.drop(stored.path)
+            raise
         finally:
             self._references.add_unusable(loader.unusable)
 

@@ -180,7 +180,7 @@ def _are_ids(saved: SavedFile, ids: Tokens) -> bool:
 
 
 def label_in(seen: CacheFile) -> str | None:
-    """The label of an entry, `None` if a file is none of a prefix store."""
+    """The label of an entry, `None` if a file does not belong to a prefix store."""
     if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
         return None
     return seen.weights_id.partition(" ")[0]

@@ -55,8 +55,8 @@ class GarbageCollector:
         wanted = [name for name in (blocks if candidates is None else candidates) if name in blocks]
         if not wanted or not self._learn(entries):
             return 0
-        listed = [self._backend.path_of(file.name) for file in entries]
-        unreferenced = self._references.unreferenced(wanted, listed, began)
+        self._references.forget_gone([self._backend.path_of(file.name) for file in entries], began)
+        unreferenced = self._references.unreferenced(wanted)
         name_of = {blocks[name].name: name for name in unreferenced}
         alone = self._references.used_by_this_process_alone([blocks[name] for name in unreferenced], name_of)
         others = [name for name in unreferenced if name not in set(alone)]

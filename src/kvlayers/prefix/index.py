@@ -282,7 +282,7 @@ class EntryIndex:
             self.touch(covering)
         return covering is not None
 
-    def exchange(self, label: str, ids: Tokens, cache: Cache, storages: Storages) -> Exchange | None:
+    def exchange(self, label: str, ids: Tokens, cache: Cache) -> Exchange | None:
         """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens."""
         if self.use_covering(label, ids):
             return None
@@ -291,7 +291,8 @@ class EntryIndex:
         entry = PrefixEntry(label, ids) if known is None else known
         shorter = [found.value for found in tree.prefixes_of(ids) if found.value is not entry]
         replaced = [old for old in shorter if not old.pins and can_restore(cache, old.boundaries)]
-        return Exchange(entry, cache, storages, replaced)
+        # Counted now, since other threads may have moved what it shares with entries.
+        return Exchange(entry, cache, cache.storages(), replaced)
 
     def make_room(self, exchange: Exchange) -> list[PrefixEntry]:
         """Evict entries until there is room for an exchange, at the latest when what is leaving has left.

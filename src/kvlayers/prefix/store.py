@@ -1,11 +1,9 @@
 """The prefix store: caches of prompts, to be found by the prefix that a new prompt shares with them."""
 
-import contextlib
 import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Mapping
 
 import torch
@@ -13,20 +11,19 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.caches.base import Cache
-from kvlayers.errors import CapacityError, OptionError, PrefixError
+from kvlayers.errors import OptionError, PrefixError
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import fork_at
+from kvlayers.prefix.entry_access import EntryAccess
 from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
-from kvlayers.prefix.index import EntryIndex, Exchange
+from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
-from kvlayers.prefix.lookup import Hit, Search
-from kvlayers.prefix.radix_tree import Tokens
+from kvlayers.prefix.lookup import Hit
 from kvlayers.prefix.statistics import PrefixStatistics
 from kvlayers.prefix.tree import PrefixTree, TreeEntry, tree_of
 from kvlayers.prefix.write_queue import WriteQueue
 from kvlayers.utils.options import checked_device, checks_options
-from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -110,15 +107,16 @@ class PrefixStore:
         self.write_wait_seconds, self.read_wait_seconds = write_wait_seconds, read_wait_seconds
         # Guards all that follows. Nobody reads or writes a file while holding it.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        changed = threading.Condition(self._lock)
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
         self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
-        self._loading: set[int] = set()
         self._directory: Directory | None = None
         self._writes: WriteQueue | None = None
         if directory is not None:
             self._directory = Directory(backend_for(directory, storage_options))
-            self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, self._changed)
+            self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, changed)
+        self._access = EntryAccess(self._index, changed, self._directory, self._writes)
+        if directory is not None:
             self.refresh()
 
     def insert(
@@ -154,59 +152,11 @@ class PrefixStore:
             CapacityError: it is larger than the budget, or than what is left of it by pinned entries and by an entry
                 that is being written.
         """
-        deadline = time.monotonic() + self.write_wait_seconds
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         cache, length = checked_cache(cache, ids)
-        ids = ids[:length].copy()
         # Forked before it is clear whether there is room, since other threads may continue to use the cache.
         cache = fork_at(cache, length)
-        with self._lock:
-            if self._index.use_covering(label, ids):
-                return False
-        storages = self._share(label, ids, cache)
-        with self._lock:
-            while True:
-                exchange = self._index.exchange(label, ids, cache, storages)
-                if exchange is None:
-                    return False
-                if self._take(exchange):
-                    return True
-                self._wait_for_memory(deadline)
-
-    def _share(self, label: str, ids: Tokens, cache: Cache) -> Storages:
-        """Have a cache hold its first tokens where an entry in memory holds them, and return its memory."""
-        before = cache.storages()
-        with self._lock:
-            closest = None if cache.rotates_keys else self._index.closest_in_memory(label, ids)
-        if closest is not None:
-            cache.share_prefix(*closest)
-            # Of the other cache's holders, the entry alone is left.
-            del closest
-        cache.trim()
-        storages = cache.storages()
-        with self._lock:
-            self._index.note_moves(before.keys() - storages.keys())
-        return storages
-
-    def _take(self, exchange: Exchange) -> bool:
-        """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
-        leaving = self._index.make_room(exchange)
-        if self._writes is not None:
-            self._writes.write(leaving)
-        if not self._index.has_room(exchange):
-            return False
-        self._index.apply(exchange)
-        if self._writes is not None:
-            for old in exchange.replaced:
-                self._writes.write_instead(old, exchange.entry)
-        return True
-
-    def _wait_for_memory(self, deadline: float) -> None:
-        if self._writes is None or not self._writes.wait_for_memory(deadline):
-            raise CapacityError(
-                f"there is no room until an entry has been written to the directory, which has taken more than "
-                f"{self.write_wait_seconds} s: insert it later, or make the store with a larger write_wait_seconds."
-            )
+        return self._access.insert(label, ids[:length].copy(), cache, self.write_wait_seconds)
 
     def lookup(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
@@ -226,59 +176,14 @@ class PrefixStore:
         Raises:
             OptionError: `input_ids` has another rank or dtype, or is empty; or neither `config` nor `model` is given.
         """
-        deadline = time.monotonic() + self.read_wait_seconds
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
-        search = Search(label, ids)
+        hit = self._access.find(label, ids, config, self.device, self.read_wait_seconds)
         with self._lock:
-            announced = self._choose(search, deadline)
-        if self._directory is not None and search.files:
-            try:
-                search.load(self._directory, config, self.device, deadline)
-            finally:
-                with self._lock:
-                    self._loading -= announced
-                    self._changed.notify_all()
-        found = search.found
-        whole = found.cache if found.is_whole else None
-        storages = {} if whole is None else self._share(label, ids[: found.covered], whole)
-        with self._lock:
-            self._keep(search, storages)
-            hit = search.hit()
             self._hits += hit.cache is not None
             self._misses += hit.cache is None
             self._covered += hit.covered
             self._asked += len(ids)
-            return hit
-
-    def _choose(self, search: Search, deadline: float) -> set[int]:
-        """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.
-
-        Returns:
-            What other threads are to wait for.
-        """
-        search.choose(self._index)
-        while search.files and id(search.files[0].entry) in self._loading:
-            if not self._changed.wait(deadline - time.monotonic()):
-                break
-            search.choose(self._index)
-        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
-        self._loading |= announced
-        return announced
-
-    def _keep(self, search: Search, storages: Storages) -> None:
-        """Hold in memory what was loaded, and forget files that are gone or damaged."""
-        index, found = self._index, search.found
-        for file in found.damaged:
-            if file.entry.path == file.path:
-                index.drop_file(file.entry)
-        entry, cache = found.entry, found.cache
-        if entry is None or cache is None or entry not in index:
-            return
-        if found.is_whole and entry.cache is None:
-            found.cache = cache.fork()
-            with contextlib.suppress(CapacityError):
-                self._take(Exchange(entry, cache, storages))
-        index.hit(entry)
+        return hit
 
     def pin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
@@ -418,7 +323,7 @@ class PrefixStore:
                     entry.label,
                     entry.ids,
                     entry.storages,
-                    {} if entry.path is None else {entry.path: entry.file_bytes},
+                    {} if entry.path is None or self._directory is None else self._directory.pieces(entry.path),
                     entry.hits,
                     entry.used,
                     bool(entry.pins),

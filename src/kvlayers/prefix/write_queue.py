@@ -157,9 +157,10 @@ class WriteQueue:
             Whether there may be more memory now.
         """
         done = self._done
-        if not self._is_stalled and self._wait_until(lambda: self._done > done, deadline):
+        if not self._is_stalled:
+            # Others may have changed everything meanwhile, so the caller looks again before anything is dropped.
+            self._is_stalled = not self._wait_until(lambda: self._done > done, deadline)
             return True
-        self._is_stalled = True
         for ticket, job in self._jobs.items():
             if isinstance(job, _Write) and job.entry.is_leaving:
                 del self._jobs[ticket]
@@ -241,29 +242,29 @@ class WriteQueue:
             for old in job.superseded:
                 entry.boundaries |= old.boundaries
             boundaries = sorted(entry.boundaries)
-        error: Exception | None = None
-        written: WrittenEntry | None = None
         try:
             written = self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
-        except Exception as raised:
-            error = raised
-        del cache
-        if written is not None:
+        except Exception as error:
+            # Not kept, since its traceback holds the cache.
+            failure, is_unreachable = str(error), isinstance(error, CachePathError)
+            level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
+        else:
+            del cache
             self._finish_write(job, written)
             self._do_shrink()
             return None
+        del cache
         with self._changed:
             entry.is_being_written = False
             most_tries = 1 if self._is_unreachable else self._most_tries
-            if isinstance(error, CachePathError) and job.tries < most_tries:
+            if is_unreachable and job.tries < most_tries:
                 return float(FIRST_DELAY * 2 ** (job.tries - 1))
-            self._is_unreachable = self._is_unreachable or isinstance(error, CachePathError)
+            self._is_unreachable = self._is_unreachable or is_unreachable
             self.failed_writes += 1
             self._index.unset_stuck(entry)
-            if entry in self._index and (entry.is_leaving or entry.cache is None):
+            if entry in self._index and entry.is_leaving:
                 self._index.remove(entry)
-        level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
-        logger.log(level, "An entry of a prefix store was not written to its directory: %s", error)
+        logger.log(level, "An entry of a prefix store was not written to its directory: %s", failure)
         return None
 
     def _finish_write(self, job: _Write, written: WrittenEntry) -> None:

@@ -71,7 +71,7 @@ class SegmentedStore(ContiguousStore):
     def is_shared(self) -> bool:
         """Whether other stores, or several sequences, may read the same memory."""
         sharing = self._copy_on_write
-        return self.is_opaque or (sharing is not None and not sharing.has_one_holder)
+        return self._shared_tokens > 0 or (sharing is not None and not sharing.has_one_holder)
 
     @override
     def count(self, tokens: int) -> None:

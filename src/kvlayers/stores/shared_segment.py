@@ -77,8 +77,8 @@ class SharedSegment:
         if known is not None and known[0] is buffers and not torch.compiler.is_compiling():
             return known[1]
         keys, values, first = buffers
-        states = (buffer.read(self.start - first, self.tokens) for buffer in (keys, values))
-        dense = DenseSegment(*states, self.rows)
+        start, tokens = self.start - first, self.tokens
+        dense = DenseSegment(keys.read(start, tokens), values.read(start, tokens), self.rows)
         if not torch.compiler.is_compiling():
             self._dense = buffers, dense
         return dense
@@ -106,10 +106,8 @@ class SharedSegment:
         if used is None:
             return SharedSegment(self.sharing, self.start, self.end, rows)
         keys, values, first = self.sharing.buffers
-        index, start = torch.tensor(used), self.start - first
-        return SharedSegment.over(
-            *(buffer.selected(index, start, self.tokens, self.tokens) for buffer in (keys, values)), rows
-        )
+        where = torch.tensor(used), self.start - first, self.tokens, self.tokens
+        return SharedSegment.over(keys.selected(*where), values.selected(*where), rows)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """All tensors that keep memory alive."""

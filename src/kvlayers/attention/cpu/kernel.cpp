@@ -51,6 +51,47 @@ inline float sum(Floats vector) {
     return parts[0];
 }
 
+// The sum of each of 16 vectors, in their order.
+inline Floats sums_of(const Floats* vectors) {
+#ifdef __AVX512F__
+    __m512 quarters[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m512* from = (const __m512*)vectors + 4 * i;
+        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(from[0], from[1]), _mm512_unpackhi_ps(from[0], from[1]));
+        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(from[2], from[3]), _mm512_unpackhi_ps(from[2], from[3]));
+        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+        quarters[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    __m512 halves[2];
+    for (int i = 0; i < 2; ++i)
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+                                  _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                                 _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+    float sums[LANES];
+    for (int i = 0; i < LANES; ++i) sums[i] = sum(vectors[i]);
+    return load<Floats>(sums);
+#endif
+}
+
+// The largest number; not a number if any is not.
+inline float largest(const float* numbers, int64_t count) {
+    Floats highest = spread(-INFINITY);
+    Ints is_nan = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats given = load<Floats>(numbers + i);
+        highest = given > highest ? given : highest;
+        is_nan |= given != given;
+    }
+    float result = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane) {
+        if (is_nan[lane]) return NAN;
+        result = std::max(result, highest[lane]);
+    }
+    return result;
+}
+
 // Compilers turn a widening conversion into moves of single elements, so it is written as an intrinsic if there is one.
 inline Words widened(Bytes bytes) {
 #if defined(__AVX512F__)
@@ -394,43 +435,71 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
 
 // Dense tokens
 
+// Scores of T tokens for each of R rows.
+template <int R, int T, typename State>
+inline void score_tokens(const State* keys, int64_t token_stride, int64_t head_dim, const float* query,
+                         int64_t query_stride, float* scores, int64_t score_stride) {
+    const int64_t whole = head_dim / LANES * LANES;
+    Floats sums[LANES] = {};
+    for (int64_t channel = 0; channel < whole; channel += LANES) {
+        Floats states[T];
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) states[t] = load_floats(keys + t * token_stride + channel);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) {
+            const Floats row = load<Floats>(query + i * query_stride + channel);
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t) sums[i * T + t] += row * states[t];
+        }
+    }
+    float found[LANES];
+    store(found, sums_of(sums));
+    for (int i = 0; i < R; ++i)
+        for (int t = 0; t < T; ++t) {
+            float score = found[i * T + t];
+            for (int64_t channel = whole; channel < head_dim; ++channel)
+                score += query[i * query_stride + channel] * to_float(keys[t * token_stride + channel]);
+            scores[i * score_stride + t] = score;
+        }
+}
+
 template <int R, typename State>
 void dense_scores(const State* keys, int64_t token_stride, int64_t tokens, int64_t head_dim, const float* query,
                   int64_t query_stride, float* scores, int64_t score_stride) {
-    const int64_t whole = head_dim / LANES * LANES;
-    for (int64_t token = 0; token < tokens; ++token) {
-        const State* key = keys + token * token_stride;
-        Floats sums[R] = {};
-        for (int64_t channel = 0; channel < whole; channel += LANES) {
-            const Floats state = load_floats(key + channel);
-            for (int i = 0; i < R; ++i) sums[i] += load<Floats>(query + i * query_stride + channel) * state;
+    constexpr int T = R > 2 ? 4 : 16 / R;
+    int64_t token = 0;
+    for (; token + T <= tokens; token += T)
+        score_tokens<R, T>(keys + token * token_stride, token_stride, head_dim, query, query_stride, scores + token,
+                           score_stride);
+    for (; token < tokens; ++token)
+        score_tokens<R, 1>(keys + token * token_stride, token_stride, head_dim, query, query_stride, scores + token,
+                           score_stride);
+}
+
+// Adds the weighted values of V vectors of channels.
+template <int R, int V, typename State>
+inline void combine_channels(const State* values, int64_t token_stride, int64_t tokens, const float* weights,
+                             int64_t weight_stride, float* acc, int64_t acc_stride) {
+    Floats sums[R][V];
+    for (int i = 0; i < R; ++i)
+        for (int v = 0; v < V; ++v) sums[i][v] = load<Floats>(acc + i * acc_stride + v * LANES);
+    for (int64_t token = 0; token < tokens; ++token)
+        for (int v = 0; v < V; ++v) {
+            const Floats state = load_floats(values + token * token_stride + v * LANES);
+            for (int i = 0; i < R; ++i) sums[i][v] += weights[i * weight_stride + token] * state;
         }
-        for (int i = 0; i < R; ++i) {
-            float score = sum(sums[i]);
-            for (int64_t channel = whole; channel < head_dim; ++channel)
-                score += query[i * query_stride + channel] * to_float(key[channel]);
-            scores[i * score_stride + token] = score;
-        }
-    }
+    for (int i = 0; i < R; ++i)
+        for (int v = 0; v < V; ++v) store(acc + i * acc_stride + v * LANES, sums[i][v]);
 }
 
 template <int R, typename State>
 void dense_combine(const State* values, int64_t token_stride, int64_t tokens, int64_t head_dim, const float* weights,
                    int64_t weight_stride, float* acc, int64_t acc_stride) {
-    constexpr int VECTORS = 4;
     int64_t channel = 0;
-    for (; channel + VECTORS * LANES <= head_dim; channel += VECTORS * LANES) {
-        Floats sums[R][VECTORS];
-        for (int i = 0; i < R; ++i)
-            for (int v = 0; v < VECTORS; ++v) sums[i][v] = load<Floats>(acc + i * acc_stride + channel + v * LANES);
-        for (int64_t token = 0; token < tokens; ++token)
-            for (int v = 0; v < VECTORS; ++v) {
-                const Floats state = load_floats(values + token * token_stride + channel + v * LANES);
-                for (int i = 0; i < R; ++i) sums[i][v] += weights[i * weight_stride + token] * state;
-            }
-        for (int i = 0; i < R; ++i)
-            for (int v = 0; v < VECTORS; ++v) store(acc + i * acc_stride + channel + v * LANES, sums[i][v]);
-    }
+    for (; channel + 4 * LANES <= head_dim; channel += 4 * LANES)
+        combine_channels<R, 4>(values + channel, token_stride, tokens, weights, weight_stride, acc + channel, acc_stride);
+    for (; channel + LANES <= head_dim; channel += LANES)
+        combine_channels<R, 1>(values + channel, token_stride, tokens, weights, weight_stride, acc + channel, acc_stride);
     for (int64_t token = 0; token < tokens; ++token)
         for (int64_t rest = channel; rest < head_dim; ++rest)
             for (int i = 0; i < R; ++i)
@@ -690,22 +759,16 @@ struct AttendUnit {
         for (int i = 0; i < R; ++i) {
             float* scores = head.scores.data() + i * head.padded_block;
             if (head.call.mask.entries) head.add_mask(unit, row + i, scores);
-            float highest = partial.highest[row + i];
-            bool is_nan = false;
-            for (int64_t token = unit.begin; token < unit.end; ++token) {
-                highest = std::max(highest, scores[token]);
-                is_nan |= std::isnan(scores[token]);
-            }
-            if (is_nan) highest = NAN;
             // Tokens before and after the valid ones must have no weight.
             for (int64_t token = 0; token < unit.begin; ++token) scores[token] = -INFINITY;
             const int64_t padded_end = rounded_up(unit.end);
             for (int64_t token = unit.end; token < padded_end; ++token) scores[token] = -INFINITY;
+            const float previous = partial.highest[row + i], of_unit = largest(scores, padded_end);
+            const float highest = previous > of_unit || std::isnan(previous) ? previous : of_unit;
             if (highest == -INFINITY) {
                 std::fill(scores, scores + padded_end, 0.0f);
                 continue;
             }
-            const float previous = partial.highest[row + i];
             if (highest != previous && previous != -INFINITY) {
                 const float shrink = std::exp(previous - highest);
                 partial.total[row + i] *= shrink;

@@ -88,9 +88,11 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
-    if not segments.are_dense or not segments.shares_rows:
+    queries = rows.shape[1] // segments.kv_heads * rows.shape[2]
+    # At most all sequences read one, so that a step of decoding need not look closer.
+    if queries * rows.shape[0] > CPU_MAXIMUM_ROWS and not (segments.are_dense and segments.shares_rows):
         maximum = CPU_MAXIMUM_DENSE_ROWS if segments.are_dense else CPU_MAXIMUM_ROWS
-        if rows.shape[1] // segments.kv_heads * rows.shape[2] * segments.most_readers > maximum:
+        if queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
     return None if library() is not None else "the kernel could not be compiled (the log says why)"
 
@@ -146,10 +148,13 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     count = call.segment_count = len(prepared)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, prepared))
     call.segments = ctypes.addressof(addresses)
-    of_rows = [None if segment.rows is None else segment.rows.on(query.device)[0] for segment in segments.in_order]
-    rows = (ctypes.c_void_p * count)(*(None if indices is None else indices.data_ptr() for indices in of_rows))
+    # Without rows, a null for each segment.
+    rows = (ctypes.c_void_p * count)()
+    for index, segment in enumerate(segments.in_order):
+        if segment.rows is not None:
+            rows[index] = segment.rows.on(query.device)[0].data_ptr()
     call.rows = ctypes.addressof(rows)
-    return call, [query, segments, prepared, addresses, of_rows, rows]
+    return call, [query, segments, prepared, addresses, rows]
 
 
 def _prepared(segment: Segment) -> _Segment:

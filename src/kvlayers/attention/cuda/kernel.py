@@ -33,7 +33,7 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
     if query.dtype != plan.dtype:
         return f"queries are {query.dtype}, and scales {plan.dtype}"
     for read in reads:
-        variant = read.plan.variant(heads, queries, kind, read.readers)
+        variant = read.plan.variant(heads, queries, kind, read.readers, read.rows is not None)
         if variant.constants is None:
             SplitCall(query, reads, mask, 1.0)
         if variant.obstacle is not None:

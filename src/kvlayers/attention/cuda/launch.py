@@ -84,6 +84,7 @@ class SplitCall:
                 values_b,
                 entries,
                 partials,
+                query if read.rows is None else read.rows.on(plan.device)[0],
                 query.stride(),
                 of_read.strides,
                 strides_a,
@@ -152,7 +153,7 @@ def _divided(
         split; splits of the first dense segment; and dense tokens of a split.
     """
     plan, blocks = read.plan, read.blocks
-    variant = plan.variant(heads, q_tokens, kind, read.readers)
+    variant = plan.variant(heads, q_tokens, kind, read.readers, read.rows is not None)
     kv_heads = batch * plan.kv_heads // read.readers
     tiles = -(-heads // plan.kv_heads * q_tokens * read.readers // variant.rows)
     for _, _, _, tokens, _ in read.dense:

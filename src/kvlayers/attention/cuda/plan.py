@@ -16,6 +16,7 @@ from kvlayers.attention.cuda.specs import (
     warps_of_program,
 )
 from kvlayers.attention.cuda.support import supports
+from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
 
@@ -135,7 +136,7 @@ class SegmentPlan:
             side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
         )
         self.rotation = self._specs[1].rotation
-        self._variants: dict[tuple[int, int, int, int], Variant] = {}
+        self._variants: dict[tuple[int, int, int, int, bool], Variant] = {}
         self._merges: dict[tuple[int, bool], dict[str, Any]] = {}
 
     def starts(self) -> Tensor:
@@ -148,9 +149,9 @@ class SegmentPlan:
             self._starts[1:] -= self.first
         return self._starts
 
-    def variant(self, heads: int, q_tokens: int, mask: int, readers: int) -> Variant:
-        """The split kernel for numbers of query heads, queries and readers, and a kind of mask."""
-        variant = self._variants.get((heads, q_tokens, mask, readers))
+    def variant(self, heads: int, q_tokens: int, mask: int, readers: int, indexed: bool) -> Variant:
+        """The split kernel for numbers of query heads, queries and readers, a kind of mask, and `Read.rows` or none."""
+        variant = self._variants.get((heads, q_tokens, mask, readers, indexed))
         if variant is None:
             groups = heads // self.kv_heads
             spec = split_spec(
@@ -164,10 +165,11 @@ class SegmentPlan:
                 self.first > 0,
                 self._has_ends,
                 readers > 1,
+                indexed,
             )
             key = self.device, self.shared_memory, spec, self.launch
             variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
-            self._variants[heads, q_tokens, mask, readers] = variant
+            self._variants[heads, q_tokens, mask, readers, indexed] = variant
         return variant
 
     def merge(self, heads: int, logsumexp: bool) -> dict[str, Any]:
@@ -206,6 +208,7 @@ class Read(NamedTuple):
         blocks: blocks of the packed segment, or 0.
         column: column of a mask that belongs to its first token.
         readers: sequences side by side that read each sequence of the segments.
+        rows: which sequence of the segments each sequence reads, `None` if `readers` says it.
         dense: arguments of at most two dense segments.
     """
 
@@ -213,6 +216,7 @@ class Read(NamedTuple):
     blocks: int
     column: int
     readers: int
+    rows: SegmentRows | None
     dense: list[DenseArguments]
 
 
@@ -226,35 +230,34 @@ def reads_of(segments: KVSegments, launch: Launch = DEFAULT_LAUNCH) -> list[Read
 
 def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
     reads: list[Read] = []
-    dense: list[tuple[DenseSegment, int, int]] = []
+    dense: list[tuple[DenseSegment, int, int, SegmentRows | None]] = []
     column = 0
     for segment in segments.in_order:
         rows, readers = segment.rows, 1
-        if rows is not None:
-            if not rows.are_even:
-                return "sequences that read one segment are not side by side"
+        if rows is not None and rows.are_even:
             readers = len(rows) // rows.sequences
+            rows = None
         if isinstance(segment, DenseSegment):
             if tokens := segment.tokens:
-                dense.append((segment, column, readers))
+                dense.append((segment, column, readers, rows))
                 column += tokens
             continue
         plan = plan_of(segment, launch)
         if plan.obstacle is not None:
             return plan.obstacle
-        reads.append(Read(plan, plan.blocks, column, readers, []))
+        reads.append(Read(plan, plan.blocks, column, readers, rows, []))
         column += plan.tokens
     if not reads:
         return "no token is packed yet"
     first = reads[0].plan
     if any(read.plan.dtype != first.dtype or read.plan.rotation != first.rotation for read in reads[1:]):
         return "packed segments have other dtypes, or rotations"
-    for segment, start, readers in dense:
+    for segment, start, readers, rows in dense:
         for read in reads:
-            if read.readers == readers and len(read.dense) < 2:
+            if read.readers == readers and read.rows is rows and len(read.dense) < 2:
                 break
         else:
-            read = Read(first, 0, 0, readers, [])
+            read = Read(first, 0, 0, readers, rows, [])
             reads.append(read)
         keys, values = segment.keys, segment.values
         if keys.dtype != first.dtype or values.dtype != first.dtype:

@@ -88,7 +88,8 @@ class SplitSpec:
         mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
         first: whether tokens at the front of the first block have been evicted.
         ends: whether there are blocks that are not full.
-        shared: whether several sequences read each sequence of the segments.
+        shared: whether several sequences side by side read each sequence of the segments.
+        indexed: whether a tensor has the sequence of the segments that each sequence reads.
         boost: factor of the value scales.
         divisor: factor of the sums that is to be undone.
         unfold: factor of the scores of packed keys.
@@ -111,6 +112,7 @@ class SplitSpec:
     first: bool
     ends: bool
     shared: bool
+    indexed: bool
     boost: float
     divisor: float
     unfold: float
@@ -205,6 +207,7 @@ def split_spec(
     first: bool,
     ends: bool,
     shared: bool,
+    indexed: bool,
 ) -> SplitSpec:
     """The spec of `attend_split` for `rows` rows of queries of a dtype."""
     boost = _FLOAT16_BOOSTS[values.bits] if dtype == torch.float16 else 1.0
@@ -226,6 +229,7 @@ def split_spec(
         first=first,
         ends=ends,
         shared=shared,
+        indexed=indexed,
         boost=boost,
         divisor=boost if values.folded and not values.floating else 1.0,
         # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.
@@ -256,10 +260,10 @@ def rows_of_program(rows: int) -> int:
 def warps_of_program(spec: SplitSpec, dtype: torch.dtype) -> int:
     """Warps of a program: one for each 16 rows, and at least four for more than 128 channels or for float32.
 
-    A program of 16 rows of more than 64 channels takes two, which then need no register that is not there.
+    For more than 64 channels they are twice as many, which then need no register that is not there, or fewer of them.
     """
     head_dim, tiles = max(spec.keys.head_dim, spec.values.head_dim), spec.rows // _TENSOR_CORE_ROWS
     if head_dim > 128 or dtype == torch.float32:
         return max(tiles, 4)
     # Two warps would both compute the products of 8 columns that 2 bits give.
-    return 2 if tiles == 1 and head_dim > 64 and not spec.joined else tiles
+    return 2 * tiles if head_dim > 64 and not spec.joined else tiles

@@ -55,6 +55,7 @@ def attend_split(
     values_b,
     mask,
     partials,
+    segment_rows,
     query_strides,
     packed_strides,
     strides_a,
@@ -87,13 +88,15 @@ def attend_split(
     The first splits of a launch are of packed blocks, then come those of a, then those of b. Their results have the
     places from `packed_place` and from `dense_place` on, among the `splits` of all launches. The columns are those of
     the mask that belong to the first token of each segment. `readers` sequences side by side read each sequence of the
-    segments. `scale` makes scores of units of log2(e).
+    segments, or `segment_rows` has the sequence that each one reads. `scale` makes scores of units of log2(e).
     """
     split = tl.program_id(0)
     sequence = (tl.program_id(1) // SPEC.kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % SPEC.kv_heads).to(tl.int64)
     rows = rows_of_program(SPEC)
     reader = sequence
+    if SPEC.indexed:
+        sequence = tl.load(segment_rows + sequence)
     rows_of_reader = SPEC.groups * q_tokens
     rows_of_head = rows_of_reader
     is_packed = split < packed_splits

@@ -59,6 +59,23 @@ def test_the_page_has_the_figures_that_are_recorded() -> None:
         assert f"| {library} `{kind}` | {' | '.join(medians)} |" in page
 
 
+def test_the_page_has_the_figures_of_prefixes_that_are_recorded() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = recorded("prefix-2026-11-23.json")["results"]
+    columns = ("document_bytes", "private_bytes", "bytes", "files", "copied_bytes")
+    for case, held in results["memory"].items():
+        mebibytes = [f"{held[column] / 2**20:,.1f}" for column in columns]
+        assert f", {case.rpartition(', ')[2]} | {' | '.join(mebibytes)} |" in page
+    steps = results["decode_behind_hit"]
+    for length in ("1024", "4096", "16384"):
+        kinds = [steps[f"{length}, {kind}"] for kind in ("float32", "bfloat16", "int4")]
+        ratios = [f"{kind['processor_ratio']:.2f} ({kind['ratio']:.2f})" for kind in kinds]
+        assert f"| {int(length):,} | {' | '.join(ratios)} |" in page
+    cold, *others = results["one"]["medians"].values()
+    assert f"| {cold:.3f} | 100 % |" in page
+    assert all(f"| {seconds:.3f} | {seconds / cold:.1%} |".replace("% |", " % |") in page for seconds in others)
+
+
 def test_the_pages_have_the_divergences_that_are_recorded() -> None:
     budgets = recorded("calibration-2026-11-22.json")["results"]["calibration"]["budgets"]
     figures, calibration = ((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "calibration.md"))

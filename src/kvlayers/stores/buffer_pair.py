@@ -83,7 +83,9 @@ class BufferPair(TokenStore):
 
     @override
     def newest(self, count: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._buffers()
+        keys, values = self._keys, self._values
+        if keys is None or values is None:
+            keys, values = self._buffers()
         start = self._end - count
         return keys.read(start, count), values.read(start, count)
 

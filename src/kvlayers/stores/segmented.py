@@ -110,9 +110,11 @@ class SegmentedStore(ContiguousStore):
 
         Nothing is copied, and a whole segment is the same object each time.
         """
-        in_tail = min(count, self.tail_length)
+        in_tail = min(count, self._end - self._start)
         tail = (DenseSegment(*super().newest(in_tail)),) if in_tail else ()
         in_segments = count - in_tail
+        if not in_segments:
+            return tail
         segments = tokens_of(self._segments, self._shared_tokens - in_segments, in_segments)
         return (*(segment.dense() for segment in segments), *tail)
 
@@ -201,16 +203,22 @@ class SegmentedStore(ContiguousStore):
         keys: TokenBuffer | None = None,
         values: TokenBuffer | None = None,
         free: int = 0,
+        tail: int = 0,
+        batch_size: int | None = None,
     ) -> None:
-        """Hold segments, and a tail that fills buffers of its own behind `free` empty slots."""
+        """Hold segments, and a tail of `tail` tokens behind `free` empty slots of buffers of its own."""
         segments = tuple(at_most(self.maximum_segments, segments))
-        shared, capacity = sum(segment.tokens for segment in segments), free if keys is None else keys.capacity
+        shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
+        key_form, value_form = self._forms()
+        if batch_size is not None:
+            key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
         # No call in between, so that an interrupt finds all of it done, or nothing.
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None
-        self._start, self._end, self._capacity = free, capacity, capacity
+        self._start, self._end, self._capacity = free, free + tail, capacity
+        self._key_form, self._value_form = key_form, value_form
         self._tracks_gradients = False
-        self._segments, self._shared_tokens, self._length = segments, shared, shared + capacity - free
+        self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
         self._is_forked = bool(segments)
         if sharing is not None:
             sharing.leave(self)
@@ -277,15 +285,14 @@ class SegmentedStore(ContiguousStore):
             super().select(indices)
             return
         segments = selected(self._segments, indices)
-        batch, length, free = indices.shape[0], self.tail_length, self.prefix_room
-        capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
-        if self._keys is not None and self._values is not None:
-            keys = self._keys.selected(indices, self._start, length, capacity, free)
-            values = self._values.selected(indices, self._start, length, capacity, free)
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, capacity
-        self._key_form, self._value_form = self._key_form.of_batch(batch), self._value_form.of_batch(batch)
-        self._segments = tuple(segments)
+        keys, values, length, free = self._keys, self._values, self.tail_length, self.prefix_room
+        if keys is None or values is None:
+            free = 0
+        else:
+            capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
+            keys = keys.selected(indices, self._start, length, capacity, free)
+            values = values.selected(indices, self._start, length, capacity, free)
+        self._hold(segments, keys, values, free, length, indices.shape[0])
         self._returned.invalidate()
 
     @override
@@ -326,7 +333,7 @@ class SegmentedStore(ContiguousStore):
         if len(held) == len(shared) and all(map(SharedSegment.holds_the_same_as, held, shared)):
             return
         own = self.length - tokens
-        self._hold(shared, *(self._gathered(own) if own else ()))
+        self._hold(shared, *(self._gathered(own) if own else (None, None)), tail=own)
         self._returned.invalidate()
 
     def _may_freeze(self) -> bool:
@@ -352,7 +359,7 @@ class SegmentedStore(ContiguousStore):
             if self._tracks_gradients:
                 self.replace(*self._plain(length))
                 return
-            self._hold((), *self._gathered(length, free), free)
+            self._hold((), *self._gathered(length, free), free, length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._capacity_of_copy(0))

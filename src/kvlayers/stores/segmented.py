@@ -148,13 +148,9 @@ class SegmentedStore(ContiguousStore):
         if self._is_forked:
             self._length += tokens
 
-    def _recount(self) -> None:
-        self._length = self._shared_tokens + self.tail_length
-
     @override
-    def _adopt(self, keys: Tensor, values: Tensor) -> None:
-        super()._adopt(keys, values)
-        self._recount()
+    def _set_end(self, end: int) -> None:
+        self._end, self._length = end, self._shared_tokens + end - self._start
 
     @override
     def _release(self) -> None:
@@ -255,21 +251,23 @@ class SegmentedStore(ContiguousStore):
         self._segments = tuple(tokens_of(self._segments, dropped, self._shared_tokens - dropped))
         self._shared_tokens -= dropped
         self._start += count - dropped
-        self._recount()
+        self._length -= count
 
     @override
     def truncate(self, length: int) -> None:
+        self._returned.invalidate()
         shared = self._shared_tokens
         if length < shared:
             self._hold(tokens_of(self._segments, 0, length))
         else:
             super().truncate(length - shared)
-        self._returned.invalidate()
-        self._recount()
 
     @override
     def clear(self) -> None:
-        self._forget_segments()
+        self._returned.invalidate()
+        if self._segments:
+            self._hold(())
+        self._is_forked = False
         super().clear()
 
     @override
@@ -309,8 +307,7 @@ class SegmentedStore(ContiguousStore):
     @override
     def fork(self) -> Self:
         if self._can_share():
-            self._recount()
-            self._is_forked = True
+            self._length, self._is_forked = self.length, True
         twin = super().fork()
         twin._returned = ReturnedStates()
         return twin
@@ -333,7 +330,8 @@ class SegmentedStore(ContiguousStore):
         if len(held) == len(shared) and all(map(SharedSegment.holds_the_same_as, held, shared)):
             return
         own = self.length - tokens
-        self._hold(shared, *(self._gathered(own) if own else (None, None)), tail=own)
+        keys, values = self._gathered(own) if own else (None, None)
+        self._hold(shared, keys, values, tail=own)
         self._returned.invalidate()
 
     def _may_freeze(self) -> bool:

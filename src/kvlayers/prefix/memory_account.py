@@ -26,30 +26,31 @@ class MemoryAccount:
 
     def __init__(self, caches: Iterable[Storages] = ()) -> None:
         self.nbytes = self.shared_bytes = 0
-        self._holders: dict[int, int] = {}
+        # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
+        self._holders: dict[tuple[int, int], int] = {}
         for storages in caches:
             self.add(storages)
 
     def add(self, storages: Storages) -> None:
         """Add the memory of a cache."""
-        for address, size in storages.items():
-            holders = self._holders[address] = self._holders.get(address, 0) + 1
+        for piece in storages.items():
+            holders = self._holders[piece] = self._holders.get(piece, 0) + 1
             if holders == 1:
-                self.nbytes += size
+                self.nbytes += piece[1]
             elif holders == 2:
-                self.shared_bytes += size
+                self.shared_bytes += piece[1]
 
     def remove(self, storages: Storages) -> None:
         """Remove the memory of a cache that was added before."""
-        for address, size in storages.items():
-            holders = self._holders.pop(address) - 1
+        for piece in storages.items():
+            holders = self._holders.pop(piece) - 1
             if holders:
-                self._holders[address] = holders
+                self._holders[piece] = holders
             if holders == 1:
-                self.shared_bytes -= size
+                self.shared_bytes -= piece[1]
             elif not holders:
-                self.nbytes -= size
+                self.nbytes -= piece[1]
 
     def missing(self, storages: Storages) -> int:
         """Bytes by which the total would grow with another cache."""
-        return sum(size for address, size in storages.items() if address not in self._holders)
+        return sum(piece[1] for piece in storages.items() if piece not in self._holders)

@@ -133,10 +133,10 @@ def _error(setup: Setup, case: Case) -> tuple[float, str]:
         seen = torch.rand(batch, 1, case.queries, tokens, device=setup.device) > 0.3
         seen[..., -1] = True
         mask = seen if case.mask == "bool" else torch.where(seen, 0.0, -torch.inf).to(dtype)
-    store.paths.counts.clear()
+    before = Counter(store.attention_paths)
     keys, values = extended(store, new)
     out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    path = ", ".join(store.paths.counts) or "torch's attention"
+    path = ", ".join(Counter(store.attention_paths) - before) or "torch's attention"
     expected = attention(
         query.cpu(),
         *(torch.cat([before, after.cpu()], 2) for before, after in zip(held, new, strict=True)),

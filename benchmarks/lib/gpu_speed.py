@@ -1,6 +1,7 @@
 """Steps that measure kernels and decoding beside torch's attention and transformers' caches."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -103,10 +104,10 @@ def _check_attention(
     setup: Setup, found: Findings, what: str, query: Any, packed: tuple[Any, Any], store: QuantizedStore
 ) -> None:
     """Compare with attention to the dequantized states."""
-    store.paths.counts.clear()
+    before = Counter(store.attention_paths)
     with counted_launches() as launches:
         seen = scaled_dot_product_attention(query, *packed, enable_gqa=True)
-    paths = list(store.paths.counts)
+    paths = list(Counter(store.attention_paths) - before)
     with flash(setup):
         expected = scaled_dot_product_attention(query, *map(as_dense, packed), enable_gqa=True)
     error = relative_error(seen, expected)

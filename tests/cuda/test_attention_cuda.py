@@ -91,4 +91,4 @@ def test_what_needs_much_shared_memory_is_right_on_some_path(name: str, dtype: t
     size = GROUPED[name].get("key_group_size", 64)
     error, store = error_of_attention(GROUPED[name], dtype, 128, size=size)
     assert error < 4 * ROUNDINGS[dtype]
-    assert store.paths.counts
+    assert store.attention_paths

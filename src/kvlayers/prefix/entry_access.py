@@ -153,5 +153,5 @@ class EntryAccess:
         if found.is_whole and entry.cache is None:
             found.cache = cache.fork()
             with contextlib.suppress(CapacityError):
-                self._take(Exchange(entry, cache, cache.storages()))
+                self._take(Exchange(entry, cache))
         index.hit(entry)

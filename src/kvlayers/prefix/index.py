@@ -16,6 +16,9 @@ from kvlayers.utils.units import exact_bytes
 MOST_NEIGHBOURS = 4
 """Entries in files whose blocks a new file may refer to."""
 
+MOST_MOVED_BYTES = 2**28
+"""A larger cache is not moved to give back spare room, since the lock of the store is held meanwhile."""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -24,13 +27,11 @@ class Exchange:
     Attributes:
         entry: the entry that is to hold the cache.
         cache: the cache, to which nobody will write.
-        storages: its memory.
         replaced: shorter entries that the cache can be rolled back to.
     """
 
     entry: PrefixEntry
     cache: Cache
-    storages: Storages
     replaced: Sequence[PrefixEntry] = ()
 
 
@@ -150,6 +151,12 @@ class EntryIndex:
             entry.is_leaving = False
             self._staying.add(entry.storages)
 
+    def pin(self, entry: PrefixEntry, change: int) -> None:
+        """Add to the pins of an entry. A pinned entry that was leaving memory stays."""
+        entry.pins += change
+        if entry.pins:
+            self._stay(entry)
+
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""
         self._stay(entry)
@@ -173,13 +180,6 @@ class EntryIndex:
         tree.remove(entry.ids)
         if not len(tree):
             self._trees.pop(entry.label, None)
-
-    def set_cache(self, entry: PrefixEntry, cache: Cache, storages: Storages) -> None:
-        """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
-        self.drop_cache(entry)
-        entry.cache = cache
-        self._count(entry, storages)
-        self._untrimmed.add(entry)
 
     def _count(self, entry: PrefixEntry, storages: Storages) -> None:
         """Count the memory of an entry, in place of what was counted for it before."""
@@ -217,7 +217,7 @@ class EntryIndex:
 
     def _trim(self, entry: PrefixEntry) -> None:
         before = entry.storages
-        if entry.cache is not None:
+        if entry.cache is not None and entry.nbytes <= MOST_MOVED_BYTES:
             entry.cache.trim()
             self._count(entry, entry.cache.storages())
             self.note_moves(before.keys() - entry.storages.keys())
@@ -267,10 +267,13 @@ class EntryIndex:
 
     def clear(self) -> list[str]:
         """Remove all entries, pinned or not, and return the paths of their files."""
-        paths = [entry.path for entry in self if entry.path is not None]
-        for entry in list(self):
-            self.remove(entry)
-        return paths
+        entries = list(self)
+        # At once, or memory would be moved for entries that go next.
+        self._trees, self._holders, self._untrimmed, self._stuck = {}, {}, set(), None
+        self._memory, self._staying = MemoryAccount(), MemoryAccount()
+        for entry in entries:
+            entry.cache, entry.storages, entry.is_leaving = None, {}, False
+        return [entry.path for entry in entries if entry.path is not None]
 
     # Memory
 
@@ -291,8 +294,7 @@ class EntryIndex:
         entry = PrefixEntry(label, ids) if known is None else known
         shorter = [found.value for found in tree.prefixes_of(ids) if found.value is not entry]
         replaced = [old for old in shorter if not old.pins and can_restore(cache, old.boundaries)]
-        # Counted now, since other threads may have moved what it shares with entries.
-        return Exchange(entry, cache, cache.storages(), replaced)
+        return Exchange(entry, cache, replaced)
 
     def make_room(self, exchange: Exchange) -> list[PrefixEntry]:
         """Evict entries until there is room for an exchange, at the latest when what is leaving has left.
@@ -303,44 +305,48 @@ class EntryIndex:
         Raises:
             CapacityError: there is no room besides the pinned entries; nothing is changed.
         """
-        nbytes = sum(exchange.storages.values())
+        entry, storages = exchange.entry, exchange.cache.storages()
+        nbytes = sum(storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
-        unaffected = {id(exchange.entry), *map(id, exchange.replaced)}
-        others = [entry for entry in self if entry.cache is not None and id(entry) not in unaffected]
-        pinned = MemoryAccount(entry.storages for entry in others if entry.pins)
+        replaced = set(exchange.replaced)
+        others = [each for each in self if each.cache is not None and each not in replaced]
+        pinned = MemoryAccount(each.storages for each in others if each.pins)
         already = pinned.nbytes
-        pinned.add(exchange.storages)
+        pinned.add(storages)
         if pinned.nbytes > self.max_bytes:
             raise CapacityError(
                 f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(already)} of "
                 f"{exact_bytes(self.max_bytes)} are pinned: unpin() entries, or make the store with a larger max_bytes."
             )
-        # As if the exchange had happened already, since the new cache may share memory with stored ones.
-        leaving = [entry.storages for entry in exchange.replaced if not entry.is_leaving]
-        self._staying.add(exchange.storages)
-        for storages in leaving:
-            self._staying.remove(storages)
+        # As if the exchange had happened already, since the new cache may share memory with entries, which may move.
+        staying = [old for old in replaced if not old.is_leaving]
+        for old in staying:
+            self.leave(old)
+        entry.cache = exchange.cache
+        self._count(entry, storages)
         try:
             return self._evict(others, self.max_bytes)
         finally:
-            for storages in leaving:
-                self._staying.add(storages)
-            self._staying.remove(exchange.storages)
+            entry.cache = None
+            self._count(entry, {})
+            for old in staying:
+                self._stay(old)
 
     def has_room(self, exchange: Exchange) -> bool:
         """Whether all entries that are in memory, leaving ones included, fit into it after an exchange."""
-        leaving = [entry.storages for entry in exchange.replaced if not entry.is_being_written]
-        self._memory.add(exchange.storages)
+        entering = exchange.cache.storages()
+        leaving = [old.storages for old in exchange.replaced if not old.is_being_written]
+        self._memory.add(entering)
         for storages in leaving:
             self._memory.remove(storages)
         nbytes = self._memory.nbytes
         for storages in leaving:
             self._memory.add(storages)
-        self._memory.remove(exchange.storages)
+        self._memory.remove(entering)
         return nbytes <= self.max_bytes
 
     def apply(self, exchange: Exchange) -> None:
@@ -348,7 +354,8 @@ class EntryIndex:
         entry = exchange.entry
         for old in exchange.replaced:
             entry.boundaries |= old.boundaries
-            entry.hits += old.hits
+            entry.hits, old.hits = entry.hits + old.hits, 0
+            entry.used = max((used for used in (entry.used, old.used) if used is not None), default=None)
             if old.is_being_written:
                 self.leave(old)
             elif old.path is None:
@@ -356,7 +363,10 @@ class EntryIndex:
             else:
                 # Its file stays until the new entry is in a file.
                 self.drop_cache(old)
-        self.set_cache(entry, exchange.cache, exchange.storages)
+        entry.cache = exchange.cache
+        # Counted now, since what it shares with entries may have moved.
+        self._count(entry, entry.cache.storages())
+        self._untrimmed.add(entry)
         self.add(entry)
 
     def evict(self, nbytes: int | None) -> list[PrefixEntry]:
@@ -371,8 +381,12 @@ class EntryIndex:
     def _evict(self, candidates: Sequence[PrefixEntry], most: int) -> list[PrefixEntry]:
         """Evict entries until those that stay take no more than `most` bytes, or only pinned ones are left."""
         must_be_written: list[PrefixEntry] = []
-        while self._untrimmed and self._staying.nbytes > most:
-            self._trim(self._untrimmed.pop())
+        # If everything goes, nothing has to be moved.
+        for entry in [entry for entry in self._untrimmed if not entry.is_leaving] if most > 0 else ():
+            if self._staying.nbytes <= most:
+                break
+            self._untrimmed.discard(entry)
+            self._trim(entry)
         if self._staying.nbytes <= most:
             return must_be_written
         staying = (entry for entry in candidates if not entry.pins and not entry.is_leaving)

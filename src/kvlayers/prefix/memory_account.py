@@ -8,6 +8,9 @@ from kvlayers.utils.tensor_memory import Storages
 class MemoryAccount:
     """How many caches hold each piece of memory, by address.
 
+    If a cache has given back a piece, and another one has got the same address before the first one was counted again,
+    the size that was added last counts.
+
     Args:
         caches: the pieces of memory of each cache to start with.
 
@@ -26,30 +29,26 @@ class MemoryAccount:
 
     def __init__(self, caches: Iterable[Storages] = ()) -> None:
         self.nbytes = self.shared_bytes = 0
-        self._holders: dict[int, int] = {}
+        self._pieces: dict[int, tuple[int, int]] = {}
         for storages in caches:
             self.add(storages)
 
     def add(self, storages: Storages) -> None:
         """Add the memory of a cache."""
         for address, size in storages.items():
-            holders = self._holders[address] = self._holders.get(address, 0) + 1
-            if holders == 1:
-                self.nbytes += size
-            elif holders == 2:
-                self.shared_bytes += size
+            holders, before = self._pieces.get(address, (0, 0))
+            self._set(address, holders, before, holders + 1, size)
 
     def remove(self, storages: Storages) -> None:
         """Remove the memory of a cache that was added before."""
-        for address, size in storages.items():
-            holders = self._holders.pop(address) - 1
-            if holders:
-                self._holders[address] = holders
-            if holders == 1:
-                self.shared_bytes -= size
-            elif not holders:
-                self.nbytes -= size
+        for address in storages:
+            holders, size = self._pieces[address]
+            self._set(address, holders, size, holders - 1, size)
 
-    def missing(self, storages: Storages) -> int:
-        """Bytes by which the total would grow with another cache."""
-        return sum(size for address, size in storages.items() if address not in self._holders)
+    def _set(self, address: int, holders_before: int, size_before: int, holders: int, size: int) -> None:
+        self.nbytes += size * (holders > 0) - size_before * (holders_before > 0)
+        self.shared_bytes += size * (holders > 1) - size_before * (holders_before > 1)
+        if holders:
+            self._pieces[address] = holders, size
+        else:
+            del self._pieces[address]

@@ -281,6 +281,24 @@ def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() ->
     assert (account.nbytes, account.shared_bytes) == (0, 0)
 
 
+def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache = PrefixStore(2**30), kvlayers.OffloadedCache()
+    cache.update(torch.randn(1, HEADS, STEP, HEAD_DIM), torch.randn(1, HEADS, STEP, HEAD_DIM), 0)
+    store.insert(torch.arange(STEP), cache, model="m")
+    cache.update(torch.randn(1, HEADS, STEP, HEAD_DIM), torch.randn(1, HEADS, STEP, HEAD_DIM), 0)
+    forks: list[kvlayers.Cache] = []
+    fork = type(cache).fork
+
+    def counted(self: kvlayers.Cache) -> kvlayers.Cache:
+        forks.append(self)
+        return fork(self)
+
+    monkeypatch.setattr(type(cache), "fork", counted)
+    assert store.insert(torch.arange(2 * STEP), cache, model="m")
+    assert forks == [cache]
+    assert store.lookup(torch.arange(2 * STEP + 1), model="m").covered == 2 * STEP
+
+
 def test_a_policy_cannot_change_what_is_evicted() -> None:
     class Greedy:
         def order(self, entries: Any) -> Any:

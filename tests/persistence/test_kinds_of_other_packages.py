@@ -197,7 +197,8 @@ def test_forks_go_on_apart(kind: str) -> None:
     one, other = cache.fork(2)
     _decoded(one, prompt(1, 3))
     for found, expected in zip(_decoded(other, prompt(1, 2)), _decoded(cache, prompt(1, 2)), strict=True):
-        assert torch.equal(found, expected)
+        # Float32 rounding: torch adds in another order if memory has another capacity, as that of a fork that writes.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:

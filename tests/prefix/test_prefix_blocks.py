@@ -98,6 +98,22 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
     assert (directory.damaged, directory.failed_reads) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "make", [kvlayers.DynamicCache, lambda: kvlayers.QuantizedCache(nbits=4)], ids=["full", "int4"]
+)
+def test_states_as_wide_as_those_of_large_models_are_found_again(make: Any, tmp_path: pathlib.Path) -> None:
+    cache, ids = make(), np.arange(300)
+    states = torch.randn(1, 8, len(ids), 128, dtype=torch.bfloat16)
+    cache.update(states, -states, 0)
+    path = opened(tmp_path).write(LABEL, ids, {len(ids)}, cache).path
+    again = opened(tmp_path)
+    assert again.damaged == 0
+    loaded = again.load(Stored(ids, path), len(ids), None, None)
+    assert loaded is not None
+    for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
+        assert torch.equal(one + 0, other + 0)
+
+
 def test_only_the_blocks_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -> None:
     for kind, needed in (("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 4})):
         (tmp_path / kind).mkdir()

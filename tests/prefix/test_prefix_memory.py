@@ -1,6 +1,8 @@
 """What a prefix store counts: each piece of memory once, whoever holds it."""
 
+import contextlib
 import pathlib
+import random
 from typing import Any
 
 import pytest
@@ -344,3 +346,34 @@ def test_a_tree_shows_what_is_pinned_used_and_in_files(tmp_path: pathlib.Path) -
         (True, False, True),
     ]
     assert str(PrefixStore(2**30).tree()) == "nothing is held"
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["callers keep their memory", "callers move it"])
+def test_what_is_counted_is_what_is_held(moves: bool) -> None:
+    chance = random.Random(3)
+    store = PrefixStore(220 * 2**10)
+    hits: list[Any] = []
+    for _ in range(150):
+        length = chance.choice([200, 300, 500])
+        same = chance.randint(1, length)
+        ids = torch.tensor([1] * same + [chance.randrange(50) for _ in range(length - same)])
+        cache = kvlayers.DynamicCache()
+        states = torch.randn(1, HEADS, length, HEAD_DIM)
+        for layer in range(2):
+            cache.update(states, -states, layer)
+        with contextlib.suppress(CapacityError):
+            store.insert(ids, cache, model="m")
+        hit = store.lookup(torch.cat([ids[: chance.randint(1, length)], ids[:50] + 100]), model="m").cache
+        if hit is not None:
+            if chance.random() < 0.5:
+                for layer in range(2):
+                    hit.update(states[:, :, :50], states[:, :, :50], layer)
+            hits.append(hit)
+        if len(hits) > 5:
+            gone = hits.pop(chance.randrange(len(hits)))
+            if moves:
+                gone.trim()
+        assert store.statistics.bytes <= 220 * 2**10
+        assert moves or store.statistics.bytes == union_of(store)
+    store.evict()
+    assert (store.statistics.bytes, store.statistics.shared_bytes) == (0, 0)

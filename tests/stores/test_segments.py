@@ -352,7 +352,7 @@ def test_stores_that_computed_the_same_tokens_share_them_afterwards() -> None:
     for store in (DenseStore(), filled(1000)[0].fork()):
         store.share_prefix(DenseStore(), 4)
         store.share_prefix(one, 2000)
-        assert store._shared is None or not store._shared.segments
+        assert not store.has_segments
 
 
 def test_states_over_segments_are_stale_when_the_store_has_changed_and_not_before() -> None:

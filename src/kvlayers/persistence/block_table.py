@@ -208,7 +208,7 @@ def _check_rows(path: str, table: BlockTable, group: BlockGroup) -> None:
         if run.first < end or not run.tokens or not run.rows or run.first + run.tokens * run.rows > MAX_TOKENS:
             refuse(path, "rows of blocks that follow one another", shown(run))
         end = run.first + run.tokens * run.rows
-    if math.prod(max(size, 1) for form in group.tensors for size in form[2:]) > MAX_EMPTY_ELEMENTS:
+    if any(math.prod(max(size, 1) for size in form[2:]) > MAX_EMPTY_ELEMENTS for form in group.tensors):
         refuse(path, "forms that states have in blocks", shown(group.tensors))
     if group.rows != sum(piece.rows for piece in group.pieces):
         refuse(path, f"blocks of {group.rows} rows", str(sum(piece.rows for piece in group.pieces)))

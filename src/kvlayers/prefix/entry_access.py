@@ -117,16 +117,13 @@ class EntryAccess:
 
     def _take(self, exchange: Exchange) -> bool:
         """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
-        leaving = self._index.make_room(exchange)
+        self._index.check_room(exchange)
+        is_made, leaving = self._index.make(exchange)
         if self._writes is not None:
             self._writes.write(leaving)
-        if not self._index.has_room(exchange):
-            return False
-        self._index.apply(exchange)
-        if self._writes is not None:
-            for old in exchange.replaced:
+            for old in exchange.replaced if is_made else ():
                 self._writes.write_instead(old, exchange.entry)
-        return True
+        return is_made
 
     def _choose(self, search: Search, deadline: float) -> set[int]:
         """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.

@@ -181,6 +181,13 @@ class EntryIndex:
         if not len(tree):
             self._trees.pop(entry.label, None)
 
+    def set_cache(self, entry: PrefixEntry, cache: Cache) -> None:
+        """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
+        self.drop_cache(entry)
+        entry.cache = cache
+        self._count(entry, cache.storages())
+        self._untrimmed.add(entry)
+
     def _count(self, entry: PrefixEntry, storages: Storages) -> None:
         """Count the memory of an entry, in place of what was counted for it before."""
         accounts = [self._memory] if entry.is_leaving else [self._memory, self._staying]
@@ -296,25 +303,17 @@ class EntryIndex:
         replaced = [old for old in shorter if not old.pins and can_restore(cache, old.boundaries)]
         return Exchange(entry, cache, replaced)
 
-    def make_room(self, exchange: Exchange) -> list[PrefixEntry]:
-        """Evict entries until there is room for an exchange, at the latest when what is leaving has left.
-
-        Returns:
-            Entries that must be written before they leave.
-
-        Raises:
-            CapacityError: there is no room besides the pinned entries; nothing is changed.
-        """
-        entry, storages = exchange.entry, exchange.cache.storages()
+    def check_room(self, exchange: Exchange) -> None:
+        """Raise `CapacityError` unless there is room for an exchange besides the pinned entries."""
+        storages = exchange.cache.storages()
         nbytes = sum(storages.values())
         if nbytes > self.max_bytes:
             raise CapacityError(
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
-        replaced = set(exchange.replaced)
-        others = [each for each in self if each.cache is not None and each not in replaced]
-        pinned = MemoryAccount(each.storages for each in others if each.pins)
+        others = self._unaffected(exchange)
+        pinned = MemoryAccount(entry.storages for entry in others if entry.pins)
         already = pinned.nbytes
         pinned.add(storages)
         if pinned.nbytes > self.max_bytes:
@@ -322,51 +321,59 @@ class EntryIndex:
                 f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(already)} of "
                 f"{exact_bytes(self.max_bytes)} are pinned: unpin() entries, or make the store with a larger max_bytes."
             )
-        # As if the exchange had happened already, since the new cache may share memory with entries, which may move.
-        staying = [old for old in replaced if not old.is_leaving]
-        for old in staying:
-            self.leave(old)
-        entry.cache = exchange.cache
-        self._count(entry, storages)
-        try:
-            return self._evict(others, self.max_bytes)
-        finally:
-            entry.cache = None
-            self._count(entry, {})
-            for old in staying:
-                self._stay(old)
 
-    def has_room(self, exchange: Exchange) -> bool:
-        """Whether all entries that are in memory, leaving ones included, fit into it after an exchange."""
-        entering = exchange.cache.storages()
-        leaving = [old.storages for old in exchange.replaced if not old.is_being_written]
-        self._memory.add(entering)
-        for storages in leaving:
-            self._memory.remove(storages)
+    def _unaffected(self, exchange: Exchange) -> list[PrefixEntry]:
+        """The other entries in memory."""
+        affected = {id(exchange.entry), *map(id, exchange.replaced)}
+        return [entry for entry in self if entry.cache is not None and id(entry) not in affected]
+
+    def make(self, exchange: Exchange) -> tuple[bool, list[PrefixEntry]]:
+        """Make an exchange if there is room for it now. If not, there is room when what is leaving has left.
+
+        Returns:
+            Whether it was made, and entries that must be written before they leave.
+        """
+        others = self._unaffected(exchange)
+        staying = [old for old in exchange.replaced if not old.is_leaving]
+        is_made = False
+        try:
+            # Counted like all others from the beginning, since to evict may move what it shares with them.
+            self.set_cache(exchange.entry, exchange.cache)
+            for old in staying:
+                self.leave(old)
+            leaving = self._evict(others, self.max_bytes)
+            is_made = self._fits_without([old for old in exchange.replaced if not old.is_being_written])
+        finally:
+            if not is_made:
+                self.drop_cache(exchange.entry)
+                for old in staying:
+                    self._stay(old)
+        if is_made:
+            self._complete(exchange)
+        return is_made, leaving
+
+    def _fits_without(self, leaving: Sequence[PrefixEntry]) -> bool:
+        """Whether all that is in memory fits into it without these entries."""
+        for old in leaving:
+            self._memory.remove(old.storages)
         nbytes = self._memory.nbytes
-        for storages in leaving:
-            self._memory.add(storages)
-        self._memory.remove(entering)
+        for old in leaving:
+            self._memory.add(old.storages)
         return nbytes <= self.max_bytes
 
-    def apply(self, exchange: Exchange) -> None:
-        """Hold the cache of an exchange for which there is room."""
+    def _complete(self, exchange: Exchange) -> None:
         entry = exchange.entry
         for old in exchange.replaced:
             entry.boundaries |= old.boundaries
             entry.hits, old.hits = entry.hits + old.hits, 0
             entry.used = max((used for used in (entry.used, old.used) if used is not None), default=None)
             if old.is_being_written:
-                self.leave(old)
-            elif old.path is None:
+                continue
+            if old.path is None:
                 self.remove(old)
             else:
                 # Its file stays until the new entry is in a file.
                 self.drop_cache(old)
-        entry.cache = exchange.cache
-        # Counted now, since what it shares with entries may have moved.
-        self._count(entry, entry.cache.storages())
-        self._untrimmed.add(entry)
         self.add(entry)
 
     def evict(self, nbytes: int | None) -> list[PrefixEntry]:

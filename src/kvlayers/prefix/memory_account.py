@@ -8,9 +8,6 @@ from kvlayers.utils.tensor_memory import Storages
 class MemoryAccount:
     """How many caches hold each piece of memory, by address.
 
-    If a cache has given back a piece, and another one has got the same address before the first one was counted again,
-    the size that was added last counts.
-
     Args:
         caches: the pieces of memory of each cache to start with.
 
@@ -29,26 +26,27 @@ class MemoryAccount:
 
     def __init__(self, caches: Iterable[Storages] = ()) -> None:
         self.nbytes = self.shared_bytes = 0
-        self._pieces: dict[int, tuple[int, int]] = {}
+        # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
+        self._holders: dict[tuple[int, int], int] = {}
         for storages in caches:
             self.add(storages)
 
     def add(self, storages: Storages) -> None:
         """Add the memory of a cache."""
-        for address, size in storages.items():
-            holders, before = self._pieces.get(address, (0, 0))
-            self._set(address, holders, before, holders + 1, size)
+        for piece in storages.items():
+            holders = self._holders[piece] = self._holders.get(piece, 0) + 1
+            if holders == 1:
+                self.nbytes += piece[1]
+            elif holders == 2:
+                self.shared_bytes += piece[1]
 
     def remove(self, storages: Storages) -> None:
         """Remove the memory of a cache that was added before."""
-        for address in storages:
-            holders, size = self._pieces[address]
-            self._set(address, holders, size, holders - 1, size)
-
-    def _set(self, address: int, holders_before: int, size_before: int, holders: int, size: int) -> None:
-        self.nbytes += size * (holders > 0) - size_before * (holders_before > 0)
-        self.shared_bytes += size * (holders > 1) - size_before * (holders_before > 1)
-        if holders:
-            self._pieces[address] = holders, size
-        else:
-            del self._pieces[address]
+        for piece in storages.items():
+            holders = self._holders.pop(piece) - 1
+            if holders:
+                self._holders[piece] = holders
+            if holders == 1:
+                self.shared_bytes -= piece[1]
+            elif not holders:
+                self.nbytes -= piece[1]

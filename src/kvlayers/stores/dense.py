@@ -6,6 +6,7 @@ from typing_extensions import Self, override
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
+from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.segmented import MAXIMUM_SEGMENTS, SegmentedStore
 
 GROWTH_DIVISOR = 8
@@ -129,7 +130,7 @@ class DenseStore(SegmentedStore):
             twin = self.fork()
         else:
             twin = self.__class__.__new__(self.__class__)
-            twin.__dict__.update(self.__dict__, _copy_on_write=None, _shared=self._copied_segments())
+            twin.__dict__.update(self.__dict__, _copy_on_write=None, _returned=ReturnedStates())
         twin.select(indices)
         return twin
 

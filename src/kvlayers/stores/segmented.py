@@ -1,19 +1,19 @@
 """Tokens in segments that other stores hold too, and in a tail behind them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.segments import DenseSegment
+from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore
-from kvlayers.stores.shared_segment import SharedSegment, SharedSegments, at_most, selected, write_segment
+from kvlayers.stores.returned_states import ReturnedStates
+from kvlayers.stores.shared_segment import SharedSegment, at_most, selected, tokens_of, write_segment
 
 COPIED_TAIL_DIVISOR = 8
 """A tail of at most an eighth of all tokens is copied, as a growing buffer is, so that segments stay few."""
@@ -42,7 +42,13 @@ class SegmentedStore(ContiguousStore):
     def __init__(self, prefix_room: int, maximum_segments: int) -> None:
         super().__init__(prefix_room=prefix_room)
         self.maximum_segments = maximum_segments
-        self._shared: SharedSegments | None = None
+        self._segments: tuple[SharedSegment, ...] = ()
+        self._shared_tokens = 0
+        self._is_forked = False
+        """Whether others may hold the tail, or there are segments."""
+        self._length = 0
+        """Tokens of segments and tail, counted while the store is forked."""
+        self._returned = ReturnedStates()
 
     @abstractmethod
     def grown_capacity(self, needed: int) -> int:
@@ -56,16 +62,12 @@ class SegmentedStore(ContiguousStore):
     @property
     @override
     def length(self) -> int:
-        return self._end - self._start if self._shared is None else self._shared.length
-
-    @property
-    def _shared_tokens(self) -> int:
-        return 0 if self._shared is None else self._shared.tokens
+        return self._length if self._is_forked else self._end - self._start
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
         """Whether compiled code calls the layer by an operator: after a fork, which may make a segment of the tail."""
-        return self._shared is not None
+        return self._is_forked
 
     @property
     def has_segments(self) -> bool:
@@ -77,18 +79,16 @@ class SegmentedStore(ContiguousStore):
         """Whether other stores, or several sequences, read the same memory."""
         if self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             return True
-        segments = () if self._shared is None else self._shared.segments
-        return any(segment.rows is not None or not segment.sharing.has_one_holder for segment in segments)
+        return any(segment.rows is not None or not segment.sharing.has_one_holder for segment in self._segments)
 
     @override
     def count(self, tokens: int) -> None:
-        if self._shared is not None:
-            self._shared.length += tokens
+        self._length += tokens
 
     @property
     @override
     def attention_paths(self) -> Mapping[str, int]:
-        return {} if self._shared is None else self._shared.paths.counts
+        return self._returned.paths.counts
 
     # Reading
 
@@ -102,9 +102,13 @@ class SegmentedStore(ContiguousStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if self._shared is None or count <= self._end - self._start:
+        if not self._is_forked or count <= self._end - self._start:
             return super().newest(count)
-        return self._shared.states(self.pieces(count), *self._forms())
+        return self._returned.newest(count, self._attended, self._forms(), self._length)
+
+    def _attended(self, count: int, *prefix: DenseSegment) -> KVPair:
+        """Keys and values of a prefix, if there is one, and of the newest `count` tokens, which reach into segments."""
+        return self._returned.attended(KVSegments((*prefix, *self.pieces(count))), self._forms(), self._length)
 
     def pieces(self, count: int) -> tuple[DenseSegment, ...]:
         """The newest `count` tokens as attention reads them: a piece for each segment, and one for the tail.
@@ -113,7 +117,8 @@ class SegmentedStore(ContiguousStore):
         """
         in_tail = min(count, self.tail_length)
         tail = (DenseSegment(*super().newest(in_tail)),) if in_tail else ()
-        segments = [] if self._shared is None else self._shared.newest(count - in_tail)
+        in_segments = count - in_tail
+        segments = tokens_of(self._segments, self._shared_tokens - in_segments, in_segments)
         return (*(segment.dense() for segment in segments), *tail)
 
     def _forms(self) -> tuple[StateForm, StateForm]:
@@ -124,16 +129,16 @@ class SegmentedStore(ContiguousStore):
     @override
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
         slots = self._start - prefix[0].shape[2], self._start
-        if count == self.tail_length and self.is_shared and self._keeps_tail() and not self._may_write(*slots):
+        if count == self.tail_length and self._keeps_tail() and not self._may_write(*slots):
             self._begin_tail(0)
-        if self._shared is None or count <= self.tail_length:
+        if count <= self.tail_length:
             return super()._newest_after_prefix(prefix, count)
-        return self._shared.attended((DenseSegment(*prefix), *self.pieces(count)), *self._forms())
+        return self._attended(count, DenseSegment(*prefix))
 
     @override
     def caller_views(self) -> KVPair:
-        if self._shared is not None and self._shared.segments and not torch.compiler.is_compiling():
-            if any(segment.rows is not None for segment in self._shared.segments):
+        if self._segments and not torch.compiler.is_compiling():
+            if any(segment.rows is not None for segment in self._segments):
                 # Each sequence would get a copy. Packed states cannot be written to, and know when they are stale.
                 return self.newest(self.length)
             self.compact()
@@ -141,7 +146,7 @@ class SegmentedStore(ContiguousStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._shared is None or self._tracks_gradients:
+        if not self._segments or self._tracks_gradients:
             return super().state()
         keys, values = self._gathered(self.length, self.length)
         return {"keys": keys.tensor, "values": values.tensor}
@@ -151,12 +156,11 @@ class SegmentedStore(ContiguousStore):
     @override
     def _advance(self, tokens: int) -> None:
         self._end += tokens
-        if self._shared is not None:
-            self._shared.length += tokens
+        if self._is_forked:
+            self._length += tokens
 
     def _recount(self) -> None:
-        if self._shared is not None:
-            self._shared.length = self._shared.tokens + self.tail_length
+        self._length = self._shared_tokens + self.tail_length
 
     @override
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
@@ -169,17 +173,12 @@ class SegmentedStore(ContiguousStore):
         super()._release()
 
     def _forget_segments(self) -> None:
-        self._invalidate_states()
-        self._shared = None
-
-    def _invalidate_states(self) -> None:
-        """Make all packed states that were returned so far stale."""
-        if self._shared is not None:
-            self._shared.invalidate()
+        self._returned.invalidate()
+        self._segments, self._shared_tokens, self._is_forked = (), 0, False
 
     @override
     def _shift_to_front(self) -> None:
-        self._invalidate_states()
+        self._returned.invalidate()
         super()._shift_to_front()
 
     @override
@@ -191,39 +190,43 @@ class SegmentedStore(ContiguousStore):
 
     def _keeps_tail(self) -> bool:
         """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
-        tail = self.tail_length
+        if self._copy_on_write is None or self._copy_on_write.has_one_holder:
+            return False
         short = max(self.length // COPIED_TAIL_DIVISOR, self.shortest_segment - 1)
-        shared = self._copy_on_write is not None and not self._copy_on_write.has_one_holder
-        return shared and tail > short and self._can_share()
+        return self.tail_length > short and self._can_share()
 
     def _begin_tail(self, tokens: int) -> None:
         """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
-        self._hold_segments(self._all_segments())
+        self._hold(self._as_segments(self.length))
         self._allocate(self.grown_capacity(tokens))
 
-    def _all_segments(self, tokens: int | None = None) -> list[SharedSegment]:
-        """The oldest `tokens` tokens, those of the tail included, as segments; all tokens if it is not given."""
-        tokens = self.length if tokens is None else tokens
-        segments = [] if self._shared is None else self._shared.oldest(tokens)
+    def _as_segments(self, tokens: int) -> list[SharedSegment]:
+        """The oldest `tokens` tokens, those of the tail included, as segments."""
+        segments = tokens_of(self._segments, 0, tokens)
         in_tail = tokens - self._shared_tokens
         if in_tail > 0:
             segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
         return segments
 
-    def _hold_segments(
-        self, segments: list[SharedSegment], keys: TokenBuffer | None = None, values: TokenBuffer | None = None
+    def _hold(
+        self,
+        segments: Sequence[SharedSegment],
+        keys: TokenBuffer | None = None,
+        values: TokenBuffer | None = None,
+        free: int = 0,
     ) -> None:
-        """Hold segments, and a tail that fills buffers of its own."""
-        segments = at_most(self.maximum_segments, segments)
-        shared = SharedSegments() if self._shared is None else self._shared
-        # No call that can fail in between, so that an interrupt finds all of it done, or nothing.
-        self._set_buffers(keys, values)
-        self._start, self._end = 0, 0 if keys is None else keys.capacity
-        self._capacity = self._end
+        """Hold segments, and a tail that fills buffers of its own behind `free` empty slots."""
+        segments = tuple(at_most(self.maximum_segments, segments))
+        shared, capacity = sum(segment.tokens for segment in segments), free if keys is None else keys.capacity
+        # No call in between, so that an interrupt finds all of it done, or nothing.
+        sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
+        self._views = None
+        self._start, self._end, self._capacity = free, capacity, capacity
         self._tracks_gradients = False
-        self._shared = shared
-        shared.hold(segments)
-        self._recount()
+        self._segments, self._shared_tokens, self._length = segments, shared, shared + capacity - free
+        self._is_forked = bool(segments)
+        if sharing is not None:
+            sharing.leave(self)
 
     def _gathered(self, count: int, capacity: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
         """New buffers for `capacity` tokens, with the newest `count` tokens after `free` empty slots."""
@@ -243,35 +246,30 @@ class SegmentedStore(ContiguousStore):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
-        if self._shared is not None:
-            yield from self._shared.held_tensors()
+        for segment in self._segments:
+            yield from segment.held_tensors()
 
     # Dropping, cropping and the batch
 
     @override
     def drop_oldest(self, count: int) -> None:
-        shared = self._shared
-        if shared is None:
+        if not self._is_forked:
             self._start += count
             return
-        dropped = min(count, shared.tokens)
-        shared.hold(shared.newest(shared.tokens - dropped))
+        dropped = min(count, self._shared_tokens)
+        self._segments = tuple(tokens_of(self._segments, dropped, self._shared_tokens - dropped))
+        self._shared_tokens -= dropped
         self._start += count - dropped
         self._recount()
 
     @override
     def truncate(self, length: int) -> None:
-        shared = self._shared
-        if shared is None:
-            super().truncate(length)
-            return
-        if not length:
-            self.clear()
-        elif length < shared.tokens:
-            self._hold_segments(shared.oldest(length))
+        shared = self._shared_tokens
+        if length < shared:
+            self._hold(tokens_of(self._segments, 0, length))
         else:
-            super().truncate(length - shared.tokens)
-        shared.invalidate()
+            super().truncate(length - shared)
+        self._returned.invalidate()
         self._recount()
 
     @override
@@ -288,11 +286,10 @@ class SegmentedStore(ContiguousStore):
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
-        shared = self._shared
-        if self._tracks_gradients or (shared is None and self._keys is None):
+        if self._tracks_gradients or (not self._segments and self._keys is None):
             super().select(indices)
             return
-        segments = [] if shared is None else selected(shared.segments, indices)
+        segments = selected(self._segments, indices)
         batch, length, free = indices.shape[0], self.tail_length, self.prefix_room
         capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
         if self._keys is not None and self._values is not None:
@@ -301,9 +298,8 @@ class SegmentedStore(ContiguousStore):
             self._set_buffers(keys, values)
             self._start, self._end, self._capacity = free, free + length, capacity
         self._key_form, self._value_form = self._key_form.of_batch(batch), self._value_form.of_batch(batch)
-        if shared is not None:
-            shared.invalidate()
-            shared.hold(segments)
+        self._segments = tuple(segments)
+        self._returned.invalidate()
 
     @override
     def expand(self, repeats: int) -> None:
@@ -311,26 +307,24 @@ class SegmentedStore(ContiguousStore):
             # A caller may write to these buffers, and the copies of a sequence must not change together.
             self._allocate(self.tail_length)
         if self.length and self._may_freeze():
-            self._hold_segments(self._all_segments())
+            self._hold(self._as_segments(self.length))
         super().expand(repeats)
 
     # Sharing
 
-    def _copied_segments(self) -> SharedSegments | None:
-        return None if self._shared is None else self._shared.copy()
-
     @override
     def fork(self) -> Self:
+        if self._can_share():
+            self._recount()
+            self._is_forked = True
         twin = super().fork()
-        if self._shared is None and self._copy_on_write is not None:
-            self._shared = SharedSegments(length=self.length)
-        twin._shared = self._copied_segments()
+        twin._returned = ReturnedStates()
         return twin
 
     @override
     def snapshot(self) -> Self:
         twin = super().snapshot()
-        twin._shared = self._copied_segments()
+        twin._returned = ReturnedStates()
         return twin
 
     @override
@@ -340,12 +334,13 @@ class SegmentedStore(ContiguousStore):
         forms = self._key_form, self._value_form
         if forms != (other._key_form, other._value_form) or not (self._may_freeze() and other._may_freeze()):
             return
-        held, shared = self._all_segments(tokens), other._all_segments(tokens)
+        # A fork of the other store, which therefore knows that it is forked.
+        held, shared = self._as_segments(tokens), other.fork()._as_segments(tokens)
         if len(held) == len(shared) and all(map(SharedSegment.holds_the_same_as, held, shared)):
             return
         own = self.length - tokens
-        self._hold_segments(shared, *(self._gathered(own, own) if own else ()))
-        self._invalidate_states()
+        self._hold(shared, *(self._gathered(own, own) if own else ()))
+        self._returned.invalidate()
 
     def _may_freeze(self) -> bool:
         """Whether the tail may become a segment."""
@@ -360,7 +355,7 @@ class SegmentedStore(ContiguousStore):
             is_short = self.tail_length * 2 <= self._shared_tokens
             if is_short or self._may_write(0, self._capacity):
                 self._allocate(self.tail_length)
-        for segment in () if self._shared is None else self._shared.segments:
+        for segment in self._segments:
             segment.sharing.trim(TRIM_DIVISOR)
 
     @override
@@ -370,12 +365,7 @@ class SegmentedStore(ContiguousStore):
             if self._tracks_gradients:
                 self.replace(*self._plain(length))
                 return
-            keys, values = self._gathered(length, free + length, free)
-            self._forget_segments()
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, free + length
+            self._hold((), *self._gathered(length, free + length, free), free)
+            self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._capacity_of_copy(0))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shared": self._copied_segments()}

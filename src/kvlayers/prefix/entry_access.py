@@ -19,7 +19,8 @@ from kvlayers.prefix.write_queue import WriteQueue
 class EntryAccess:
     """Inserts and finds entries for several threads at once.
 
-    The lock is held while the index is read or changed, and not while files are read or states are moved.
+    The lock is held while the index is read or changed, and not while files are read. States move under it only to give
+    back memory that is needed.
 
     Args:
         index: the entries.

@@ -8,24 +8,21 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore
 from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.shared_segment import SharedSegment, at_most, selected, tokens_of, write_segment
 
-COPIED_TAIL_DIVISOR = 8
-"""A tail of at most an eighth of all tokens is copied, as a growing buffer is, so that segments stay few."""
+GROWTH_DIVISOR = 8
+"""A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average. So a tail of
+at most an eighth of all tokens is copied rather than made a segment, and memory is given back if more is spare."""
 
 MAXIMUM_SEGMENTS = 8
 """Segments that attention reads one after the other at little cost."""
 
-TRIM_DIVISOR = 8
-"""Memory is given back if more than an eighth of it is not used, which is the spare room of a growing buffer."""
-
 TAIL_TRIM_DIVISOR = 20
-"""The same for a tail behind segments, which is short, so that moving it costs little."""
+"""A tail behind segments is short, so that moving it costs little. It is moved if more than this part is spare."""
 
 
 class SegmentedStore(ContiguousStore):
@@ -37,10 +34,13 @@ class SegmentedStore(ContiguousStore):
     Args:
         prefix_room: see `BufferPair`.
         maximum_segments: if there are more, the smallest neighbours are merged.
+        minimum_growth: fewest tokens by which a buffer grows. A tail that others hold too becomes a segment from as
+            many tokens on: a copy of a shorter one takes no more memory than the spare room of a new tail.
     """
 
-    def __init__(self, prefix_room: int, maximum_segments: int) -> None:
+    def __init__(self, prefix_room: int, maximum_segments: int, minimum_growth: int) -> None:
         super().__init__(prefix_room=prefix_room)
+        self.minimum_growth = minimum_growth
         self.maximum_segments = maximum_segments
         self._segments: tuple[SharedSegment, ...] = ()
         self._shared_tokens = 0
@@ -53,11 +53,6 @@ class SegmentedStore(ContiguousStore):
     @abstractmethod
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
-
-    @property
-    @abstractmethod
-    def shortest_segment(self) -> int:
-        """Tokens from which a tail that others hold too becomes a segment. A shorter one is copied."""
 
     @property
     @override
@@ -115,25 +110,19 @@ class SegmentedStore(ContiguousStore):
 
         Nothing is copied, and a whole segment is the same object each time.
         """
-        in_tail = min(count, self.tail_length)
+        in_tail = min(count, self._end - self._start)
         tail = (DenseSegment(*super().newest(in_tail)),) if in_tail else ()
         in_segments = count - in_tail
+        if not in_segments:
+            return tail
         segments = tokens_of(self._segments, self._shared_tokens - in_segments, in_segments)
         return (*(segment.dense() for segment in segments), *tail)
 
-    def _forms(self) -> tuple[StateForm, StateForm]:
-        if self._key_form is None or self._value_form is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._key_form, self._value_form
-
     @override
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
-        slots = self._start - prefix[0].shape[2], self._start
-        if count == self.tail_length and self._keeps_tail() and not self._may_write(*slots):
-            self._begin_tail(0)
-        if count <= self.tail_length:
-            return super()._newest_after_prefix(prefix, count)
-        return self._attended(count, DenseSegment(*prefix))
+        if self._is_forked and count > self.tail_length:
+            return self._attended(count, DenseSegment(*prefix))
+        return super()._newest_after_prefix(prefix, count)
 
     @override
     def caller_views(self) -> KVPair:
@@ -148,7 +137,7 @@ class SegmentedStore(ContiguousStore):
     def state(self) -> dict[str, Tensor]:
         if not self._segments or self._tracks_gradients:
             return super().state()
-        keys, values = self._gathered(self.length, self.length)
+        keys, values = self._gathered(self.length)
         return {"keys": keys.tensor, "values": values.tensor}
 
     # Memory
@@ -159,13 +148,9 @@ class SegmentedStore(ContiguousStore):
         if self._is_forked:
             self._length += tokens
 
-    def _recount(self) -> None:
-        self._length = self._shared_tokens + self.tail_length
-
     @override
-    def _adopt(self, keys: Tensor, values: Tensor) -> None:
-        super()._adopt(keys, values)
-        self._recount()
+    def _set_end(self, end: int) -> None:
+        self._end, self._length = end, self._shared_tokens + end - self._start
 
     @override
     def _release(self) -> None:
@@ -192,7 +177,7 @@ class SegmentedStore(ContiguousStore):
         """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
         if self._copy_on_write is None or self._copy_on_write.has_one_holder:
             return False
-        short = max(self.length // COPIED_TAIL_DIVISOR, self.shortest_segment - 1)
+        short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
         return self.tail_length > short and self._can_share()
 
     def _begin_tail(self, tokens: int) -> None:
@@ -214,23 +199,29 @@ class SegmentedStore(ContiguousStore):
         keys: TokenBuffer | None = None,
         values: TokenBuffer | None = None,
         free: int = 0,
+        tail: int = 0,
+        batch_size: int | None = None,
     ) -> None:
-        """Hold segments, and a tail that fills buffers of its own behind `free` empty slots."""
+        """Hold segments, and a tail of `tail` tokens behind `free` empty slots of buffers of its own."""
         segments = tuple(at_most(self.maximum_segments, segments))
-        shared, capacity = sum(segment.tokens for segment in segments), free if keys is None else keys.capacity
+        shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
+        key_form, value_form = self._forms()
+        if batch_size is not None:
+            key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
         # No call in between, so that an interrupt finds all of it done, or nothing.
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None
-        self._start, self._end, self._capacity = free, capacity, capacity
+        self._start, self._end, self._capacity = free, free + tail, capacity
+        self._key_form, self._value_form = key_form, value_form
         self._tracks_gradients = False
-        self._segments, self._shared_tokens, self._length = segments, shared, shared + capacity - free
+        self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
         self._is_forked = bool(segments)
         if sharing is not None:
             sharing.leave(self)
 
-    def _gathered(self, count: int, capacity: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
-        """New buffers for `capacity` tokens, with the newest `count` tokens after `free` empty slots."""
-        keys, values = (TokenBuffer.allocate(form, capacity) for form in self._forms())
+    def _gathered(self, count: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
+        """New buffers, which the newest `count` tokens fill behind `free` empty slots."""
+        keys, values = (TokenBuffer.allocate(form, free + count) for form in self._forms())
         for piece in self.pieces(count):
             write_segment(piece, keys, values, free)
             free += piece.tokens
@@ -260,21 +251,23 @@ class SegmentedStore(ContiguousStore):
         self._segments = tuple(tokens_of(self._segments, dropped, self._shared_tokens - dropped))
         self._shared_tokens -= dropped
         self._start += count - dropped
-        self._recount()
+        self._length -= count
 
     @override
     def truncate(self, length: int) -> None:
+        self._returned.invalidate()
         shared = self._shared_tokens
         if length < shared:
             self._hold(tokens_of(self._segments, 0, length))
         else:
             super().truncate(length - shared)
-        self._returned.invalidate()
-        self._recount()
 
     @override
     def clear(self) -> None:
-        self._forget_segments()
+        self._returned.invalidate()
+        if self._segments:
+            self._hold(())
+        self._is_forked = False
         super().clear()
 
     @override
@@ -290,15 +283,14 @@ class SegmentedStore(ContiguousStore):
             super().select(indices)
             return
         segments = selected(self._segments, indices)
-        batch, length, free = indices.shape[0], self.tail_length, self.prefix_room
-        capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
-        if self._keys is not None and self._values is not None:
-            keys = self._keys.selected(indices, self._start, length, capacity, free)
-            values = self._values.selected(indices, self._start, length, capacity, free)
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, capacity
-        self._key_form, self._value_form = self._key_form.of_batch(batch), self._value_form.of_batch(batch)
-        self._segments = tuple(segments)
+        keys, values, length, free = self._keys, self._values, self.tail_length, self.prefix_room
+        if keys is None or values is None:
+            free = 0
+        else:
+            capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
+            keys = keys.selected(indices, self._start, length, capacity, free)
+            values = values.selected(indices, self._start, length, capacity, free)
+        self._hold(segments, keys, values, free, length, indices.shape[0])
         self._returned.invalidate()
 
     @override
@@ -315,8 +307,7 @@ class SegmentedStore(ContiguousStore):
     @override
     def fork(self) -> Self:
         if self._can_share():
-            self._recount()
-            self._is_forked = True
+            self._length, self._is_forked = self.length, True
         twin = super().fork()
         twin._returned = ReturnedStates()
         return twin
@@ -339,7 +330,8 @@ class SegmentedStore(ContiguousStore):
         if len(held) == len(shared) and all(map(SharedSegment.holds_the_same_as, held, shared)):
             return
         own = self.length - tokens
-        self._hold(shared, *(self._gathered(own, own) if own else ()))
+        keys, values = self._gathered(own) if own else (None, None)
+        self._hold(shared, keys, values, tail=own)
         self._returned.invalidate()
 
     def _may_freeze(self) -> bool:
@@ -349,14 +341,14 @@ class SegmentedStore(ContiguousStore):
     @override
     def trim(self) -> None:
         spare = self._capacity - self.prefix_room - self.tail_length
-        divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else TRIM_DIVISOR
+        divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else GROWTH_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
             # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
             is_short = self.tail_length * 2 <= self._shared_tokens
             if is_short or self._may_write(0, self._capacity):
                 self._allocate(self.tail_length)
         for segment in self._segments:
-            segment.sharing.trim(TRIM_DIVISOR)
+            segment.sharing.trim(GROWTH_DIVISOR)
 
     @override
     def compact(self) -> None:
@@ -365,7 +357,7 @@ class SegmentedStore(ContiguousStore):
             if self._tracks_gradients:
                 self.replace(*self._plain(length))
                 return
-            self._hold((), *self._gathered(length, free + length, free), free)
+            self._hold((), *self._gathered(length, free), free, length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._capacity_of_copy(0))

@@ -3,18 +3,15 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import DenseSegment
+from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.copy_on_write import CopyOnWrite
-
-UNREAD_DIVISOR = 2
-"""Sequences of a segment that nobody reads are dropped once half of all are: it takes a copy of the others."""
 
 
 class SharedSegment:
@@ -156,54 +153,43 @@ def selected(segments: Sequence[SharedSegment], indices: Tensor) -> list[SharedS
 def _without_unread(rows: SegmentRows) -> tuple[SegmentRows, tuple[int, ...] | None]:
     """The rows, and the sequences that are read if half of them or fewer are: then the places among these."""
     used = tuple(sorted(set(rows.known or range(rows.sequences))))
-    if len(used) * UNREAD_DIVISOR > rows.sequences:
+    if len(used) * 2 > rows.sequences:
+        # Dropping the others takes a copy.
         return rows, None
     return SegmentRows(len(used), tuple(map(used.index, rows.known or ()))), used
 
 
 def at_most(maximum: int, segments: Sequence[SharedSegment]) -> Sequence[SharedSegment]:
-    """The segments, in which neighbours are merged until there are `maximum` of them: the smallest ones."""
+    """The segments, in which neighbours are merged until there are `maximum` of them: where it copies the least."""
     while len(segments) > max(maximum, 1):
-        pairs = [_PairOfSegments(*pair) for pair in itertools.pairwise(segments)]
-        place = min(range(len(pairs)), key=lambda at: pairs[at].rows_of_tokens)
-        segments = [*segments[:place], pairs[place].merged(), *segments[place + 2 :]]
+        pairs = list(itertools.pairwise(segments))
+        place = min(range(len(pairs)), key=lambda at: _copied_tokens(*pairs[at]))
+        segments = [*segments[:place], _merged(*pairs[place]), *segments[place + 2 :]]
     return segments
 
 
-class _PairOfSegments(NamedTuple):
-    first: SharedSegment
-    second: SharedSegment
+def _read_alike(first: SharedSegment, second: SharedSegment) -> bool:
+    """Whether the sequences of the batch read the same sequences of both."""
+    rows, others = first.rows, second.rows
+    if rows is others or rows is None or others is None:
+        return rows is others
+    return rows.known is not None and (rows.known, rows.sequences) == (others.known, others.sequences)
 
-    @property
-    def share_rows(self) -> bool:
-        """Whether the sequences of the batch read the same sequences of both."""
-        rows, others = self.first.rows, self.second.rows
-        if rows is None or others is None:
-            return rows is others
-        known = rows.known is not None and (rows.known, rows.sequences) == (others.known, others.sequences)
-        return rows is others or known
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of the merged segment."""
-        rows = self.first.rows if self.first.rows is not None else self.second.rows
-        return self.first.sequences if self.share_rows or rows is None else len(rows)
+def _copied_tokens(first: SharedSegment, second: SharedSegment) -> int:
+    """Tokens of all sequences that one segment for both would hold."""
+    sequences = first.sequences if _read_alike(first, second) or first.rows is None else len(first.rows)
+    return sequences * (first.tokens + second.tokens)
 
-    @property
-    def rows_of_tokens(self) -> int:
-        """Tokens to copy, of all sequences."""
-        return self.sequences * (self.first.tokens + self.second.tokens)
 
-    def merged(self) -> SharedSegment:
-        """One segment with the tokens of both, in memory of its own."""
-        tokens = self.first.tokens + self.second.tokens
-        keys, values = (
-            TokenBuffer.allocate(buffer.form.of_batch(self.sequences), tokens)
-            for buffer in self.first.sharing.buffers[:2]
-        )
-        slot = 0
-        for segment in self:
-            dense = segment.dense()
-            write_segment(replace(dense, rows=None) if self.share_rows else dense, keys, values, slot)
-            slot += segment.tokens
-        return SharedSegment.over(keys, values, self.first.rows if self.share_rows else None)
+def _merged(first: SharedSegment, second: SharedSegment) -> SharedSegment:
+    """One segment with the tokens of both, in memory of its own."""
+    pieces, rows = (first.dense(), second.dense()), None
+    if _read_alike(first, second):
+        # Each sequence is copied once, however many sequences of the batch read it.
+        pieces, rows = (replace(pieces[0], rows=None), replace(pieces[1], rows=None)), first.rows
+    both = KVSegments(pieces)
+    # Tensors that are made in inference mode could not be written to outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        keys, values = both.dense("keys", pieces[0].keys.dtype), both.dense("values", pieces[0].values.dtype)
+    return SharedSegment.over(TokenBuffer(keys), TokenBuffer(values), rows)

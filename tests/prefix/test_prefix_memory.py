@@ -377,3 +377,36 @@ def test_what_is_counted_is_what_is_held(moves: bool) -> None:
         assert moves or store.statistics.bytes == union_of(store)
     store.evict()
     assert (store.statistics.bytes, store.statistics.shared_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = snapshots(5)
+    store = PrefixStore(2 * taken[-1][1].nbytes)
+    counted, left = getattr(MemoryAccount, change), 0
+
+    def interrupted(account: MemoryAccount, storages: dict[int, int]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        counted(account, storages)
+
+    monkeypatch.setattr(MemoryAccount, change, interrupted)
+    interrupts = 0
+    for calls in range(1, 14):
+        for ids, cache in taken:
+            left = calls
+            try:
+                store.insert(ids + 100 * calls, cache.fork(), model="m")
+            except KeyboardInterrupt:
+                interrupts += 1
+            left = 0
+            assert store.statistics.bytes == union_of(store) <= 2 * taken[-1][1].nbytes
+            assert store.insert(ids + 100 * calls, cache.fork(), model="m") in (True, False)
+            assert store.statistics.bytes == union_of(store)
+    assert interrupts > 10
+    store.evict()
+    assert (store.statistics.bytes, len(store)) == (0, 0)

@@ -55,7 +55,7 @@ class EntryAccess:
             if self._index.use_covering(label, ids):
                 return False
         self._share(label, ids, cache)
-        with self._changed:
+        with self._changed, self._index.counted():
             while True:
                 exchange = self._index.exchange(label, ids, cache)
                 if exchange is None:
@@ -91,7 +91,7 @@ class EntryAccess:
             loaded = found.cache if found.is_whole else None
             if loaded is not None:
                 self._share(label, ids[: found.covered], loaded)
-            with self._changed:
+            with self._changed, self._index.counted():
                 self._keep(search)
                 return search.hit()
         finally:
@@ -113,7 +113,7 @@ class EntryAccess:
         before = cache.storages()
         # This may move what it shares with entries.
         cache.trim()
-        with self._changed:
+        with self._changed, self._index.counted():
             self._index.note_moves(before.keys() - cache.storages().keys())
 
     def _take(self, exchange: Exchange) -> bool:

@@ -1,11 +1,12 @@
 """The entries of a store, and the memory that they take. Not thread-safe by itself, and it reads and writes no file."""
 
+import contextlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvlayers.caches.base import Cache
-from kvlayers.errors import CapacityError
+from kvlayers.errors import CapacityError, KVLayersError
 from kvlayers.prefix.entry import PrefixEntry, can_restore
 from kvlayers.prefix.entry_eviction import EvictionPolicy, eviction_order
 from kvlayers.prefix.memory_account import MemoryAccount
@@ -335,7 +336,6 @@ class EntryIndex:
         """
         others = self._unaffected(exchange)
         staying = [old for old in exchange.replaced if not old.is_leaving]
-        is_made = False
         try:
             # Counted like all others from the beginning, since to evict may move what it shares with them.
             self.set_cache(exchange.entry, exchange.cache)
@@ -343,13 +343,17 @@ class EntryIndex:
                 self.leave(old)
             leaving = self._evict(others, self.max_bytes)
             is_made = self._fits_without([old for old in exchange.replaced if not old.is_being_written])
-        finally:
-            if not is_made:
-                self.drop_cache(exchange.entry)
-                for old in staying:
-                    self._stay(old)
+        except BaseException:
+            exchange.entry.cache = None
+            for old in staying:
+                old.is_leaving = False
+            raise
         if is_made:
             self._complete(exchange)
+        else:
+            self.drop_cache(exchange.entry)
+            for old in staying:
+                self._stay(old)
         return is_made, leaving
 
     def _fits_without(self, leaving: Sequence[PrefixEntry]) -> bool:
@@ -375,6 +379,24 @@ class EntryIndex:
                 # Its file stays until the new entry is in a file.
                 self.drop_cache(old)
         self.add(entry)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count all memory anew if an interrupt ends this context, such as by Ctrl-C: it may have come in between."""
+        try:
+            yield
+        except KVLayersError:
+            raise
+        except BaseException:
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        self._memory, self._staying, self._holders = MemoryAccount(), MemoryAccount(), {}
+        self._untrimmed = {entry for entry in self if entry.cache is not None}
+        for entry in self:
+            entry.storages = {}
+            self._count(entry, {} if entry.cache is None else entry.cache.storages())
 
     def evict(self, nbytes: int | None) -> list[PrefixEntry]:
         """Evict entries until `nbytes` bytes of memory are free or will be (`None` for all), except for pinned ones.

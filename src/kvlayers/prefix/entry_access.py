@@ -9,6 +9,7 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError
 from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.entry import shares_memory
 from kvlayers.prefix.index import EntryIndex, Exchange
 from kvlayers.prefix.lookup import Hit, Search
 from kvlayers.prefix.radix_tree import Tokens
@@ -18,7 +19,8 @@ from kvlayers.prefix.write_queue import WriteQueue
 class EntryAccess:
     """Inserts and finds entries for several threads at once.
 
-    The lock is held while the index is read or changed, and not while files are read or states are moved.
+    The lock is held while the index is read or changed, and not while files are read. States move under it only to give
+    back memory that is needed.
 
     Args:
         index: the entries.
@@ -53,7 +55,7 @@ class EntryAccess:
             if self._index.use_covering(label, ids):
                 return False
         self._share(label, ids, cache)
-        with self._changed:
+        with self._changed, self._index.counted():
             while True:
                 exchange = self._index.exchange(label, ids, cache)
                 if exchange is None:
@@ -89,7 +91,7 @@ class EntryAccess:
             loaded = found.cache if found.is_whole else None
             if loaded is not None:
                 self._share(label, ids[: found.covered], loaded)
-            with self._changed:
+            with self._changed, self._index.counted():
                 self._keep(search)
                 return search.hit()
         finally:
@@ -102,7 +104,8 @@ class EntryAccess:
     def _share(self, label: str, ids: Tokens, cache: Cache) -> None:
         """Have a cache hold its first tokens where an entry in memory holds them, and give back its spare room."""
         with self._changed:
-            closest = None if cache.rotates_keys else self._index.closest_in_memory(label, ids)
+            can_share = shares_memory(cache) and not cache.rotates_keys
+            closest = self._index.closest_in_memory(label, ids) if can_share else None
         if closest is not None:
             cache.share_prefix(*closest)
             # Of the other cache's holders, the entry alone is left.
@@ -110,7 +113,7 @@ class EntryAccess:
         before = cache.storages()
         # This may move what it shares with entries.
         cache.trim()
-        with self._changed:
+        with self._changed, self._index.counted():
             self._index.note_moves(before.keys() - cache.storages().keys())
 
     def _take(self, exchange: Exchange) -> bool:

@@ -221,7 +221,7 @@ class PrefixStore:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            entry.pins += change
+            self._index.pin(entry, change)
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.
@@ -237,7 +237,7 @@ class PrefixStore:
         if nbytes is not None:
             nbytes = amount_of_bytes(nbytes, "nbytes")
             _check_count("nbytes", nbytes, "bytes")
-        with self._lock:
+        with self._lock, self._index.counted():
             before = self._index.nbytes
             leaving = self._index.evict(nbytes)
             if self._writes is not None:
@@ -295,7 +295,7 @@ class PrefixStore:
         with self._lock:
             known = {entry.path for entry in self._index if entry.path is not None}
         changes = directory.changes(known)
-        with self._lock:
+        with self._lock, self._index.counted():
             added = self._index.update(changes.added, changes.gone)
             writes.tidy()
             writes.wait()
@@ -308,7 +308,7 @@ class PrefixStore:
 
     def clear(self) -> None:
         """Remove all entries, pinned or not, and delete their files. Statistics continue."""
-        with self._lock:
+        with self._lock, self._index.counted():
             paths = self._index.clear()
             if self._writes is not None:
                 self._writes.forget_writes()

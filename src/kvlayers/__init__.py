@@ -85,7 +85,15 @@ if TYPE_CHECKING:
     from kvlayers.offload import DiskMemory, HomeMemory, HostMemory, Prefetcher, Traffic, TrafficMeter
     from kvlayers.persistence import CacheFile, inspect_cache, load_cache, save_cache, weights_id
     from kvlayers.planning import Plan, PlannedCache, plan
-    from kvlayers.prefix import EvictionPolicy, Hit, LeastRecentlyUsed, PrefixStatistics, PrefixStore
+    from kvlayers.prefix import (
+        EvictionPolicy,
+        Hit,
+        LeastRecentlyUsed,
+        PrefixNode,
+        PrefixStatistics,
+        PrefixStore,
+        PrefixTree,
+    )
     from kvlayers.quantizers import quantizer_names, register_quantizer, unregister_quantizer
     from kvlayers.rope.rotary import Rotary
     from kvlayers.stores import (
@@ -196,7 +204,15 @@ _NAMES = {
     "caches.operations": ("CacheState",),
     "persistence": ("CacheFile", "inspect_cache", "load_cache", "save_cache", "weights_id"),
     "planning": ("Plan", "PlannedCache", "plan"),
-    "prefix": ("EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"),
+    "prefix": (
+        "EvictionPolicy",
+        "Hit",
+        "LeastRecentlyUsed",
+        "PrefixNode",
+        "PrefixStatistics",
+        "PrefixStore",
+        "PrefixTree",
+    ),
     "caches.pytrees": ("register_export_support",),
     "caches.quantized": ("QuantizedCache", "QuantizedCacheConfig"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
@@ -280,8 +296,10 @@ __all__ = [
     "Plan",
     "PlannedCache",
     "PrefixError",
+    "PrefixNode",
     "PrefixStatistics",
     "PrefixStore",
+    "PrefixTree",
     "Prefetcher",
     "PromptMismatchError",
     "PromptMismatchWarning",

@@ -17,7 +17,7 @@ from kvlayers.upstream import compat
 from models import COMMON, fresh_model, prompt
 
 QUANTIZATION = {"residual_length": 8}
-CODES = ("a compiled kernel on packed states", "plain torch, block by block")
+CODES = ("a compiled kernel on segments", "plain torch, block by block")
 
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic": {},

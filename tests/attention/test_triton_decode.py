@@ -124,7 +124,7 @@ def test_a_cache_decodes_over_a_packing(interpreted: dict[str, Any], name: str) 
     # float32 throughout: sums of 200 tokens and 64 channels, of states of unit size.
     assert found["worst"] < 1e-5
     assert len(found["packed"]) > 1
-    assert found["paths"] == ["a Triton kernel on packed states"]
+    assert found["paths"] == ["a Triton kernel on segments"]
 
 
 def test_kernels_are_not_imported_before_they_are_called() -> None:

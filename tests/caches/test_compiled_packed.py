@@ -102,7 +102,7 @@ def read_in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     of_segments = KVSegments.dense
 
     def noted(self: KVSegments, *arguments: Any) -> torch.Tensor:
-        if self.packed is not None:
+        if not self.are_dense:
             read.append("codes")
         if self.shares_rows:
             read.append("prefix")

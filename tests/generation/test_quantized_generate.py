@@ -245,7 +245,7 @@ def test_a_decode_step_never_brings_all_tokens_to_full_precision(
     monkeypatch.setattr(
         kvlayers.attention.segments.KVSegments,
         "dense",
-        lambda self, *args: (read.append(self.packed is not None), dense(self, *args))[1],
+        lambda self, *args: (read.append(not self.are_dense), dense(self, *args))[1],
     )
     with attention(model, implementation):
         output = generated(model, given, past_key_values=quantized(model), max_new_tokens=4)

@@ -228,3 +228,24 @@ def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Pa
     assert all(isinstance(each, CachePathError) and "must be a regular file" in str(each) for each in found)
     (tmp_path / "empty.block").write_bytes(b"")
     assert [bytes(each) for each in contents(backend, [StoredFile("empty.block", 0)])] == [b""]
+
+
+def test_a_local_file_that_cannot_be_deleted_hides_no_others(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = backend_for(str(tmp_path), None)
+    names = [f"{number}{BLOCK_SUFFIX}" for number in range(3)]
+    for name in names:
+        backend.write(name, b"states")
+    unlink = os.unlink
+
+    def guarded(path: str) -> None:
+        if path.endswith(names[0]):
+            raise PermissionError(13, "Permission denied")
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", guarded)
+        with pytest.raises(UnreachableError, match="cannot delete"):
+            backend.delete([*names, "gone" + BLOCK_SUFFIX])
+    assert [file.name for file in backend.files()] == names[:1]

@@ -10,6 +10,7 @@ import torch
 
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
+from kvlayers.prefix import PrefixEntry
 from kvlayers.prefix.memory_account import MemoryAccount
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from models import tiny_model
@@ -251,6 +252,81 @@ def test_memory_that_only_a_gone_entry_has_read_is_given_back() -> None:
     assert now.bytes == union_of(store) <= 1.125 * 1200 * TOKEN_BYTES
     kept = store.lookup(torch.cat([branch, branch[:1]]), model="m")
     assert kept.covered == 1200
+
+
+def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> None:
+    store, ids = PrefixStore(5400 * TOKEN_BYTES), torch.arange(4000)
+    long = kvlayers.DynamicCache()
+    read(long, 4000)
+    store.insert(ids, long, model="m")
+    del long
+    for tokens in (200, 800):
+        branch = torch.cat([ids[:1000], ids[:tokens] + 10_000 * tokens])
+        hit = store.lookup(branch, model="m")
+        read(hit.cache, tokens)  # type: ignore[arg-type]
+        assert store.insert(branch, hit.cache, model="m")  # type: ignore[arg-type]
+        del hit
+    # The long one has gone for the second branch, so the first thousand tokens have moved.
+    now = store.statistics
+    assert (now.entries, now.tokens, now.evictions) == (2, 2000, 1)
+    assert now.bytes == union_of(store) <= 1.125 * 2000 * TOKEN_BYTES
+    assert store.evict() == now.bytes
+    assert store.statistics.bytes == 0
+
+
+def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() -> None:
+    account = MemoryAccount([{1: 100}])
+    account.add({1: 30})
+    account.remove({1: 100})
+    assert (account.nbytes, account.shared_bytes) == (30, 0)
+    account.remove({1: 30})
+    assert (account.nbytes, account.shared_bytes) == (0, 0)
+
+
+def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache = PrefixStore(2**30), kvlayers.OffloadedCache()
+    cache.update(torch.randn(1, HEADS, STEP, HEAD_DIM), torch.randn(1, HEADS, STEP, HEAD_DIM), 0)
+    store.insert(torch.arange(STEP), cache, model="m")
+    cache.update(torch.randn(1, HEADS, STEP, HEAD_DIM), torch.randn(1, HEADS, STEP, HEAD_DIM), 0)
+    forks: list[kvlayers.Cache] = []
+    fork = type(cache).fork
+
+    def counted(self: kvlayers.Cache) -> kvlayers.Cache:
+        forks.append(self)
+        return fork(self)
+
+    monkeypatch.setattr(type(cache), "fork", counted)
+    assert store.insert(torch.arange(2 * STEP), cache, model="m")
+    assert forks == [cache]
+    assert store.lookup(torch.arange(2 * STEP + 1), model="m").covered == 2 * STEP
+
+
+def test_a_policy_cannot_change_what_is_evicted() -> None:
+    class Greedy:
+        def order(self, entries: Any) -> Any:
+            assert isinstance(entries, tuple)
+            return [*entries, *entries, PrefixEntry("other", entries[0].ids)]
+
+    store = PrefixStore(2**30, policy=Greedy())
+    for ids, cache in snapshots(3):
+        store.insert(ids, cache, model="m")
+    assert store.evict() > 0
+    assert (len(store), store.statistics.bytes, store.statistics.evictions) == (0, 0, 3)
+
+
+def test_hits_and_age_go_to_the_entry_that_replaces_another() -> None:
+    store, cache = PrefixStore(2**30), kvlayers.DynamicCache()
+    for tokens in (50, 100):
+        read(cache, 50)
+        assert store.insert(torch.arange(tokens), cache, model="m")
+        assert store.lookup(torch.arange(tokens + 1), model="m").covered == tokens
+        (node,) = (node for node in store.tree().nodes if node.is_entry)
+        assert (node.tokens, node.hits) == (tokens, tokens // 50)
+        assert node.age is not None
+    read(cache, 50)
+    store.insert(torch.arange(150), cache, model="m")
+    (node,) = (node for node in store.tree().nodes if node.is_entry)
+    assert (node.hits, node.age is None) == (2, False)
 
 
 def test_a_tree_shows_what_is_pinned_used_and_in_files(tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from backend_cases import covered, filled
 from controlled_backend import READS, WRITES, ControlledBackend, use
-from kvlayers import CapacityError, OptionError, PrefixStore
+from kvlayers import CapacityError, DynamicCache, OptionError, PrefixStore
 
 ROOM = 2**30
 BOUND = 0.05
@@ -243,6 +243,62 @@ def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -
 
 
 # A directory that fails
+
+
+def test_an_entry_that_is_pinned_while_it_waits_to_be_written_stays(closed_for_writing: Gate) -> None:
+    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    first, second, third, fourth = entries(4)
+    insert(store, first)
+    insert(store, second)
+    evicting = threading.Thread(target=store.evict)
+    evicting.start()
+    assert closed_for_writing.arrived.wait(60)
+    for ids in (first, second):
+        store.pin(torch.tensor(ids), model="m")
+    for ids in (third, fourth):
+        with pytest.raises(CapacityError, match="pinned"):
+            insert(store, ids)
+    closed_for_writing.open()
+    evicting.join(60)
+    assert store.statistics.dropped_writes == 0
+    assert store.statistics.bytes == 2 * entry_bytes()
+
+
+def test_an_entry_whose_cache_cannot_be_forked_is_not_written_and_leaves(
+    backend: ControlledBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(ROOM, "elsewhere")
+    insert(store, [1, 2, 3])
+
+    def fail(cache: DynamicCache) -> DynamicCache:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DynamicCache, "fork", fail)
+        assert not store.flush()
+        assert len(store) == 1
+        store.evict()
+    now = store.statistics
+    assert (now.entries, now.bytes, now.failed_writes, now.pending_writes) == (0, 0, 2, 0)
+
+
+def test_what_a_refresh_finds_while_the_store_is_cleared_is_deleted(backend: ControlledBackend) -> None:
+    store = PrefixStore(ROOM, "elsewhere")
+    insert(store, [1, 2, 3])
+    store.flush()
+    gate = Gate(backend, {"delete"})
+    clearing = threading.Thread(target=store.clear)
+    clearing.start()
+    assert gate.arrived.wait(60)
+    # The files are still there.
+    refreshing = threading.Thread(target=store.refresh)
+    refreshing.start()
+    while not len(store):
+        time.sleep(0.01)
+    gate.open()
+    for thread in (clearing, refreshing):
+        thread.join(60)
+    assert len(store) == store.refresh() == 0
 
 
 def test_a_directory_that_comes_back_loses_nothing(backend: ControlledBackend) -> None:

@@ -51,7 +51,7 @@ def test_every_check_passes_on_the_interpreted_kernels(tmp_path: Path) -> None:
     steps = steps_in(tmp_path, "check")
     assert {step["status"] for step in steps.values()} == {"done"}
     paths = [part["paths"] for part in steps["attention over packed states"]["details"].values()]
-    assert paths == [["a Triton kernel on packed states"]] * len(paths)
+    assert paths == [["a Triton kernel on segments"]] * len(paths)
     assert steps["tests for CUDA"]["figures"][0]["value"] > 0
 
 

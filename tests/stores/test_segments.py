@@ -1,8 +1,10 @@
 """Segments that stores share, and the tails behind them, against plain tensors that are concatenated."""
 
 import pickle
+import sys
 import threading
 from dataclasses import dataclass
+from types import FrameType
 
 import hypothesis.strategies as st
 import pytest
@@ -342,6 +344,7 @@ def test_stores_that_computed_the_same_tokens_share_them_afterwards() -> None:
     add(other, *Numbers().states(1, 9))
     whole = [as_dense(states).clone() for states in other.newest(1009)]
     other.share_prefix(one, 1000)
+    assert one.is_opaque
     assert all(map(torch.equal, map(as_dense, other.newest(1009)), whole))
     held = storages_of(held for store in (one, other) for held in store.held_tensors())
     token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
@@ -352,7 +355,7 @@ def test_stores_that_computed_the_same_tokens_share_them_afterwards() -> None:
     for store in (DenseStore(), filled(1000)[0].fork()):
         store.share_prefix(DenseStore(), 4)
         store.share_prefix(one, 2000)
-        assert store._shared is None or not store._shared.segments
+        assert not store.has_segments
 
 
 def test_states_over_segments_are_stale_when_the_store_has_changed_and_not_before() -> None:
@@ -431,3 +434,67 @@ def test_compiled_code_calls_forks_by_an_operator_before_and_after_they_get_segm
                 assert torch.equal(compiled(called, states), step(plain, states))
                 assert called.get_seq_length() == plain.get_seq_length()
     assert [len(cache.layers[0].store.pieces(304)) for cache in caches[1]] == [1, 2]
+
+
+CHANGES = {
+    "append": lambda store, other, states: add(store, *states),
+    "truncate to the tail": lambda store, other, states: store.truncate(1005),
+    "truncate to a segment": lambda store, other, states: store.truncate(700),
+    "drop": lambda store, other, states: store.drop_oldest(400),
+    "select": lambda store, other, states: store.select(torch.tensor([0, 0, 0])),
+    "expand": lambda store, other, states: store.expand(2),
+    "compact": lambda store, other, states: store.compact(),
+    "trim": lambda store, other, states: store.trim(),
+    "clear": lambda store, other, states: store.clear(),
+    "share": lambda store, other, states: store.share_prefix(other, 900),
+}
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_interrupt_finds_a_change_done_or_not_begun(change: str, segmented: bool) -> None:
+    def interrupted(at: int) -> bool:
+        """Whether the call of that number in the package was interrupted, rather than the change done before it."""
+        one, keys, values = filled(1000)
+        other, _, _ = filled(1000)
+        store, states = one.fork(), Numbers(10**6).states(1, 9)
+        if segmented:
+            keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), states, strict=True))
+            add(one, *Numbers(10**7).states(1, 9))
+            add(store, *states)
+        elif "tail" in change:
+            return False
+        more = Numbers(2 * 10**6).states(1, 9)
+        after = DenseStore()
+        add(after, keys, values)
+        CHANGES[change](after, other, more)
+        calls = 0
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls
+            if event == "call" and "kvlayers/stores" in frame.f_code.co_filename:
+                calls += 1
+                if calls == at:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            CHANGES[change](store, other, more)
+        except KeyboardInterrupt:
+            pass
+        else:
+            return False
+        finally:
+            sys.setprofile(None)
+        seen = [as_dense(held) for held in store.newest(store.length)]
+        done = list(after.newest(after.length)) if after.length else []
+        assert any(
+            len(expected) == 0 or all(map(torch.equal, seen, expected))
+            for expected in ([keys, values], done)
+            if (expected[0].shape[2] if expected else 0) == store.length
+        )
+        return True
+
+    at = 1
+    while interrupted(at):
+        at += 1

@@ -12,8 +12,8 @@ from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.autocast import without_autocast
 
-CPU = "a compiled kernel on packed states"
-CUDA = "a Triton kernel on packed states"
+CPU = "a compiled kernel on segments"
+CUDA = "a Triton kernel on segments"
 BLOCKS = "plain torch, block by block"
 COPY = "torch's attention on a copy of segments"
 SLABS = "slab by slab"
@@ -96,16 +96,15 @@ class _Means(Protocol):
 
 def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> _Means:
     """What computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
-    if obstacle is None:
-        paths.record(CPU)
-        return cpu_kernel
-    paths.record(f"{SHARED if segments.shares_rows else BLOCKS}, as {obstacle}")
-    return shared_segments if segments.shares_rows else reference
+    shares = segments.shares_rows
+    paths.record(CPU if obstacle is None else f"{SHARED if shares else BLOCKS}, as {obstacle}")
+    return cpu_kernel if obstacle is None else shared_segments if shares else reference
 
 
 def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
     """What computes a product of eager attention with queries, or weights, `[batch, heads, queries, any]`."""
     if not fused.serves(queries.device):
         return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
-    paths.record(f"{fused.PLAIN}, {SHARED}" if segments.shares_rows else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
-    return shared_segments if segments.shares_rows else fused
+    shares = segments.shares_rows
+    paths.record(f"{fused.PLAIN}, {SHARED}" if shares else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
+    return shared_segments if shares else fused

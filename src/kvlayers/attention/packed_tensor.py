@@ -87,7 +87,7 @@ class Snapshot:
         with without_autocast(self.device):
             segments = self.read()
             states = segments.dense(side, self.dtype)
-            # The states of one dense segment are a view of memory that other stores may hold.
+            # The states of one dense segment are a view, to which a caller could write.
             return states.clone() if len(segments.in_order) == 1 and segments.are_dense else states
 
     @property
@@ -182,9 +182,6 @@ class PackedStates(Tensor):
             StaleStatesError: the cache has changed since it returned the states.
         """
         states = self.snapshot.dense(self.side)
-        if len(self.snapshot.segments.in_order) == 1:
-            # A view of the only segment, to which a caller could write.
-            states = states.clone()
         view = self.packed_view
         if view.grouped:
             return states[:, :, None].expand(-1, -1, view.copies, -1, -1)

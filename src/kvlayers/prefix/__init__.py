@@ -5,5 +5,15 @@ from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.lookup import Hit
 from kvlayers.prefix.statistics import PrefixStatistics
 from kvlayers.prefix.store import PrefixStore
+from kvlayers.prefix.tree import PrefixNode, PrefixTree
 
-__all__ = ["PrefixEntry", "EvictionPolicy", "Hit", "LeastRecentlyUsed", "PrefixStatistics", "PrefixStore"]
+__all__ = [
+    "EvictionPolicy",
+    "Hit",
+    "LeastRecentlyUsed",
+    "PrefixEntry",
+    "PrefixNode",
+    "PrefixStatistics",
+    "PrefixStore",
+    "PrefixTree",
+]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import RollbackError
+from kvlayers.layers import OffloadedLayer
 from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.utils.tensor_memory import Storages
 
@@ -84,6 +85,11 @@ def restorable_length(cache: Cache, length: int) -> int:
     except RollbackError:
         return 0
     return target
+
+
+def shares_memory(cache: Cache) -> bool:
+    """Whether forks of `cache` share its memory. Those of reservations and of states on the host are copies."""
+    return not cache.is_static and not any(isinstance(layer, OffloadedLayer) for layer in cache.adapted_layers())
 
 
 def fork_at(cache: Cache, length: int) -> Cache:

@@ -9,6 +9,7 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError
 from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.entry import shares_memory
 from kvlayers.prefix.index import EntryIndex, Exchange
 from kvlayers.prefix.lookup import Hit, Search
 from kvlayers.prefix.radix_tree import Tokens
@@ -18,7 +19,8 @@ from kvlayers.prefix.write_queue import WriteQueue
 class EntryAccess:
     """Inserts and finds entries for several threads at once.
 
-    The lock is held while the index is read or changed, and not while files are read or states are moved.
+    The lock is held while the index is read or changed, and not while files are read. States move under it only to give
+    back memory that is needed.
 
     Args:
         index: the entries.
@@ -110,7 +112,8 @@ class EntryAccess:
     def _share(self, label: str, ids: Tokens, cache: Cache) -> None:
         """Have a cache hold its first tokens where an entry in memory holds them, and give back its spare room."""
         with self._lock:
-            closest = None if cache.rotates_keys else self._index.closest_in_memory(label, ids)
+            can_share = shares_memory(cache) and not cache.rotates_keys
+            closest = self._index.closest_in_memory(label, ids) if can_share else None
         if closest is not None:
             cache.share_prefix(*closest)
             # Of the other cache's holders, the entry alone is left.

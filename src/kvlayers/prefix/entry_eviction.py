@@ -8,7 +8,10 @@ from kvlayers.prefix.radix_tree import RadixTree
 
 
 class EvictionPolicy(Protocol):
-    """Decides the order in which entries are evicted. It must not change them."""
+    """Decides the order in which entries are evicted.
+
+    It is asked while the lock of the store is held, so it must not use the store. It must not change the entries.
+    """
 
     def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
         """The entries in order of eviction. Entries that are left out are evicted last."""
@@ -42,7 +45,7 @@ def eviction_order(
     """
     ranks: dict[int, int] = {}
     # Entries that the policy leaves out come last, since the budget must hold whatever it returns.
-    for entry in [*policy.order(entries), *entries]:
+    for entry in [*policy.order(tuple(entries)), *entries]:
         ranks.setdefault(id(entry), len(ranks))
     last_below: dict[int, int] = {}
     for tree in trees:

@@ -17,6 +17,9 @@ from kvlayers.utils.units import exact_bytes
 MOST_NEIGHBOURS = 4
 """Entries in files whose blocks a new file may refer to."""
 
+MOST_MOVED_BYTES = 2**28
+"""A larger cache is not moved to give back spare room, since the lock of the store is held meanwhile."""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -149,6 +152,12 @@ class EntryIndex:
             entry.is_leaving = False
             self._staying.add(entry.storages)
 
+    def pin(self, entry: PrefixEntry, change: int) -> None:
+        """Add to the pins of an entry. A pinned entry that was leaving memory stays."""
+        entry.pins += change
+        if entry.pins:
+            self._stay(entry)
+
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""
         self._stay(entry)
@@ -216,7 +225,7 @@ class EntryIndex:
 
     def _trim(self, entry: PrefixEntry) -> None:
         before = entry.storages
-        if entry.cache is not None:
+        if entry.cache is not None and entry.nbytes <= MOST_MOVED_BYTES:
             entry.cache.trim()
             self._count(entry, entry.cache.storages())
             self.note_moves(before.keys() - entry.storages.keys())
@@ -266,10 +275,13 @@ class EntryIndex:
 
     def clear(self) -> list[str]:
         """Remove all entries, pinned or not, and return the paths of their files."""
-        paths = [entry.path for entry in self if entry.path is not None]
-        for entry in list(self):
-            self.remove(entry)
-        return paths
+        entries = list(self)
+        # At once, or memory would be moved for entries that go next.
+        self._trees, self._holders, self._untrimmed, self._stuck = {}, {}, set(), None
+        self._memory, self._staying = MemoryAccount(), MemoryAccount()
+        for entry in entries:
+            entry.cache, entry.storages, entry.is_leaving = None, {}, False
+        return [entry.path for entry in entries if entry.path is not None]
 
     # Memory
 
@@ -357,7 +369,8 @@ class EntryIndex:
         entry = exchange.entry
         for old in exchange.replaced:
             entry.boundaries |= old.boundaries
-            entry.hits += old.hits
+            entry.hits, old.hits = entry.hits + old.hits, 0
+            entry.used = max((used for used in (entry.used, old.used) if used is not None), default=None)
             if old.is_being_written:
                 continue
             if old.path is None:
@@ -397,8 +410,12 @@ class EntryIndex:
     def _evict(self, candidates: Sequence[PrefixEntry], most: int) -> list[PrefixEntry]:
         """Evict entries until those that stay take no more than `most` bytes, or only pinned ones are left."""
         must_be_written: list[PrefixEntry] = []
-        while self._untrimmed and self._staying.nbytes > most:
-            self._trim(self._untrimmed.pop())
+        # If everything goes, nothing has to be moved.
+        for entry in [entry for entry in self._untrimmed if not entry.is_leaving] if most > 0 else ():
+            if self._staying.nbytes <= most:
+                break
+            self._untrimmed.discard(entry)
+            self._trim(entry)
         if self._staying.nbytes <= most:
             return must_be_written
         staying = (entry for entry in candidates if not entry.pins and not entry.is_leaving)

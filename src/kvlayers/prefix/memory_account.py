@@ -50,7 +50,3 @@ class MemoryAccount:
                 self.shared_bytes -= piece[1]
             elif not holders:
                 self.nbytes -= piece[1]
-
-    def missing(self, storages: Storages) -> int:
-        """Bytes by which the total would grow with another cache."""
-        return sum(piece[1] for piece in storages.items() if piece not in self._holders)

@@ -221,7 +221,7 @@ class PrefixStore:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            entry.pins += change
+            self._index.pin(entry, change)
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.

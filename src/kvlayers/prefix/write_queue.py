@@ -222,7 +222,11 @@ class WriteQueue:
         if isinstance(job, _Write):
             return self._do_write(job)
         if isinstance(job, _Delete):
-            self._do_delete(job.paths)
+            self._directory.delete_all(job.paths)
+            with self._changed:
+                # A refresh has found them if it listed the files before.
+                for entry in [entry for entry in self._index if entry.path in job.paths]:
+                    self._index.drop_file(entry)
         else:
             self._do_shrink()
             self._directory.collect_garbage()
@@ -230,30 +234,18 @@ class WriteQueue:
 
     def _do_write(self, job: _Write) -> float | None:
         entry = job.entry
-        with self._changed:
-            if entry.cache is None or entry.path is not None or entry not in self._index:
-                return None
-            entry.is_being_written = True
-            job.tries += 1
-            # A fork, since others fork the cache meanwhile.
-            cache = entry.cache.fork()
-            neighbours = self._index.neighbours_in_files(entry)
-            job.superseded = self._index.superseded_files(entry)
-            for old in job.superseded:
-                entry.boundaries |= old.boundaries
-            boundaries = sorted(entry.boundaries)
+        job.tries += 1
         try:
-            written = self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
+            written = self._written(job)
         except Exception as error:
             # Not kept, since its traceback holds the cache.
             failure, is_unreachable = str(error), isinstance(error, CachePathError)
             level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
         else:
-            del cache
-            self._finish_write(job, written)
-            self._do_shrink()
+            if written is not None:
+                self._finish_write(job, written)
+                self._do_shrink()
             return None
-        del cache
         with self._changed:
             entry.is_being_written = False
             most_tries = 1 if self._is_unreachable else self._most_tries
@@ -266,6 +258,21 @@ class WriteQueue:
                 self._index.remove(entry)
         logger.log(level, "An entry of a prefix store was not written to its directory: %s", failure)
         return None
+
+    def _written(self, job: _Write) -> WrittenEntry | None:
+        entry = job.entry
+        with self._changed:
+            if entry.cache is None or entry.path is not None or entry not in self._index:
+                return None
+            entry.is_being_written = True
+            # A fork, since others fork the cache meanwhile.
+            cache = entry.cache.fork()
+            neighbours = self._index.neighbours_in_files(entry)
+            job.superseded = self._index.superseded_files(entry)
+            for old in job.superseded:
+                entry.boundaries |= old.boundaries
+            boundaries = sorted(entry.boundaries)
+        return self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
 
     def _finish_write(self, job: _Write, written: WrittenEntry) -> None:
         entry = job.entry
@@ -281,14 +288,10 @@ class WriteQueue:
             else:
                 # The store was cleared meanwhile.
                 paths = [written.path]
-        self._do_delete(paths)
-
-    def _do_delete(self, paths: Sequence[str]) -> None:
-        if not paths:
-            return
-        with self._changed:
             used = {entry.path for entry in self._index}
-        self._directory.delete_all([path for path in paths if path not in used])
+        unused = [path for path in paths if path not in used]
+        if unused:
+            self._directory.delete_all(unused)
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes
@@ -298,11 +301,17 @@ class WriteQueue:
             entries = {entry.path: entry for entry in self._index if entry.path is not None}
             paths = [path for path, entry in entries.items() if entry.cache is not None or not entry.pins]
         for path in self._directory.oldest_first(paths):
+            entry = entries[path]
+            with self._changed:
+                # Others may have pinned, evicted or removed it meanwhile.
+                is_needed = entry.path != path or (entry.pins and entry.cache is None)
+            if is_needed:
+                continue
             if self._directory.nbytes <= most or not self._directory.delete(path):
                 return
             with self._changed:
-                if entries[path].path == path:
-                    self._index.drop_file(entries[path])
+                if entry.path == path:
+                    self._index.drop_file(entry)
 
     # The end of the process, and children of it
 

@@ -68,6 +68,11 @@ class BufferPair(TokenStore):
     def value_form(self) -> StateForm | None:
         return self._value_form
 
+    def _forms(self) -> tuple[StateForm, StateForm]:
+        if self._key_form is None or self._value_form is None:
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        return self._key_form, self._value_form
+
     @override
     def newest_keys(self, count: int) -> Tensor:
         return self._buffers()[0].read(self._end - count, count)
@@ -78,7 +83,9 @@ class BufferPair(TokenStore):
 
     @override
     def newest(self, count: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._buffers()
+        keys, values = self._keys, self._values
+        if keys is None or values is None:
+            keys, values = self._buffers()
         start = self._end - count
         return keys.read(start, count), values.read(start, count)
 
@@ -112,8 +119,7 @@ class BufferPair(TokenStore):
 
     def _allocate(self, capacity: int) -> None:
         """Move the held tokens to new buffers for `capacity` tokens, behind the room for a prefix."""
-        if self._key_form is None or self._value_form is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        key_form, value_form = self._forms()
         length, free = self.tail_length, self.prefix_room
         capacity += free
         if self._keys is not None and self._values is not None:
@@ -121,8 +127,8 @@ class BufferPair(TokenStore):
             keys = self._keys.reallocated(self._start, length, capacity, free)
             values = self._values.reallocated(self._start, length, capacity, free)
         else:
-            keys = TokenBuffer.allocate(self._key_form, capacity)
-            values = TokenBuffer.allocate(self._value_form, capacity)
+            keys = TokenBuffer.allocate(key_form, capacity)
+            values = TokenBuffer.allocate(value_form, capacity)
         # No call in between, so that an interrupt finds all of it done, or nothing.
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None

@@ -124,7 +124,8 @@ class ContiguousStore(BufferPair):
         if self._start < width:
             self._allocate(self._capacity - self._start)
         elif self._copy_on_write is not None and not self._may_write(self._start - width, self._start):
-            self._allocate(self._capacity_of_copy(0))
+            self._leave_buffers(0)
+            return self._newest_after_prefix(prefix, count)
         key_buffer, value_buffer = self._buffers()
         start = self._start - width
         key_buffer.write(start, prefix[0])

@@ -6,10 +6,8 @@ from typing_extensions import Self, override
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
-from kvlayers.stores.segmented import MAXIMUM_SEGMENTS, SegmentedStore
-
-GROWTH_DIVISOR = 8
-"""A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average."""
+from kvlayers.stores.returned_states import ReturnedStates
+from kvlayers.stores.segmented import GROWTH_DIVISOR, MAXIMUM_SEGMENTS, SegmentedStore
 
 MINIMUM_GROWTH = 128
 """Fewest tokens by which a buffer grows, so that short sequences are not moved every few tokens."""
@@ -41,16 +39,9 @@ class DenseStore(SegmentedStore):
         prefix_room: int = 0,
         maximum_segments: int = MAXIMUM_SEGMENTS,
     ) -> None:
-        super().__init__(prefix_room, maximum_segments)
+        super().__init__(prefix_room, maximum_segments, minimum_growth)
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
-        self.minimum_growth = minimum_growth
-
-    @property
-    @override
-    def shortest_segment(self) -> int:
-        # A copy takes no more memory than the spare room of a new tail.
-        return self.minimum_growth
 
     @override
     def grown_capacity(self, needed: int) -> int:
@@ -129,7 +120,7 @@ class DenseStore(SegmentedStore):
             twin = self.fork()
         else:
             twin = self.__class__.__new__(self.__class__)
-            twin.__dict__.update(self.__dict__, _copy_on_write=None, _shared=self._copied_segments())
+            twin.__dict__.update(self.__dict__, _copy_on_write=None, _returned=ReturnedStates())
         twin.select(indices)
         return twin
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
+from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores import quantized_plan as plan
@@ -22,6 +21,7 @@ from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyo
 from kvlayers.stores.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
 from kvlayers.stores.registry import register_store
+from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.validation import checked_forms, mismatch
 
 
@@ -57,10 +57,9 @@ class QuantizedStore(TokenStore):
         self._validated: tuple[StateForm, StateForm] | None = None
         self._parts = QuantizedParts(DenseStore(), None, DenseStore())
         self._length = 0
-        self._version = Version()
         self._old_segments: tuple[Segment, ...] | None = None
-        self._snapshot: Snapshot | None = None
-        self.paths, self.packing = PathCounter(), PathCounter()
+        self._returned = ReturnedStates()
+        self.packing = PathCounter()
         self._residual_may_move = False
         """Whether the residual has room at its front, to which the next tokens may move it."""
 
@@ -91,7 +90,7 @@ class QuantizedStore(TokenStore):
     @property
     @override
     def attention_paths(self) -> Mapping[str, int]:
-        return self.paths.counts
+        return self._returned.paths.counts
 
     @property
     @override
@@ -215,10 +214,10 @@ class QuantizedStore(TokenStore):
             self.append(keys, values)
             if prefix_states is None:
                 return self.newest(past + new)
-            return self._returned(self._segments(past + new).with_prefix(DenseSegment(*prefix_states)))
+            return self._attended(self._segments(past + new).with_prefix(DenseSegment(*prefix_states)))
         segments = self._segments_with(keys, values, past, prefix_states)
         self.append(keys, values)
-        return self._returned(segments)
+        return self._attended(segments)
 
     @override
     def extend_and_evict(
@@ -237,7 +236,7 @@ class QuantizedStore(TokenStore):
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
-        return self._returned(segments)
+        return self._attended(segments)
 
     # Reading
 
@@ -253,35 +252,27 @@ class QuantizedStore(TokenStore):
     def newest(self, count: int) -> KVPair:
         if count <= self._parts.residual.length and not self._parts.residual.has_segments:
             return self._parts.residual.newest(count)
-        snapshot = self._snapshot
-        # Keys and values that are read one after the other must be of one snapshot.
-        if snapshot is not None and (count, self.length) == (snapshot.segments.tokens, snapshot.length):
-            return self._packed_pair(snapshot)
-        returned = self._returned(self._segments(count))
-        if isinstance(returned[0], PackedStates):
-            self._snapshot = returned[0].snapshot
-        return returned
+        return self._returned.newest(count, self._attended_newest, self._known_forms(), self.length)
 
     @override
     def caller_views(self) -> KVPair:
         # Packed states cannot be written to, and know when they have become stale.
         return self.newest(self.length) if self._parts.old_tokens else self._parts.residual.caller_views()
 
-    def _returned(self, segments: KVSegments) -> KVPair:
+    def _attended_newest(self, count: int) -> KVPair:
+        return self._attended(self._segments(count))
+
+    def _attended(self, segments: KVSegments) -> KVPair:
         """Keys and values for attention: plain tensors if no token is packed or in a shared segment."""
+        forms = self._known_forms()
+        if segments.are_dense and not self._parts.residual.has_segments:
+            return segments.dense("keys", forms[0].dtype), segments.dense("values", forms[1].dtype)
+        return self._returned.attended(segments, forms, self.length)
+
+    def _known_forms(self) -> tuple[StateForm, StateForm]:
         if self._forms is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        _, _, _, dtype, device = self._forms[0]
-        is_plain = segments.are_dense and not self._parts.residual.has_segments
-        if is_plain or torch.compiler.is_compiling():
-            return segments.dense("keys", dtype), segments.dense("values", dtype)
-        return self._packed_pair(
-            Snapshot(segments, dtype, device, self._version, self._version.number, self.length, self.paths)
-        )
-
-    def _packed_pair(self, snapshot: Snapshot) -> KVPair:
-        (_, kv_heads, key_head_dim, _, _), (_, _, value_head_dim, _, _) = self._forms  # type: ignore[misc]
-        return packed_pair(snapshot, kv_heads, (key_head_dim, value_head_dim))
+        return self._forms
 
     def _segments(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
@@ -309,7 +300,8 @@ class QuantizedStore(TokenStore):
         self._length -= count
         self._residual_may_move = self._residual_may_move or from_residual > 0
         # Returned states stay valid; only states that are returned from now on have fewer tokens.
-        self._old_segments = self._snapshot = None
+        self._old_segments = None
+        self._returned.forget()
 
     @override
     def truncate(self, length: int) -> None:
@@ -351,12 +343,13 @@ class QuantizedStore(TokenStore):
 
     def _invalidate_snapshots(self) -> None:
         """Make all states that were returned so far stale."""
-        self._version.advance()
+        self._returned.invalidate()
         self._forget_segments()
 
     def _forget_segments(self) -> None:
         """Build segments again for states that are returned from now on. Returned states stay valid."""
-        self._old_segments = self._snapshot = None
+        self._old_segments = None
+        self._returned.forget()
         self._residual_may_move = False
         parts = self._parts
         hint = residual_length_hint(self._room, self.length_hint, parts.old_tokens, parts.residual.length)
@@ -367,8 +360,7 @@ class QuantizedStore(TokenStore):
     def _twin(self, parts: QuantizedParts) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._version, twin._parts = Version(), parts
-        twin.paths, twin.packing = PathCounter(), PathCounter()
+        twin._parts, twin._returned, twin.packing = parts, ReturnedStates(), PathCounter()
         return twin
 
     @override
@@ -399,11 +391,12 @@ class QuantizedStore(TokenStore):
     def swap_buffers(self, swap: BufferSwap) -> None:
         self._parts.swap_buffers(swap)
         # Returned states keep the buffers that they are views of.
-        self._old_segments = self._snapshot = None
+        self._old_segments = None
+        self._returned.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         # Segments are views; a copy of the store would contain copies of states that are in the parts already.
-        return {**self.__dict__, "_old_segments": None, "_snapshot": None, "_validated": None}
+        return {**self.__dict__, "_old_segments": None, "_validated": None}
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:

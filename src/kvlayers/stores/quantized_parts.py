@@ -90,7 +90,7 @@ class QuantizedParts:
         if blocks is None:
             raise StateMismatchError("The store is empty, so it has no states to pack: update the layer first.")
         held = self.residual.length
-        states = [*map(_states_of, self.residual.pieces(held) if held else ()), (keys, values)]
+        states = [*map(_states_of, self.residual.pieces(held)), (keys, values)]
         size = blocks.block_tokens
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
@@ -133,12 +133,11 @@ class QuantizedParts:
         """Sinks and packed tokens, without the oldest `skipped` tokens."""
         sinks = max(self.sinks.length - skipped, 0)
         packed = () if self.blocks is None else self.blocks.segments(max(skipped - self.sinks.length, 0))
-        return *(self.sinks.pieces(sinks) if sinks else ()), *packed
+        return *self.sinks.pieces(sinks), *packed
 
     def segments(self, old: tuple[Segment, ...], count: int) -> KVSegments:
         """The segments `old`, and the residual's tokens among the newest `count` of the store."""
-        recent = min(count, self.residual.length)
-        return KVSegments((*old, *(self.residual.pieces(recent) if recent else ())))
+        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))))
 
     # Dropping, cropping and the batch
 

@@ -1,31 +1,28 @@
 """Tokens in segments that other stores hold too, and in a tail behind them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.segments import DenseSegment
-from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, TokenBuffer
+from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore
-from kvlayers.stores.shared_segment import SharedSegment, SharedSegments, at_most, selected, write_segment
+from kvlayers.stores.returned_states import ReturnedStates
+from kvlayers.stores.shared_segment import SharedSegment, at_most, selected, tokens_of, write_segment
 
-COPIED_TAIL_DIVISOR = 8
-"""A tail of at most an eighth of all tokens is copied, as a growing buffer is, so that segments stay few."""
+GROWTH_DIVISOR = 8
+"""A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average. So a tail of
+at most an eighth of all tokens is copied rather than made a segment, and memory is given back if more is spare."""
 
 MAXIMUM_SEGMENTS = 8
 """Segments that attention reads one after the other at little cost."""
 
-TRIM_DIVISOR = 8
-"""Memory is given back if more than an eighth of it is not used, which is the spare room of a growing buffer."""
-
 TAIL_TRIM_DIVISOR = 20
-"""The same for a tail behind segments, which is short, so that moving it costs little."""
+"""A tail behind segments is short, so that moving it costs little. It is moved if more than this part is spare."""
 
 
 class SegmentedStore(ContiguousStore):
@@ -37,35 +34,35 @@ class SegmentedStore(ContiguousStore):
     Args:
         prefix_room: see `BufferPair`.
         maximum_segments: if there are more, the smallest neighbours are merged.
+        minimum_growth: fewest tokens by which a buffer grows. A tail that others hold too becomes a segment from as
+            many tokens on: a copy of a shorter one takes no more memory than the spare room of a new tail.
     """
 
-    def __init__(self, prefix_room: int, maximum_segments: int) -> None:
+    def __init__(self, prefix_room: int, maximum_segments: int, minimum_growth: int) -> None:
         super().__init__(prefix_room=prefix_room)
+        self.minimum_growth = minimum_growth
         self.maximum_segments = maximum_segments
-        self._shared: SharedSegments | None = None
+        self._segments: tuple[SharedSegment, ...] = ()
+        self._shared_tokens = 0
+        self._is_forked = False
+        """Whether others may hold the tail, or there are segments."""
+        self._length = 0
+        """Tokens of segments and tail, counted while the store is forked."""
+        self._returned = ReturnedStates()
 
     @abstractmethod
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
 
     @property
-    @abstractmethod
-    def shortest_segment(self) -> int:
-        """Tokens from which a tail that others hold too becomes a segment. A shorter one is copied."""
-
-    @property
     @override
     def length(self) -> int:
-        return self._end - self._start if self._shared is None else self._shared.length
-
-    @property
-    def _shared_tokens(self) -> int:
-        return 0 if self._shared is None else self._shared.tokens
+        return self._length if self._is_forked else self._end - self._start
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
         """Whether compiled code calls the layer by an operator: after a fork, which may make a segment of the tail."""
-        return self._shared is not None
+        return self._is_forked
 
     @property
     def has_segments(self) -> bool:
@@ -77,18 +74,16 @@ class SegmentedStore(ContiguousStore):
         """Whether other stores, or several sequences, read the same memory."""
         if self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             return True
-        segments = () if self._shared is None else self._shared.segments
-        return any(segment.rows is not None or not segment.sharing.has_one_holder for segment in segments)
+        return any(segment.rows is not None or not segment.sharing.has_one_holder for segment in self._segments)
 
     @override
     def count(self, tokens: int) -> None:
-        if self._shared is not None:
-            self._shared.length += tokens
+        self._length += tokens
 
     @property
     @override
     def attention_paths(self) -> Mapping[str, int]:
-        return {} if self._shared is None else self._shared.paths.counts
+        return self._returned.paths.counts
 
     # Reading
 
@@ -102,38 +97,37 @@ class SegmentedStore(ContiguousStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if self._shared is None or count <= self._end - self._start:
+        if not self._is_forked or count <= self._end - self._start:
             return super().newest(count)
-        return self._shared.states(self.pieces(count), *self._forms())
+        return self._returned.newest(count, self._attended, self._forms(), self._length)
+
+    def _attended(self, count: int, *prefix: DenseSegment) -> KVPair:
+        """Keys and values of a prefix, if there is one, and of the newest `count` tokens, which reach into segments."""
+        return self._returned.attended(KVSegments((*prefix, *self.pieces(count))), self._forms(), self._length)
 
     def pieces(self, count: int) -> tuple[DenseSegment, ...]:
         """The newest `count` tokens as attention reads them: a piece for each segment, and one for the tail.
 
         Nothing is copied, and a whole segment is the same object each time.
         """
-        in_tail = min(count, self.tail_length)
+        in_tail = min(count, self._end - self._start)
         tail = (DenseSegment(*super().newest(in_tail)),) if in_tail else ()
-        segments = [] if self._shared is None else self._shared.newest(count - in_tail)
+        in_segments = count - in_tail
+        if not in_segments:
+            return tail
+        segments = tokens_of(self._segments, self._shared_tokens - in_segments, in_segments)
         return (*(segment.dense() for segment in segments), *tail)
-
-    def _forms(self) -> tuple[StateForm, StateForm]:
-        if self._key_form is None or self._value_form is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._key_form, self._value_form
 
     @override
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
-        slots = self._start - prefix[0].shape[2], self._start
-        if count == self.tail_length and self.is_shared and self._keeps_tail() and not self._may_write(*slots):
-            self._begin_tail(0)
-        if self._shared is None or count <= self.tail_length:
-            return super()._newest_after_prefix(prefix, count)
-        return self._shared.attended((DenseSegment(*prefix), *self.pieces(count)), *self._forms())
+        if self._is_forked and count > self.tail_length:
+            return self._attended(count, DenseSegment(*prefix))
+        return super()._newest_after_prefix(prefix, count)
 
     @override
     def caller_views(self) -> KVPair:
-        if self._shared is not None and self._shared.segments and not torch.compiler.is_compiling():
-            if any(segment.rows is not None for segment in self._shared.segments):
+        if self._segments and not torch.compiler.is_compiling():
+            if any(segment.rows is not None for segment in self._segments):
                 # Each sequence would get a copy. Packed states cannot be written to, and know when they are stale.
                 return self.newest(self.length)
             self.compact()
@@ -141,9 +135,9 @@ class SegmentedStore(ContiguousStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._shared is None or self._tracks_gradients:
+        if not self._segments or self._tracks_gradients:
             return super().state()
-        keys, values = self._gathered(self.length, self.length)
+        keys, values = self._gathered(self.length)
         return {"keys": keys.tensor, "values": values.tensor}
 
     # Memory
@@ -151,17 +145,12 @@ class SegmentedStore(ContiguousStore):
     @override
     def _advance(self, tokens: int) -> None:
         self._end += tokens
-        if self._shared is not None:
-            self._shared.length += tokens
-
-    def _recount(self) -> None:
-        if self._shared is not None:
-            self._shared.length = self._shared.tokens + self.tail_length
+        if self._is_forked:
+            self._length += tokens
 
     @override
-    def _adopt(self, keys: Tensor, values: Tensor) -> None:
-        super()._adopt(keys, values)
-        self._recount()
+    def _set_end(self, end: int) -> None:
+        self._end, self._length = end, self._shared_tokens + end - self._start
 
     @override
     def _release(self) -> None:
@@ -169,17 +158,12 @@ class SegmentedStore(ContiguousStore):
         super()._release()
 
     def _forget_segments(self) -> None:
-        self._invalidate_states()
-        self._shared = None
-
-    def _invalidate_states(self) -> None:
-        """Make all packed states that were returned so far stale."""
-        if self._shared is not None:
-            self._shared.invalidate()
+        self._returned.invalidate()
+        self._segments, self._shared_tokens, self._is_forked = (), 0, False
 
     @override
     def _shift_to_front(self) -> None:
-        self._invalidate_states()
+        self._returned.invalidate()
         super()._shift_to_front()
 
     @override
@@ -191,43 +175,53 @@ class SegmentedStore(ContiguousStore):
 
     def _keeps_tail(self) -> bool:
         """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
-        tail = self.tail_length
-        short = max(self.length // COPIED_TAIL_DIVISOR, self.shortest_segment - 1)
-        shared = self._copy_on_write is not None and not self._copy_on_write.has_one_holder
-        return shared and tail > short and self._can_share()
+        if self._copy_on_write is None or self._copy_on_write.has_one_holder:
+            return False
+        short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
+        return self.tail_length > short and self._can_share()
 
     def _begin_tail(self, tokens: int) -> None:
         """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
-        self._hold_segments(self._all_segments())
+        self._hold(self._as_segments(self.length))
         self._allocate(self.grown_capacity(tokens))
 
-    def _all_segments(self, tokens: int | None = None) -> list[SharedSegment]:
-        """The oldest `tokens` tokens, those of the tail included, as segments; all tokens if it is not given."""
-        tokens = self.length if tokens is None else tokens
-        segments = [] if self._shared is None else self._shared.oldest(tokens)
+    def _as_segments(self, tokens: int) -> list[SharedSegment]:
+        """The oldest `tokens` tokens, those of the tail included, as segments."""
+        segments = tokens_of(self._segments, 0, tokens)
         in_tail = tokens - self._shared_tokens
         if in_tail > 0:
             segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
         return segments
 
-    def _hold_segments(
-        self, segments: list[SharedSegment], keys: TokenBuffer | None = None, values: TokenBuffer | None = None
+    def _hold(
+        self,
+        segments: Sequence[SharedSegment],
+        keys: TokenBuffer | None = None,
+        values: TokenBuffer | None = None,
+        free: int = 0,
+        tail: int = 0,
+        batch_size: int | None = None,
     ) -> None:
-        """Hold segments, and a tail that fills buffers of its own."""
-        segments = at_most(self.maximum_segments, segments)
-        shared = SharedSegments() if self._shared is None else self._shared
-        # No call that can fail in between, so that an interrupt finds all of it done, or nothing.
-        self._set_buffers(keys, values)
-        self._start, self._end = 0, 0 if keys is None else keys.capacity
-        self._capacity = self._end
+        """Hold segments, and a tail of `tail` tokens behind `free` empty slots of buffers of its own."""
+        segments = tuple(at_most(self.maximum_segments, segments))
+        shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
+        key_form, value_form = self._forms()
+        if batch_size is not None:
+            key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
+        # No call in between, so that an interrupt finds all of it done, or nothing.
+        sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
+        self._views = None
+        self._start, self._end, self._capacity = free, free + tail, capacity
+        self._key_form, self._value_form = key_form, value_form
         self._tracks_gradients = False
-        self._shared = shared
-        shared.hold(segments)
-        self._recount()
+        self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
+        self._is_forked = bool(segments)
+        if sharing is not None:
+            sharing.leave(self)
 
-    def _gathered(self, count: int, capacity: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
-        """New buffers for `capacity` tokens, with the newest `count` tokens after `free` empty slots."""
-        keys, values = (TokenBuffer.allocate(form, capacity) for form in self._forms())
+    def _gathered(self, count: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
+        """New buffers, which the newest `count` tokens fill behind `free` empty slots."""
+        keys, values = (TokenBuffer.allocate(form, free + count) for form in self._forms())
         for piece in self.pieces(count):
             write_segment(piece, keys, values, free)
             free += piece.tokens
@@ -243,40 +237,37 @@ class SegmentedStore(ContiguousStore):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
-        if self._shared is not None:
-            yield from self._shared.held_tensors()
+        for segment in self._segments:
+            yield from segment.held_tensors()
 
     # Dropping, cropping and the batch
 
     @override
     def drop_oldest(self, count: int) -> None:
-        shared = self._shared
-        if shared is None:
+        if not self._is_forked:
             self._start += count
             return
-        dropped = min(count, shared.tokens)
-        shared.hold(shared.newest(shared.tokens - dropped))
+        dropped = min(count, self._shared_tokens)
+        self._segments = tuple(tokens_of(self._segments, dropped, self._shared_tokens - dropped))
+        self._shared_tokens -= dropped
         self._start += count - dropped
-        self._recount()
+        self._length -= count
 
     @override
     def truncate(self, length: int) -> None:
-        shared = self._shared
-        if shared is None:
-            super().truncate(length)
-            return
-        if not length:
-            self.clear()
-        elif length < shared.tokens:
-            self._hold_segments(shared.oldest(length))
+        self._returned.invalidate()
+        shared = self._shared_tokens
+        if length < shared:
+            self._hold(tokens_of(self._segments, 0, length))
         else:
-            super().truncate(length - shared.tokens)
-        shared.invalidate()
-        self._recount()
+            super().truncate(length - shared)
 
     @override
     def clear(self) -> None:
-        self._forget_segments()
+        self._returned.invalidate()
+        if self._segments:
+            self._hold(())
+        self._is_forked = False
         super().clear()
 
     @override
@@ -288,22 +279,19 @@ class SegmentedStore(ContiguousStore):
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
-        shared = self._shared
-        if self._tracks_gradients or (shared is None and self._keys is None):
+        if self._tracks_gradients or (not self._segments and self._keys is None):
             super().select(indices)
             return
-        segments = [] if shared is None else selected(shared.segments, indices)
-        batch, length, free = indices.shape[0], self.tail_length, self.prefix_room
-        capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
-        if self._keys is not None and self._values is not None:
-            keys = self._keys.selected(indices, self._start, length, capacity, free)
-            values = self._values.selected(indices, self._start, length, capacity, free)
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, capacity
-        self._key_form, self._value_form = self._key_form.of_batch(batch), self._value_form.of_batch(batch)
-        if shared is not None:
-            shared.invalidate()
-            shared.hold(segments)
+        segments = selected(self._segments, indices)
+        keys, values, length, free = self._keys, self._values, self.tail_length, self.prefix_room
+        if keys is None or values is None:
+            free = 0
+        else:
+            capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
+            keys = keys.selected(indices, self._start, length, capacity, free)
+            values = values.selected(indices, self._start, length, capacity, free)
+        self._hold(segments, keys, values, free, length, indices.shape[0])
+        self._returned.invalidate()
 
     @override
     def expand(self, repeats: int) -> None:
@@ -311,26 +299,23 @@ class SegmentedStore(ContiguousStore):
             # A caller may write to these buffers, and the copies of a sequence must not change together.
             self._allocate(self.tail_length)
         if self.length and self._may_freeze():
-            self._hold_segments(self._all_segments())
+            self._hold(self._as_segments(self.length))
         super().expand(repeats)
 
     # Sharing
 
-    def _copied_segments(self) -> SharedSegments | None:
-        return None if self._shared is None else self._shared.copy()
-
     @override
     def fork(self) -> Self:
+        if self._can_share():
+            self._length, self._is_forked = self.length, True
         twin = super().fork()
-        if self._shared is None and self._copy_on_write is not None:
-            self._shared = SharedSegments(length=self.length)
-        twin._shared = self._copied_segments()
+        twin._returned = ReturnedStates()
         return twin
 
     @override
     def snapshot(self) -> Self:
         twin = super().snapshot()
-        twin._shared = self._copied_segments()
+        twin._returned = ReturnedStates()
         return twin
 
     @override
@@ -340,12 +325,14 @@ class SegmentedStore(ContiguousStore):
         forms = self._key_form, self._value_form
         if forms != (other._key_form, other._value_form) or not (self._may_freeze() and other._may_freeze()):
             return
-        held, shared = self._all_segments(tokens), other._all_segments(tokens)
+        # A fork of the other store, which therefore knows that it is forked.
+        held, shared = self._as_segments(tokens), other.fork()._as_segments(tokens)
         if len(held) == len(shared) and all(map(SharedSegment.holds_the_same_as, held, shared)):
             return
         own = self.length - tokens
-        self._hold_segments(shared, *(self._gathered(own, own) if own else ()))
-        self._invalidate_states()
+        keys, values = self._gathered(own) if own else (None, None)
+        self._hold(shared, keys, values, tail=own)
+        self._returned.invalidate()
 
     def _may_freeze(self) -> bool:
         """Whether the tail may become a segment."""
@@ -354,14 +341,14 @@ class SegmentedStore(ContiguousStore):
     @override
     def trim(self) -> None:
         spare = self._capacity - self.prefix_room - self.tail_length
-        divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else TRIM_DIVISOR
+        divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else GROWTH_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
             # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
             is_short = self.tail_length * 2 <= self._shared_tokens
             if is_short or self._may_write(0, self._capacity):
                 self._allocate(self.tail_length)
-        for segment in () if self._shared is None else self._shared.segments:
-            segment.sharing.trim(TRIM_DIVISOR)
+        for segment in self._segments:
+            segment.sharing.trim(GROWTH_DIVISOR)
 
     @override
     def compact(self) -> None:
@@ -370,12 +357,7 @@ class SegmentedStore(ContiguousStore):
             if self._tracks_gradients:
                 self.replace(*self._plain(length))
                 return
-            keys, values = self._gathered(length, free + length, free)
-            self._forget_segments()
-            self._set_buffers(keys, values)
-            self._start, self._end, self._capacity = free, free + length, free + length
+            self._hold((), *self._gathered(length, free), free, length)
+            self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._capacity_of_copy(0))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shared": self._copied_segments()}

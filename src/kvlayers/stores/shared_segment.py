@@ -1,25 +1,17 @@
 """Tokens that a store holds in buffers of other stores: they are read, and never written."""
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.stores.buffer import StateForm, TokenBuffer
-from kvlayers.stores.contract import KVPair
+from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.copy_on_write import CopyOnWrite
-
-UNREAD_DIVISOR = 2
-"""Sequences of a segment that nobody reads are dropped once half of all are: it takes a copy of the others."""
 
 
 class SharedSegment:
@@ -130,92 +122,15 @@ def write_segment(segment: DenseSegment, keys: TokenBuffer, values: TokenBuffer,
         buffer.write(slot, states if rows is None else states.index_select(0, rows.on(states.device)[0]))
 
 
-class SharedSegments:
-    """The segments in front of a store's tail, and what the store has returned over both.
-
-    Attributes:
-        segments: the segments, in the order of their tokens.
-        tokens: tokens in the segments.
-        length: tokens of the whole store.
-        paths: counts the paths that attention takes.
-    """
-
-    def __init__(self, segments: tuple[SharedSegment, ...] = (), length: int = 0) -> None:
-        self.segments = segments
-        self.tokens = sum(segment.tokens for segment in segments)
-        self.length = length
-        self.paths = PathCounter()
-        self._version: Version | None = None
-        self._newest: Callable[[], Snapshot | None] = _nothing
-
-    def copy(self) -> "SharedSegments":
-        """The same segments for another store."""
-        return SharedSegments(self.segments, self.length)
-
-    def hold(self, segments: Sequence[SharedSegment]) -> None:
-        """Hold these segments from now on. States that were returned stay valid."""
-        self.segments = tuple(segments)
-        self.tokens = sum(segment.tokens for segment in segments)
-        self._newest = _nothing
-
-    def invalidate(self) -> None:
-        """Make all states that were returned so far stale."""
-        if self._version is not None:
-            self._version.advance()
-        self._newest = _nothing
-
-    def oldest(self, count: int) -> list[SharedSegment]:
-        """The segments of the oldest `count` tokens."""
-        found = []
-        for segment in self.segments:
-            if count > 0:
-                found.append(segment.part(0, min(count, segment.tokens)))
-            count -= segment.tokens
-        return found
-
-    def newest(self, count: int) -> list[SharedSegment]:
-        """The segments of the newest `count` tokens of those in segments."""
-        found = []
-        for segment in reversed(self.segments):
-            if count > 0:
-                held = min(count, segment.tokens)
-                found.append(segment.part(segment.tokens - held, held))
-            count -= segment.tokens
-        return found[::-1]
-
-    def states(self, pieces: tuple[DenseSegment, ...], key_form: StateForm, value_form: StateForm) -> KVPair:
-        """Keys and values of all tokens or of the newest ones; of one snapshot if they are read one after the other."""
-        tokens, snapshot = sum(piece.tokens for piece in pieces), self._newest()
-        if snapshot is None or (snapshot.length, snapshot.segments.tokens) != (self.length, tokens):
-            returned = self.attended(pieces, key_form, value_form)
-            if isinstance(returned[0], PackedStates):
-                # Whoever reads values after keys still has the keys.
-                self._newest = weakref.ref(returned[0].snapshot)
-            return returned
-        return packed_pair(snapshot, key_form.kv_heads, (key_form.head_dim, value_form.head_dim))
-
-    def attended(self, pieces: tuple[DenseSegment, ...], key_form: StateForm, value_form: StateForm) -> KVPair:
-        """Keys and values of tokens in pieces: packed states, or copies while code is compiled."""
-        segments = KVSegments(pieces)
-        if torch.compiler.is_compiling():
-            return segments.dense("keys", key_form.dtype), segments.dense("values", value_form.dtype)
-        # Made late: forks are many, and few of them return states before they are forked again.
-        version = self._version = Version() if self._version is None else self._version
-        snapshot = Snapshot(segments, key_form.dtype, key_form.device, version, version.number, self.length, self.paths)
-        return packed_pair(snapshot, key_form.kv_heads, (key_form.head_dim, value_form.head_dim))
-
-    def held_tensors(self) -> Iterator[Tensor]:
-        """All tensors that keep memory alive."""
-        for segment in self.segments:
-            yield from segment.held_tensors()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has returned no states yet.
-        return {**self.__dict__, "_newest": _nothing}
-
-
-def _nothing() -> None:
-    return None
+def tokens_of(segments: Sequence[SharedSegment], start: int, count: int) -> list[SharedSegment]:
+    """The segments of `count` tokens from `start`, counted over all segments."""
+    found = []
+    for segment in segments:
+        begin, end = max(start, 0), min(start + count, segment.tokens)
+        if begin < end:
+            found.append(segment.part(begin, end - begin))
+        start -= segment.tokens
+    return found
 
 
 def selected(segments: Sequence[SharedSegment], indices: Tensor) -> list[SharedSegment]:
@@ -238,54 +153,43 @@ def selected(segments: Sequence[SharedSegment], indices: Tensor) -> list[SharedS
 def _without_unread(rows: SegmentRows) -> tuple[SegmentRows, tuple[int, ...] | None]:
     """The rows, and the sequences that are read if half of them or fewer are: then the places among these."""
     used = tuple(sorted(set(rows.known or range(rows.sequences))))
-    if len(used) * UNREAD_DIVISOR > rows.sequences:
+    if len(used) * 2 > rows.sequences:
+        # Dropping the others takes a copy.
         return rows, None
     return SegmentRows(len(used), tuple(map(used.index, rows.known or ()))), used
 
 
-def at_most(maximum: int, segments: list[SharedSegment]) -> list[SharedSegment]:
-    """The segments, in which neighbours are merged until there are `maximum` of them: the smallest ones."""
+def at_most(maximum: int, segments: Sequence[SharedSegment]) -> Sequence[SharedSegment]:
+    """The segments, in which neighbours are merged until there are `maximum` of them: where it copies the least."""
     while len(segments) > max(maximum, 1):
-        pairs = [_PairOfSegments(*pair) for pair in itertools.pairwise(segments)]
-        place = min(range(len(pairs)), key=lambda at: pairs[at].rows_of_tokens)
-        segments = [*segments[:place], pairs[place].merged(), *segments[place + 2 :]]
+        pairs = list(itertools.pairwise(segments))
+        place = min(range(len(pairs)), key=lambda at: _copied_tokens(*pairs[at]))
+        segments = [*segments[:place], _merged(*pairs[place]), *segments[place + 2 :]]
     return segments
 
 
-class _PairOfSegments(NamedTuple):
-    first: SharedSegment
-    second: SharedSegment
+def _read_alike(first: SharedSegment, second: SharedSegment) -> bool:
+    """Whether the sequences of the batch read the same sequences of both."""
+    rows, others = first.rows, second.rows
+    if rows is others or rows is None or others is None:
+        return rows is others
+    return rows.known is not None and (rows.known, rows.sequences) == (others.known, others.sequences)
 
-    @property
-    def share_rows(self) -> bool:
-        """Whether the sequences of the batch read the same sequences of both."""
-        rows, others = self.first.rows, self.second.rows
-        if rows is None or others is None:
-            return rows is others
-        known = rows.known is not None and (rows.known, rows.sequences) == (others.known, others.sequences)
-        return rows is others or known
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of the merged segment."""
-        rows = self.first.rows if self.first.rows is not None else self.second.rows
-        return self.first.sequences if self.share_rows or rows is None else len(rows)
+def _copied_tokens(first: SharedSegment, second: SharedSegment) -> int:
+    """Tokens of all sequences that one segment for both would hold."""
+    sequences = first.sequences if _read_alike(first, second) or first.rows is None else len(first.rows)
+    return sequences * (first.tokens + second.tokens)
 
-    @property
-    def rows_of_tokens(self) -> int:
-        """Tokens to copy, of all sequences."""
-        return self.sequences * (self.first.tokens + self.second.tokens)
 
-    def merged(self) -> SharedSegment:
-        """One segment with the tokens of both, in memory of its own."""
-        tokens = self.first.tokens + self.second.tokens
-        keys, values = (
-            TokenBuffer.allocate(buffer.form.of_batch(self.sequences), tokens)
-            for buffer in self.first.sharing.buffers[:2]
-        )
-        slot = 0
-        for segment in self:
-            dense = segment.dense()
-            write_segment(replace(dense, rows=None) if self.share_rows else dense, keys, values, slot)
-            slot += segment.tokens
-        return SharedSegment.over(keys, values, self.first.rows if self.share_rows else None)
+def _merged(first: SharedSegment, second: SharedSegment) -> SharedSegment:
+    """One segment with the tokens of both, in memory of its own."""
+    pieces, rows = (first.dense(), second.dense()), None
+    if _read_alike(first, second):
+        # Each sequence is copied once, however many sequences of the batch read it.
+        pieces, rows = (replace(pieces[0], rows=None), replace(pieces[1], rows=None)), first.rows
+    both = KVSegments(pieces)
+    # Tensors that are made in inference mode could not be written to outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        keys, values = both.dense("keys", pieces[0].keys.dtype), both.dense("values", pieces[0].values.dtype)
+    return SharedSegment.over(TokenBuffer(keys), TokenBuffer(values), rows)

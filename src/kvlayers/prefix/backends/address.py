@@ -46,10 +46,10 @@ class Address:
 
     def detail(self, error: BaseException) -> str:
         """The error of another library on one line; only its class if the message repeats a secret."""
-        kind, text = type(error).__name__, " ".join(str(error).split())[:MAX_DETAIL]
+        kind, text = type(error).__name__, " ".join(str(error).split())
         if not text or not text.isprintable() or any(secret in text for secret in self._secrets):
             return kind
-        return f"{kind}: {text.rstrip('.')}"
+        return f"{kind}: {text[:MAX_DETAIL].rstrip('.')}"
 
     def unreachable(self, error: BaseException) -> UnreachableError:
         """The error to raise if another library cannot reach the URL.

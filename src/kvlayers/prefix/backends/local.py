@@ -162,13 +162,20 @@ class LocalBackend:
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`."""
+        failure: UnreachableError | None = None
         for name in names:
             if used_before is not None:
                 file = self._found(name)
                 if file is None or file.used >= used_before:
                     continue
-            with contextlib.suppress(OSError):
+            try:
                 os.unlink(self.path_of(name))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failure = UnreachableError(f"cannot delete {self.path_of(name)}: {error.strerror}.")
+        if failure is not None:
+            raise failure
 
 
 def _slice(content: mmap.mmap | bytes, start: int, end: int) -> bytes:

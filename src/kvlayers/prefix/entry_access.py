@@ -24,15 +24,23 @@ class EntryAccess:
 
     Args:
         index: the entries.
-        changed: has the lock of the store, and is notified when a file was read or written.
+        lock: the lock of the store.
+        changed: has this lock, and is notified when a file was read or written.
         directory: where entries are in files, `None` for nowhere.
         writes: what writes them there.
     """
 
     def __init__(
-        self, index: EntryIndex, changed: threading.Condition, directory: Directory | None, writes: WriteQueue | None
+        self,
+        index: EntryIndex,
+        lock: threading.Lock,
+        changed: threading.Condition,
+        directory: Directory | None,
+        writes: WriteQueue | None,
     ) -> None:
         self._index, self._changed, self._directory, self._writes = index, changed, directory, writes
+        # Not by the condition, whose methods are Python: an interrupt within them would leave it locked.
+        self._lock = lock
         self._loading: set[int] = set()
 
     def insert(self, label: str, ids: Tokens, cache: Cache, wait_seconds: float) -> bool:
@@ -51,11 +59,11 @@ class EntryAccess:
             CapacityError: there is no room for it.
         """
         deadline = time.monotonic() + wait_seconds
-        with self._changed:
+        with self._lock:
             if self._index.use_covering(label, ids):
                 return False
         self._share(label, ids, cache)
-        with self._changed, self._index.counted():
+        with self._lock, self._index.counted():
             while True:
                 exchange = self._index.exchange(label, ids, cache)
                 if exchange is None:
@@ -82,7 +90,7 @@ class EntryAccess:
         """
         deadline = time.monotonic() + wait_seconds
         search = Search(label, ids)
-        with self._changed:
+        with self._lock:
             announced = self._choose(search, deadline)
         try:
             if self._directory is not None and search.files:
@@ -91,19 +99,19 @@ class EntryAccess:
             loaded = found.cache if found.is_whole else None
             if loaded is not None:
                 self._share(label, ids[: found.covered], loaded)
-            with self._changed, self._index.counted():
+            with self._lock, self._index.counted():
                 self._keep(search)
                 return search.hit()
         finally:
             # Not before it is in memory, or whoever waits would read it again.
             if announced:
-                with self._changed:
+                with self._lock:
                     self._loading -= announced
                     self._changed.notify_all()
 
     def _share(self, label: str, ids: Tokens, cache: Cache) -> None:
         """Have a cache hold its first tokens where an entry in memory holds them, and give back its spare room."""
-        with self._changed:
+        with self._lock:
             can_share = shares_memory(cache) and not cache.rotates_keys
             closest = self._index.closest_in_memory(label, ids) if can_share else None
         if closest is not None:
@@ -113,7 +121,7 @@ class EntryAccess:
         before = cache.storages()
         # This may move what it shares with entries.
         cache.trim()
-        with self._changed, self._index.counted():
+        with self._lock, self._index.counted():
             self._index.note_moves(before.keys() - cache.storages().keys())
 
     def _take(self, exchange: Exchange) -> bool:

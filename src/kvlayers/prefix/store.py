@@ -115,7 +115,7 @@ class PrefixStore:
         if directory is not None:
             self._directory = Directory(backend_for(directory, storage_options))
             self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, changed)
-        self._access = EntryAccess(self._index, changed, self._directory, self._writes)
+        self._access = EntryAccess(self._index, self._lock, changed, self._directory, self._writes)
         if directory is not None:
             self.refresh()
 

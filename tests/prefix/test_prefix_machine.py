@@ -73,6 +73,8 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if "place" in vars(self):
+            # Its thread may be about to write or delete a file there.
+            self.store.close()
             shutil.rmtree(str(self.place))
 
     @rule(more=tokens)

@@ -81,6 +81,9 @@ def opened_block(path: str, name: str, content: Content) -> BlockTensors:
 
 def _tensors(content: Content, path: str, expected: Mapping[str, TensorEntry] | None) -> dict[str, Tensor]:
     whole = memoryview(content)
+    if whole.readonly:
+        # Bytes of a remote file: torch warns of memory that must not be written to.
+        whole = memoryview(bytearray(whole))
     header = parse_header(path, len(whole), lambda start, end: bytes(whole[start:end]))
     if expected is not None and expected.keys() != header.tensors.keys():
         refuse(path, "the tensors of a block", str(list(header.tensors)))

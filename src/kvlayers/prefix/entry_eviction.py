@@ -34,9 +34,9 @@ class LeastRecentlyUsed:
 def eviction_order(
     policy: EvictionPolicy, entries: Sequence[PrefixEntry], trees: Iterable[RadixTree[PrefixEntry]]
 ) -> list[PrefixEntry]:
-    """All of `entries` in the order of the policy, except that an entry comes after those that continue its tokens.
+    """All `entries` in the order of the policy, but an entry comes after the entries that continue its tokens.
 
-    They read its memory, so evicting it before them would free nothing.
+    These read its memory, so evicting it before them would free nothing.
 
     Args:
         policy: the policy.

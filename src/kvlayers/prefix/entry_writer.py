@@ -8,7 +8,7 @@ Other processes may delete blocks that no entry refers to, at any time. Why no e
    and that nobody has touched for `GRACE_SECONDS` before that time. So if the entry came too late for the listing, the
    collector sees the touch; and if the touch is too old to count, the entry was there in time for the listing.
 3. Some storages cannot be touched, and processes may stop for minutes at any line. So after it has written the
-   entry, the writer looks whether its blocks exist, and writes those that are missing again, before it reports success.
+   entry, the writer looks whether its blocks exist, and writes missing ones again, before it reports success.
 4. What remains is a collector that stops between its look at a block and the deletion, for as long as a writer
    needs for all of its work. Then an entry lacks a block: its reader notices, reports it, and uses the tokens before.
 """

@@ -408,7 +408,7 @@ class EntryIndex:
         return self._evict([entry for entry in self if entry.cache is not None], most)
 
     def _evict(self, candidates: Sequence[PrefixEntry], most: int) -> list[PrefixEntry]:
-        """Evict entries until those that stay take no more than `most` bytes, or only pinned ones are left."""
+        """Evict entries until the staying entries take at most `most` bytes, or only pinned entries are left."""
         must_be_written: list[PrefixEntry] = []
         # If everything goes, nothing has to be moved.
         for entry in [entry for entry in self._untrimmed if not entry.is_leaving] if most > 0 else ():

@@ -9,7 +9,7 @@ class PrefixStatistics:
 
     Attributes:
         entries: number of entries, in memory and in files.
-        bytes: bytes of memory that the entries take, those that wait to be written included. Shared memory counts once.
+        bytes: bytes of memory that the entries take, also while they wait to be written. Shared memory counts once.
         file_bytes: bytes of their files. Blocks that several entries share count once.
         hits: lookups that found a prefix.
         misses: lookups that did not.

@@ -192,7 +192,7 @@ class WriteQueue:
                 self._worker.start()
 
     def work_off(self, deadline: float | None = None) -> None:
-        """Do all jobs, or those that are begun before `deadline`, as `time.monotonic()` counts."""
+        """Do all jobs, but begin none after `deadline`, a time of `time.monotonic()`."""
         while True:
             with self._changed:
                 if not self._jobs or (deadline is not None and time.monotonic() > deadline):

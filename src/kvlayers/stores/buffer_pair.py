@@ -247,7 +247,7 @@ class BufferPair(TokenStore):
         return plain and not self._tracks_gradients and not viewed
 
     def _sharing(self) -> CopyOnWrite:
-        """The record of who shares these buffers; made if there is none."""
+        """The record of who shares these buffers, which is made when it is first needed."""
         # Threads may fork one store at the same time: all forks must know of each other.
         with _first_fork:
             if self._copy_on_write is None:

@@ -47,7 +47,7 @@ class ReturnedStates:
     def newest(
         self, count: int, attended: Callable[[int], KVPair], forms: tuple[StateForm, StateForm], length: int
     ) -> KVPair:
-        """Keys and values of the newest `count` tokens: those that were returned last if they are still the same.
+        """Keys and values of the newest `count` tokens; the last returned pair if it still has these tokens.
 
         So keys and values that are read one after the other are of one snapshot.
 

@@ -46,7 +46,7 @@ def matrix(session: nox.Session, transformers: str) -> None:
     # Before the long installation. Only make exports the model, once for all versions.
     if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
-    install(session, transformers, extras="test,triton")
+    install(session, transformers, extras="eval,test,triton")
     run_tests(session, "-p", "matrix_result", "--result", str(result), *session.posargs)
 
 

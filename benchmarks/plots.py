@@ -34,6 +34,9 @@ STYLES: dict[str, dict[str, Any]] = {
 
 DOTS_PER_INCH = 110
 
+LEAST_KL = 1e-7
+"""Divergence, in nats, below which it is the rounding of float32, which a logarithmic axis would make a line of."""
+
 
 def provenance(found: Mapping[str, Any]) -> str:
     """Machine, versions and date of a result, in two lines."""
@@ -183,12 +186,31 @@ def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
     return drawn
 
 
+def position_plot(found: Mapping[str, Any]) -> Figure | None:
+    """Divergence by position in a passage, for each cache."""
+    measured = found["results"].get("fidelity")
+    if not measured:
+        return None
+    passages, model = measured["passages"], measured["model"]
+    title = f"Divergence by position, {model}, {passages} passages, {measured['chunk']} tokens at once"
+    drawn, axes = figure(found, title, "position in the passage, tokens", "KL divergence, nats (logarithmic)")
+    for setting in measured["settings"]:
+        points = {(each["start"] + each["stop"] - 1) / 2: each["kl"] for each in setting["by_position"]}
+        shown = {position: kl for position, kl in points.items() if kl >= LEAST_KL}
+        if shown:
+            axes.plot(list(shown), list(shown.values()), label=setting["name"], marker="o", markersize=4)
+    axes.set_yscale("log")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    return drawn
+
+
 DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure | None]] = {
     "step": step_plot,
     "update": update_plot,
     "window": window_plot,
     "chat": chat_plot,
     "kl": calibration_plot,
+    "position": position_plot,
 }
 
 

@@ -1,6 +1,7 @@
 """Records results in the repository: the parts that plots and tables need.
 
     python benchmarks/record.py benchmarks/results/decode-....json benchmarks/recorded/decode-2026-11-21.json
+    python benchmarks/record.py FILE benchmarks/recorded/fidelity-....json    # what kvlayers fidelity --json printed
 
 Medians, ranges, versions and hardware are kept; the times of single steps are dropped.
 """
@@ -25,13 +26,22 @@ def _is_trials(found: Any) -> bool:
     return isinstance(found, list) and bool(found) and isinstance(found[0], list)
 
 
+def in_results(found: dict[str, Any]) -> dict[str, Any]:
+    """Results of a benchmark as they are; what `kvlayers fidelity --json` printed, in the form of such results."""
+    if "results" in found:
+        return found
+    of_run = {name: found[name] for name in ("date", "hardware", "versions")}
+    measured = {name: value for name, value in found.items() if name not in of_run}
+    return {**of_run, "results": {"fidelity": measured}}
+
+
 def main() -> None:
     """Read a file of results, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=pathlib.Path, help="what a benchmark wrote")
     parser.add_argument("recorded", type=pathlib.Path, help="where to")
     arguments = parser.parse_args()
-    kept = without_single_times(json.loads(arguments.results.read_text()))
+    kept = without_single_times(in_results(json.loads(arguments.results.read_text())))
     arguments.recorded.parent.mkdir(parents=True, exist_ok=True)
     arguments.recorded.write_text(json.dumps(kept, indent=1) + "\n")
     print(arguments.recorded)

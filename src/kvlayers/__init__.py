@@ -56,6 +56,8 @@ if TYPE_CHECKING:
         StateMismatchError,
         UnsupportedLayerError,
     )
+    from kvlayers.evaluation.requests import ContinuationScore
+    from kvlayers.evaluation.score import score
     from kvlayers.generation.generate import generate
     from kvlayers.generation.install import install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
@@ -173,6 +175,8 @@ _NAMES = {
         "StateMismatchError",
         "UnsupportedLayerError",
     ),
+    "evaluation.requests": ("ContinuationScore",),
+    "evaluation.score": ("score",),
     "caches.export": ("ExportableDecoder",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
@@ -258,6 +262,7 @@ __all__ = [
     "CapacityError",
     "Checkpoints",
     "ConfigError",
+    "ContinuationScore",
     "DenseStore",
     "DescriptionContext",
     "DiskMemory",
@@ -354,6 +359,7 @@ __all__ = [
     "register_store",
     "resilient_generate",
     "save_cache",
+    "score",
     "store_names",
     "uninstall",
     "unregister",

@@ -33,6 +33,7 @@ def make_app() -> "typer.Typer":
     from kvlayers.tools.cli.demo import demo
     from kvlayers.tools.cli.fidelity import fidelity
     from kvlayers.tools.cli.inspect import inspect
+    from kvlayers.tools.cli.lm_eval import FOR_THE_HARNESS, lm_eval
     from kvlayers.tools.cli.plan import plan
     from kvlayers.version import __version__
 
@@ -53,6 +54,7 @@ def make_app() -> "typer.Typer":
 
     for command in (plan, bench, fidelity, calibrate, inspect, demo):
         app.command()(command)
+    app.command("lm-eval", context_settings=FOR_THE_HARNESS)(lm_eval)
     return app
 
 

@@ -44,6 +44,7 @@ def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
     """Length, contents and bytes agree between two updates."""
     assert layer.get_seq_length() == layer.length == oracle.length
     assert type(layer.get_seq_length()) is int
+    assert layer.exact_from == oracle.exact_from
     # What is on its way is the prefetcher's, and comes and goes.
     assert layer.nbytes == bytes_reached(layer.layer if isinstance(layer, OffloadedLayer) else layer)
     if oracle.length:

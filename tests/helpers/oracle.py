@@ -55,6 +55,11 @@ class Oracle:
         first = self.first_attended(self.length)
         return self.keys[:, :, first:], self.values[:, :, first:]
 
+    @property
+    def exact_from(self) -> int:
+        """Position from which on the layer must hold every token as it came; 0 if the model misses no token."""
+        return 0
+
     def fits(self, tokens: int) -> bool:
         return self.capacity is None or self.length + tokens <= self.capacity
 

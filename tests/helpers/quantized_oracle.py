@@ -68,6 +68,10 @@ class QuantizedOracle(Oracle):
             states[:, :, begin:end] = dequantize(groups, quantizer.format, states.dtype)
         self.quantized_until = end
 
+    @property
+    def exact_from(self) -> int:
+        return self.quantized_until if self.quantized_until > self.held_from else 0
+
     def truncate(self, length: int) -> None:
         super().truncate(length)
         # Down to the sinks alone, it is as if nothing had been quantized yet.

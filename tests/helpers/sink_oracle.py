@@ -58,6 +58,10 @@ class SinkOracle(Oracle):
         first = self.first_attended(length)
         return first + self.sinks if first > max(self.padding or [0]) else first
 
+    @property
+    def exact_from(self) -> int:
+        return self.held_from
+
     def select(self, rows: list[int]) -> None:
         super().select(rows)
         if self.padding is not None:

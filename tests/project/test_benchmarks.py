@@ -402,6 +402,23 @@ def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_pa
     assert [len(seconds[name]) for name in batches.NAMES] == [2, 2, 2, 2]
 
 
+def test_the_benchmark_of_scores_compares_them_with_each_pair_alone(
+    benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import scoring
+
+    output = tmp_path / "scoring.json"
+    assert scoring.main(["--quick", "--output", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    assert {name: found["requests"] for name, found in results.items()} == {"choices": 16, "questions": 10}
+    assert all(0 < found["most_apart"] < scoring.MOST_APART for found in results.values())
+    assert len(results["choices"]["seconds"][scoring.KVLAYERS]) == 2
+    monkeypatch.setitem(scoring.WAYS, scoring.KVLAYERS, lambda *call: [score + 1e-3 for score in scoring.alone(*call)])
+    assert scoring.main(["--quick", "--only", "choices", "--output", str(output)]) == 1
+    with pytest.raises(SystemExit):
+        scoring.main(["--quick", "--record"])
+
+
 ONLY_BRANCHES = ["--quick", "--only", "decode,insert", "--lengths", "32", "--steps", "8", "--trials", "1"]
 
 

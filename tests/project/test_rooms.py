@@ -24,6 +24,7 @@ FLOORS = (
     ("prefix",),
     ("generation",),
     ("planning",),
+    ("evaluation",),
     ("tools",),
     ("__init__", "__main__"),
 )

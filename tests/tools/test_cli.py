@@ -137,7 +137,7 @@ def test_a_saved_cache_in_full_precision_says_so(run: Any, saved: Path) -> None:
 HELP = """
 import sys
 from kvlayers.__main__ import make_app
-for command in ("", "plan", "bench", "fidelity", "calibrate", "inspect", "demo"):
+for command in ("", "plan", "bench", "fidelity", "calibrate", "inspect", "demo", "lm-eval"):
     try:
         make_app()([*command.split(), "--help"])
     except SystemExit as end:

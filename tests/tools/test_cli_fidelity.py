@@ -1,5 +1,6 @@
 """`kvlayers fidelity`: its figures beside a slow reference, its budgets, and how it ends."""
 
+import itertools
 import json
 import math
 import re
@@ -14,8 +15,9 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
-from model_directories import random_text, save_with_tokenizer, word_tokenizer
+from model_directories import random_text, save_with_tokenizer
 from models import COMMON, fresh_model
+from slow_fidelity import slow_tokens
 from web_page import check_self_contained
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
@@ -26,7 +28,8 @@ from kvlayers.tools.cli.files import read_text  # noqa: E402
 from kvlayers.tools.cli.output import usage_line  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
-from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, bytes_of, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.held_bytes import bytes_of  # noqa: E402
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
@@ -60,43 +63,21 @@ def measured(model: Path, *arguments: object) -> Any:
     return json.loads(result.stdout), result.exit_code
 
 
-def log_probabilities(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Of each scored position, `[tokens, vocab]` in float64; without a cache in one pass, else in chunks."""
-    with torch.no_grad():
-        if cache is None:
-            logits = model(ids[:, :-1], use_cache=False).logits
-        else:
-            chunks = ids[:, :-1].split(CHUNK, dim=1)
-            logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
-    return logits[0, CONTEXT:].double().log_softmax(-1)
-
-
 def slow_figures(directory: Path, **options: Any) -> dict[str, float]:
-    """What a setting comes to, token by token and word by word of the vocabulary."""
-    model = tf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    lines = random_text(600).splitlines()
-    kl, surprise, surprise_in_full, agrees = [], [], [], []
-    # Of 75 lines, the first passage begins at the first one, the second behind the middle of the text.
-    halfway = next(index for index in range(75) if len("\n".join(lines[:index])) >= len("\n".join(lines)) // 2)
-    for begin in (0, halfway):
-        words = " ".join(lines[begin:]).split()[: CONTEXT + SCORED + 1]
-        ids = torch.tensor([word_tokenizer().convert_tokens_to_ids(words)])
-        full = log_probabilities(model, ids, None)
-        seen = log_probabilities(model, ids, kvlayers.QuantizedCache(config=model.config, **options))
-        for token in range(SCORED):
-            chances = zip(full[token].tolist(), seen[token].tolist(), strict=True)
-            kl.append(sum(math.exp(expected) * (expected - got) for expected, got in chances))
-            came = int(ids[0, CONTEXT + token + 1])
-            surprise.append(-float(seen[token, came]))
-            surprise_in_full.append(-float(full[token, came]))
-            agrees.append(int(full[token].argmax()) == int(seen[token].argmax()))
-    perplexity, in_full = (math.exp(sum(each) / len(each)) for each in (surprise, surprise_in_full))
+    """What a setting comes to, from the figures of each token."""
+
+    def make_cache(config: Any) -> Any:
+        return kvlayers.QuantizedCache(config=config, **options)
+
+    tokens = list(itertools.chain(*slow_tokens(directory, make_cache, CONTEXT, SCORED, CHUNK)))
+    perplexity = math.exp(sum(token.surprise for token in tokens) / len(tokens))
+    in_full = math.exp(sum(token.surprise_in_full for token in tokens) / len(tokens))
     return {
-        "tokens": len(kl),
-        "kl": sum(kl) / len(kl),
+        "tokens": len(tokens),
+        "kl": sum(token.kl for token in tokens) / len(tokens),
         "perplexity": perplexity,
         "perplexity_increase": 100 * (perplexity / in_full - 1),
-        "agreement": sum(agrees) / len(agrees),
+        "agreement": sum(token.agrees for token in tokens) / len(tokens),
     }
 
 
@@ -236,7 +217,7 @@ def test_the_report_is_one_file_that_needs_nothing(llama: Path, tmp_path: Path) 
     assert rows["int8"][-1] == rows["int2"][-1] == "yes"
     assert rows["Model"] == ["Model", "<i>llama"]
     assert rows["Text"] == ["Text", "text.txt"]
-    assert parsed.tags.count("svg") == 1
+    assert parsed.tags.count("svg") == 3
     assert "mathdefault" not in parsed.text
     assert {"int8", "int2"} <= set(parsed.text.split())
 

@@ -232,6 +232,18 @@ class LayerOperations(DescribesItself, ABC):
         """
         raise lacks_member(self, "fidelity")
 
+    @property
+    def exact_from(self) -> int | None:
+        """Position from which on the layer holds every token as it came; `None` if the class does not say.
+
+        It is 0 until a token is rounded or evicted, and grows whenever that happens to further tokens. Tokens that a
+        model's own window has passed do not count, since the model attends to none of them. Neither do sinks.
+
+        Raises:
+            UnsupportedLayerError: the class does not say what its `fidelity` is.
+        """
+        return 0 if self.fidelity == "exact" else None
+
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
 

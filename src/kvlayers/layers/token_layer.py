@@ -84,6 +84,14 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         # A layer that evicts tokens to which the model would attend overrides this.
         return self._store.fidelity
 
+    @property
+    @override
+    def exact_from(self) -> int | None:
+        first = self._store.exact_from
+        if first is None or (first == 0 and self.fidelity != "evicting"):
+            return first
+        return self.length - self._store.length + first
+
     def planned_tokens(self, tokens: int) -> int:
         """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
         return tokens

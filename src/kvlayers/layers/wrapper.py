@@ -109,6 +109,12 @@ class WrapperLayer(CacheLayer):
         fidelity: Fidelity = self.wrapped.fidelity
         return fidelity
 
+    @property
+    @override
+    def exact_from(self) -> int | None:
+        exact_from: int | None = self.wrapped.exact_from
+        return exact_from
+
     @override
     def planned_bits(self, shape: LayerShape) -> float:
         return float(self.wrapped.planned_bits(shape))

@@ -72,6 +72,17 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """
         raise lacks_member(self, "fidelity")
 
+    @property
+    def exact_from(self) -> int | None:
+        """Number of the held token from which on every token is held as it came; `None` if the class does not say.
+
+        The sinks of a quantized store, in front of rounded tokens, do not count. Exact stores need not define it.
+
+        Raises:
+            UnsupportedLayerError: the class does not say what its `fidelity` is.
+        """
+        return 0 if self.fidelity == "exact" else None
+
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
         """The `nbytes` of a store like this one after it took in `tokens` tokens at once.
 

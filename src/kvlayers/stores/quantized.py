@@ -157,6 +157,11 @@ class QuantizedStore(TokenStore):
     def fidelity(self) -> Fidelity:
         return "rounded"
 
+    @property
+    @override
+    def exact_from(self) -> int:
+        return self._parts.old_tokens if self._parts.blocks else 0
+
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
         return plan.planned_nbytes(self.quantization, (key_form, value_form), tokens, sized_for)

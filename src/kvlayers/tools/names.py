@@ -15,3 +15,18 @@ FIDELITY_BITS = "8,fp8,k8v4,4,k4v2,3,2"
 
 FIDELITY_CONTEXT, FIDELITY_SCORED = 1024, 512
 """Tokens that `kvlayers fidelity` reads before it scores, and tokens that it scores, by default."""
+
+FIDELITY_CHUNK = 32
+"""Tokens of a forward pass when `kvlayers fidelity` reads a text, by default."""
+
+TASKS = ("needle", "keys", "values", "variables", "words")
+"""Long-context tasks of kvlayers, easiest first."""
+
+TASK_BITS = "8,fp8,4,2"
+"""Settings that `kvlayers fidelity --tasks` measures by default."""
+
+TASK_LENGTHS = "512,1k,2k"
+"""Lengths in tokens of the tasks of `kvlayers fidelity --tasks`, by default."""
+
+TASK_DEPTHS = "0,50,100"
+"""Depths of the tasks of `kvlayers fidelity --tasks`, in percent, by default."""

@@ -25,6 +25,10 @@ class RecentOracle(Oracle):
         self.evicted_at = length
         return length - self.kept
 
+    @property
+    def exact_from(self) -> int:
+        return self.held_from
+
     def can_truncate(self, length: int) -> bool:
         return length == 0 or self.evicted_at <= length <= self.length
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,16 +99,7 @@ class StoredCaches:
 
     def cache_of(self, hit: Hit) -> Cache:
         """The cache that was found, on the device of the model, or an empty cache."""
-        found = hit.cache
-        if found is None:
-            return self.empty()
-        devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
-        if not found.is_static and devices <= {self._model.device}:
-            return found
-        # It was reserved for another call, or loaded from a file.
-        cache = self.empty()
-        cache.load_state(_on_device(found.state(), self._model.device))
-        return cache
+        return self.empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self.empty)
 
     def compute(self, ids: Tensor, cache: Cache, length: int) -> None:
         """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots."""
@@ -136,6 +127,23 @@ class StoredCaches:
         if cache.keeps_every_token or pass_limit(cache) is not None or every is None:
             return [length]
         return [*range(begin - begin % every + every, length, every), length]
+
+
+def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
+    """A cache from a store, on `device` and with the reservation of a new one.
+
+    Args:
+        found: the cache, which belongs to the caller.
+        device: device of the model.
+        make_empty: makes an empty cache with the same options.
+    """
+    devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
+    if not found.is_static and devices <= {device}:
+        return found
+    # It was reserved for another call, or loaded from a file.
+    cache = make_empty()
+    cache.load_state(_on_device(found.state(), device))
+    return cache
 
 
 def _max_new_tokens(config: Any, prompt_tokens: int) -> int:

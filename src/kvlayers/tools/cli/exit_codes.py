@@ -40,6 +40,6 @@ def one_line_errors(
         for argument, option in options.items():
             line = line.replace(f"`{argument}`", f"`{option}`")
         Console(stderr=True).print(
-            f"kvlayers {command}: {line}", style="red", markup=False, highlight=False, soft_wrap=True
+            f"kvlayers {command}: {line}", style="red", markup=False, highlight=False, emoji=False, soft_wrap=True
         )
         raise typer.Exit(code) from None

@@ -5,119 +5,204 @@ from typing import Annotated
 
 import typer
 
+from kvlayers.errors import OptionError
 from kvlayers.tools.cli.dtypes import Dtype
 from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
-from kvlayers.tools.names import FIDELITY_BITS, FIDELITY_CONTEXT, FIDELITY_SCORED, HUB_NAME
+from kvlayers.tools.names import (
+    FIDELITY_BITS,
+    FIDELITY_CHUNK,
+    FIDELITY_CONTEXT,
+    FIDELITY_SCORED,
+    HUB_NAME,
+    TASK_BITS,
+    TASK_DEPTHS,
+    TASK_LENGTHS,
+    TASKS,
+)
 
-OPTIONS = {
-    "path": "--calibration",
-    "max_kl": "--max-kl",
-    "max_perplexity_increase": "--max-perplexity-increase",
-    "backend": "--bits",
-    "nbits": "--bits",
-    "key_nbits": "--bits",
-    "value_nbits": "--bits",
-}
+OF_TEXT = ("context", "scored", "passages", "max_kl", "max_perplexity_increase")
+"""Options that only a run over a text has."""
+
+OF_TASKS = ("lengths", "depths", "samples", "seed", "budget")
+"""Options that only a run over tasks has."""
+
+TEXT_PANEL = "A running text"
+TASKS_PANEL = "Tasks (with --tasks)"
 
 
 def fidelity(
+    call: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help=f"Model directory, or name on the hub. Default: {HUB_NAME}.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="File that the model reads. Default: Python's help.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="File that the model reads, or the filler of tasks. Default: Python's help.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Give the model long-context tasks instead of a running text: {', '.join(TASKS)}, separated by "
+            "commas, or all."
+        ),
+    ] = None,
     bits: Annotated[
         str | None,
         typer.Option(
             help="Settings, separated by commas: bits (4), bits of keys and of values (k4v2), a backend (fp8), or a "
-            f"backend with bits (hqq:4). Default: {FIDELITY_BITS}."
+            f"backend with bits (hqq:4). Default: {FIDELITY_BITS}; with --tasks: {TASK_BITS}; with --name: none."
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A cache by its registered name (sink), or a callable that makes a cache from a model config "
+            "(package.module:callable); repeat for several."
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A cache of transformers (quanto, quanto:2, hqq, hqq:2), or transformers for all whose packages are "
+            "installed; repeat for several."
         ),
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="A file from `kvlayers calibrate`, or its directory, to measure as well.")
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help=f"Tokens of each passage before the scored ones. Default: {FIDELITY_CONTEXT}.")
+        str | None,
+        typer.Option(
+            help=f"Tokens of each passage before the scored ones. Default: {FIDELITY_CONTEXT}.",
+            rich_help_panel=TEXT_PANEL,
+        ),
     ] = None,
     scored: Annotated[
-        str | None, typer.Option(help=f"Tokens of each passage to score. Default: {FIDELITY_SCORED}.")
+        str | None,
+        typer.Option(help=f"Tokens of each passage to score. Default: {FIDELITY_SCORED}.", rich_help_panel=TEXT_PANEL),
     ] = None,
-    passages: Annotated[int, typer.Option(min=1, help="Passages, spread over the text.")] = 4,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a forward pass.")] = 32,
-    max_kl: Annotated[float | None, typer.Option(min=0, help="Budget: mean KL divergence, in nats a token.")] = None,
+    passages: Annotated[
+        int, typer.Option(min=1, help="Passages, spread over the text.", rich_help_panel=TEXT_PANEL)
+    ] = 4,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of context and question together, separated by commas. Default: of "
+            f"{TASK_LENGTHS}, the lengths that the model has positions for.",
+            rich_help_panel=TASKS_PANEL,
+        ),
+    ] = None,
+    depths: Annotated[
+        str,
+        typer.Option(
+            help="Where the answer stands, in percent of the context, separated by commas.", rich_help_panel=TASKS_PANEL
+        ),
+    ] = TASK_DEPTHS,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples for each length and depth.", rich_help_panel=TASKS_PANEL)
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.", rich_help_panel=TASKS_PANEL)] = 0,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Tokens of a forward pass. Default: {FIDELITY_CHUNK}; with --tasks: the whole context, which every "
+            "cache then sees in full precision.",
+        ),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(min=0, help="Budget: mean KL divergence, in nats a token.", rich_help_panel=TEXT_PANEL),
+    ] = None,
     max_perplexity_increase: Annotated[
-        float | None, typer.Option(min=0, help="Budget: increase of perplexity, in percent.")
+        float | None,
+        typer.Option(min=0, help="Budget: increase of perplexity, in percent.", rich_help_panel=TEXT_PANEL),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Budget: percentage points of the mean score that a cache may lose.",
+            rich_help_panel=TASKS_PANEL,
+        ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype that the model computes in.")] = Dtype.float32,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: torch's choice.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="File (JSON Lines) that results are added to as they come; a stopped run goes on from it."),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML file to write. Default: none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
 ) -> None:
-    """Measure what quantized caches change in a model's predictions on a text, and how many bytes they save.
+    """Measure what caches change in a model's predictions on a text, or in its answers to long-context tasks.
 
-    Exits with 1 if no setting is within the budget or a setting fails, and with 2 if the input cannot be used.
+    Exits with 1 if no cache is within the budget or a cache fails, and with 2 if the input cannot be used.
     """
+    with one_line_errors("fidelity"):
+        _check_options_of_kind(call, tasks is not None)
     # Imported late: torch takes seconds to import, and `--help` does not need it.
-    import torch
-    from rich.console import Console
+    if tasks is None:
+        from kvlayers.tools.cli.fidelity_text import TextFidelityRequest, measure_text
 
-    from kvlayers.tools.cli.fidelity_choice import calibrated, lengths, possible_settings
-    from kvlayers.tools.cli.fidelity_results import FidelityResults
-    from kvlayers.tools.cli.fidelity_view import fidelity_report, show
-    from kvlayers.tools.cli.files import read_text
-    from kvlayers.tools.cli.output import print_json, quiet_libraries
-    from kvlayers.tools.cli.progress import bar_between_runs
-    from kvlayers.tools.cli.reports import command_line, publish, report_path
-    from kvlayers.tools.cli.run_facts import RunFacts
-    from kvlayers.tools.demo.loading import find, load
-    from kvlayers.tools.demo.model import find_device
-    from kvlayers.tools.measuring.fidelity import FidelityBudget, measure_fidelity
-    from kvlayers.tools.measuring.settings import settings
-    from kvlayers.tools.measuring.text import check_known
-    from kvlayers.tools.measuring.text import passages as passages_of
-    from kvlayers.upstream.model_types import tokens_at_once
-    from kvlayers.utils.units import tokens
-
-    # If stdout has the JSON, people read stderr.
-    console = Console(stderr=as_json)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    with one_line_errors("fidelity", OPTIONS), quiet_libraries():
-        budget = FidelityBudget(max_kl, max_perplexity_increase)
-        named = settings(bits or FIDELITY_BITS)
-        of_calibration = [] if calibration is None else [calibrated(calibration)]
-        required = [*([] if bits is None else named), *of_calibration]
-        asked_context = None if context is None else tokens(context, "--context")
-        asked_scored = None if scored is None else tokens(scored, "--scored")
-        path = report_path(console, report, None)
-        content = read_text(text)
-        target = find_device(device)
-        found = find(console, model, "MODEL")
-        chunk = min(chunk, tokens_at_once(found.config) or chunk)
-        before, after = lengths(found.config, asked_context, asked_scored, chunk)
-        texts = passages_of(found.tokenizer, content, passages, before + after + 1)
-        for ids in texts:
-            check_known(found.config, ids)
-        possible, left_out = possible_settings([*named, *of_calibration], found.config, before + after, required)
-        loaded = load(console, found, dtype.on(target), target)
-        with bar_between_runs(console, passages * (before + after) // chunk, "Every setting on every passage") as begin:
-            measured = measure_fidelity(loaded.model, texts, possible, before, chunk, budget, lambda: begin("Reading"))
-        results = FidelityResults(
-            run=RunFacts.of(loaded),
-            text="Python's help" if text is None else str(text),
-            passages=passages,
-            context=before,
-            scored=after,
-            chunk=chunk,
-            budget=budget,
-            settings=measured,
-            uses={each.name: each.generate_options for each in possible},
-            left_out=left_out,
+        passed = measure_text(
+            TextFidelityRequest(
+                model=model,
+                text=text,
+                bits=bits,
+                calibration=calibration,
+                context=context,
+                scored=scored,
+                passages=passages,
+                chunk=FIDELITY_CHUNK if chunk is None else chunk,
+                max_kl=max_kl,
+                max_perplexity_increase=max_perplexity_increase,
+                dtype=dtype,
+                device=device,
+                threads=threads,
+                report=report,
+                as_json=as_json,
+                names=tuple(name or ()),
+                against=tuple(against or ()),
+                results=results,
+            )
         )
-        show(console, results)
-        if path is not None:
-            publish(console, fidelity_report(results, command_line()), path)
-    if as_json:
-        print_json(results.plain())
-    if not results.passed:
+    else:
+        from kvlayers.tools.cli.fidelity_tasks import TaskFidelityRequest, measure_tasks
+
+        passed = measure_tasks(
+            TaskFidelityRequest(
+                model=model,
+                text=text,
+                tasks=tasks,
+                lengths=lengths,
+                depths=depths,
+                samples=samples,
+                seed=seed,
+                budget=budget,
+                bits=bits,
+                names=tuple(name or ()),
+                against=tuple(against or ()),
+                calibration=calibration,
+                chunk=chunk,
+                dtype=dtype,
+                device=device,
+                threads=threads,
+                results=results,
+                report=report,
+                as_json=as_json,
+            )
+        )
+    if not passed:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _check_options_of_kind(call: typer.Context, is_of_tasks: bool) -> None:
+    """Raise `OptionError` if the user has given an option that only the other kind of run has."""
+    for parameter in OF_TEXT if is_of_tasks else OF_TASKS:
+        source = call.get_parameter_source(parameter)
+        if source is not None and source.name != "DEFAULT":
+            option = f"--{parameter.replace('_', '-')}"
+            if is_of_tasks:
+                raise OptionError(f"`{option}` is for a running text: leave out either it or `--tasks`.")
+            raise OptionError(f"`{option}` is for tasks: pass `--tasks` as well, or leave `{option}` out.")

@@ -1,17 +1,122 @@
-"""Which settings `kvlayers fidelity` measures, and over how many tokens."""
+"""Which caches `kvlayers fidelity` measures, and over how many tokens of a text."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.tools.calibration import Calibration
 from kvlayers.tools.cli.files import home_expanded
-from kvlayers.tools.measuring.fidelity import bytes_of
-from kvlayers.tools.measuring.settings import QuantizationSetting
-from kvlayers.tools.names import FIDELITY_CONTEXT, FIDELITY_SCORED
+from kvlayers.tools.measuring.contenders import Contender, against_contenders, named_contender
+from kvlayers.tools.measuring.held_bytes import bytes_of
+from kvlayers.tools.measuring.settings import QuantizationSetting, settings
+from kvlayers.tools.names import FIDELITY_CONTEXT, FIDELITY_SCORED, KVLAYERS
 from kvlayers.upstream.model_types import most_positions
 
 CALIBRATED = "calibrated"
+
+OPTIONS = {
+    "path": "--calibration",
+    "name": "--name",
+    "against": "--against",
+    "results": "--results",
+    "backend": "--bits",
+    "nbits": "--bits",
+    "key_nbits": "--bits",
+    "value_nbits": "--bits",
+}
+"""For arguments that errors name, the options that they come from, in every kind of run."""
+
+
+@dataclass(frozen=True)
+class ChosenCaches:
+    """The caches that are measured.
+
+    Attributes:
+        contenders: the caches.
+        uses: arguments of `generate()` that ask for such a cache, by its short name, if there are such arguments.
+        left_out: for each default setting that the model does not support, why.
+    """
+
+    contenders: Sequence[Contender]
+    uses: Mapping[str, Mapping[str, Any]]
+    left_out: Mapping[str, str]
+
+    @property
+    def makers(self) -> Mapping[str, Callable[[], Any]]:
+        """Makers of empty caches, by their short names."""
+        return {each.short_name: each.make for each in self.contenders}
+
+
+def choose_caches(
+    bits: str | None,
+    calibration: Path | None,
+    names: Sequence[str],
+    against: Sequence[str],
+    default_bits: str,
+    config: Any,
+    tokens: int,
+) -> ChosenCaches:
+    """The caches that the user named; the default settings if the user named neither settings nor caches.
+
+    Args:
+        bits: what the user named with `--bits`.
+        calibration: what the user named with `--calibration`.
+        names: what the user named with `--name`.
+        against: what the user named with `--against`.
+        default_bits: the default settings, as text.
+        config: config of the model.
+        tokens: the most tokens that a cache will hold.
+
+    Raises:
+        KVLayersError: the model does not support a cache that the user named, or no cache at all.
+    """
+    of_bits = settings(default_bits if bits is None else bits) if bits is not None or not names else []
+    of_calibration = [] if calibration is None else [calibrated(calibration)]
+    required = [*([] if bits is None else of_bits), *of_calibration]
+    possible, left_out = _possible_settings([*of_bits, *of_calibration], config, tokens, required)
+    contenders = [
+        *(Contender(KVLAYERS, each.name, partial(each.make, config, tokens)) for each in possible),
+        *(named_contender(name, config, tokens) for name in names),
+        *against_contenders(against, config, tokens),
+    ]
+    for each in contenders:
+        # So that a cache that the model does not support is refused before weights are loaded.
+        each.make()
+    if not contenders:
+        raise OptionError(f"No setting of `--bits` suits the model: {next(iter(left_out.values()))}")
+    return ChosenCaches(
+        list({each.key: each for each in contenders}.values()),
+        {each.cache: {"cache_implementation": each.cache} for each in contenders if each.is_registered}
+        | {each.name: each.generate_options for each in possible},
+        left_out,
+    )
+
+
+def calibrated(path: Path) -> QuantizationSetting:
+    """The setting in the file of a calibration. Raises `OptionError` if there is no such file."""
+    return QuantizationSetting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
+
+
+def _possible_settings(
+    asked: Sequence[QuantizationSetting], config: Any, tokens: int, required: Sequence[QuantizationSetting]
+) -> tuple[list[QuantizationSetting], dict[str, str]]:
+    """The settings that a model supports, and for each other setting, why not.
+
+    Raises:
+        KVLayersError: the model does not support one of `required`.
+    """
+    left_out = {}
+    for each in asked:
+        try:
+            bytes_of(each.make, config, tokens)
+        except KVLayersError as error:
+            if each in required:
+                raise
+            left_out[each.name] = str(error)
+    return [each for each in asked if each.name not in left_out], left_out
 
 
 def lengths(config: Any, context: int | None, scored: int | None, chunk: int) -> tuple[int, int]:
@@ -38,29 +143,3 @@ def lengths(config: Any, context: int | None, scored: int | None, chunk: int) ->
             f"got {context} + {scored} + 1: pass fewer tokens."
         )
     return context, scored
-
-
-def calibrated(path: Path) -> QuantizationSetting:
-    """The setting in the file of a calibration. Raises `OptionError` if there is no such file."""
-    return QuantizationSetting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
-
-
-def possible_settings(
-    asked: list[QuantizationSetting], config: Any, tokens: int, required: list[QuantizationSetting]
-) -> tuple[list[QuantizationSetting], dict[str, str]]:
-    """The settings that a model supports, and for each other setting, why not.
-
-    Raises:
-        KVLayersError: the model does not support one of `required`, or no setting at all.
-    """
-    left_out = {}
-    for each in asked:
-        try:
-            bytes_of(each.make, config, tokens)
-        except KVLayersError as error:
-            if each in required:
-                raise
-            left_out[each.name] = str(error)
-    if len(left_out) == len(asked):
-        raise OptionError(f"No setting of `--bits` suits the model: {next(iter(left_out.values()))}")
-    return [each for each in asked if each.name not in left_out], left_out

@@ -8,19 +8,34 @@ from rich.table import Table
 from kvlayers.tools.cli.fidelity_results import FidelityResults
 from kvlayers.tools.cli.output import USAGE_PREFIX, usage_line
 from kvlayers.tools.measuring.fidelity import FULL, SettingFidelity
-from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable
+from kvlayers.tools.reporting.page import Report, ReportTable
 from kvlayers.utils.units import readable_bytes
 
-COLUMNS = ("Setting", "KL", "KL, 99th", "Perplexity", "Increase", "Top-1", "A token", "Of full")
+COLUMNS = (
+    "Setting",
+    "KL",
+    "KL, 99th",
+    "KL, first to last quarter",
+    "Perplexity",
+    "Increase",
+    "Top-1",
+    "A token",
+    "Of full",
+)
 WITHIN = "Within"
-REPORT_ONLY = "KL, 99th"
-"""A column that only the report shows: consoles of 80 columns have no room for it."""
+REPORT_ONLY = ("KL, 99th", "KL, first to last quarter")
+"""Columns that only the report shows: consoles of 80 columns have no room for them."""
 NOTES = (
     "KL: mean KL divergence of the next-token distribution from that of the same model over transformers' DynamicCache "
     "in full precision, in nats. 99th: the 99th percentile over the tokens.",
     "Top-1: the share of tokens whose likeliest next token is the same.",
     "A token: bytes per token of a cache of bfloat16 states that holds a whole passage, including scales and the "
     "newest tokens, which stay in full precision. The longer the context, the less those newest tokens count.",
+    "First to last quarter: mean KL divergence of the first and of the last quarter of the scored tokens.",
+    "By position: position 0 is the first token of a passage. Each point is the mean over a range of tokens.",
+    "Since the last packing or eviction: a cache packs and evicts at the end of a forward pass, so that the next token "
+    "is the first one that attends to less. No curve: the cache did neither, or does not say when.",
+    "The passages are spread evenly over the text; nothing is chosen at random.",
     "k4v2: 4 bits for keys, 2 for values.",
 )
 
@@ -30,9 +45,11 @@ def show(console: Console, results: FidelityResults) -> None:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=_title(results), title_justify="left"
     )
-    shown = [column for column in _columns(results) if column != REPORT_ONLY]
-    for column in shown:
-        table.add_column(column, justify="left" if column == COLUMNS[0] else "right", no_wrap=True)
+    shown = [column for column in _columns(results) if column not in REPORT_ONLY]
+    # Long names are folded, and figures are never cut.
+    table.add_column(shown[0], overflow="fold")
+    for column in shown[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
     for each in results.settings:
         cells = dict(zip(_columns(results), _cells(results, each), strict=True))
         style = "bold" if each is results.recommended else None
@@ -47,23 +64,20 @@ def findings(results: FidelityResults) -> list[str]:
     """The findings, one sentence each."""
     found = [f"{each.name} failed: {each.failure}" for each in results.settings if each.failure is not None]
     if results.budget.is_given:
-        best = results.recommended
-        found[:0] = [_verdict(results), *([] if best is None else [usage_line(results.uses[best.name])])]
+        found[:0] = [_verdict(results), *_usage(results)]
     if not any(each.kl for each in results.settings if each.name != FULL):
         found.append(
             "Nothing was rounded: the newest tokens, and windows, stay in full precision. A longer --context may "
             "change that."
         )
+    found += _growth(results)
     return found + [f"Not for this model: {name} ({reason})" for name, reason in results.left_out.items()]
 
 
 def fidelity_report(results: FidelityResults, command: str) -> Report:
     """The report as a page. It needs matplotlib."""
-    from kvlayers.tools.reporting.plots import labelled_points
+    from kvlayers.tools.cli.fidelity_plots import fidelity_plots
 
-    title = "KL divergence against bytes"
-    points = {each.name: (each.bytes_per_token, each.kl) for each in results.settings if each.failure is None}
-    svg = labelled_points("kl", title, "bytes a token", "mean KL divergence, nats", points)
     within = [index for index, each in enumerate(results.settings) if each.within]
     settings = {
         **results.run.settings,
@@ -71,7 +85,7 @@ def fidelity_report(results: FidelityResults, command: str) -> Report:
         "Read": f"{_title(results)}, {results.chunk} tokens at once",
     }
     return Report(
-        title=f"Fidelity of quantized caches for {results.run.model}",
+        title=f"Fidelity of caches for {results.run.model}",
         command=command,
         findings=findings(results),
         tables=[
@@ -79,7 +93,7 @@ def fidelity_report(results: FidelityResults, command: str) -> Report:
                 _title(results), _columns(results), [_cells(results, each) for each in results.settings], within
             )
         ],
-        plots=[ReportPlot(title, svg)],
+        plots=fidelity_plots(results.settings),
         notes=NOTES,
         facts={**settings, **results.run.machine},
     )
@@ -96,17 +110,20 @@ def _columns(results: FidelityResults) -> tuple[str, ...]:
 
 def _cells(results: FidelityResults, measured: SettingFidelity) -> list[str]:
     verdict = [] if not results.budget.is_given else ["" if measured.within is None else ("no", "yes")[measured.within]]
-    held = [readable_bytes(measured.bytes_per_token), f"{measured.of_full:.3f}"]
+    per_token, of_full = measured.bytes_per_token, measured.of_full
+    held = ["" if per_token is None else readable_bytes(per_token), "" if of_full is None else f"{of_full:.3f}"]
     if measured.failure is not None:
-        return [measured.name, "failed", "", "", "", "", *held, *verdict]
+        return [measured.name, "failed", "", "", "", "", "", *held, *verdict]
     if measured.name == FULL:
-        return [measured.name, "0", "0", f"{measured.perplexity:#.5g}", "", "", *held, *verdict]
+        return [measured.name, "0", "0", "", f"{measured.perplexity:#.5g}", "", "", *held, *verdict]
+    quarters = "" if measured.drift is None else f"{measured.drift.first.kl:.2g} to {measured.drift.last.kl:.2g}"
     return [
         measured.name,
         f"{measured.kl:.2g}",
         f"{measured.kl_99:.2g}",
+        quarters,
         f"{measured.perplexity:#.5g}",
-        f"{measured.perplexity_increase:+.2f} %",
+        f"{measured.perplexity_increase:+.{2 if abs(measured.perplexity_increase) < 100 else 0}f} %",
         f"{measured.agreement:.1%}",
         *held,
         *verdict,
@@ -122,7 +139,32 @@ def _verdict(results: FidelityResults) -> str:
     if best is None:
         return f"No setting is within {' and '.join(limits)}: keep full precision, or allow more."
     within = ", ".join(each.name for each in results.settings if each.within)
+    if best.bytes_per_token is None:
+        return f"Within {' and '.join(limits)}: {within}. The bytes are not known."
     return (
         f"Within {' and '.join(limits)}: {within}. The smallest is {best.name}, with "
         f"{readable_bytes(best.bytes_per_token)} a token, {best.of_full:.2f} of full precision."
     )
+
+
+def _usage(results: FidelityResults) -> list[str]:
+    """The line of code that asks for the smallest cache within the budget, if there is one."""
+    best = results.recommended
+    return [] if best is None or best.name not in results.uses else [usage_line(results.uses[best.name])]
+
+
+def _growth(results: FidelityResults) -> list[str]:
+    """A sentence about the caches whose KL divergence grows along the scored tokens, if there are any."""
+    growing = [(each.name, each.drift) for each in results.settings if each.drift is not None and each.drift.grows]
+    if not growing:
+        return []
+    first, last = growing[0][1].first, growing[0][1].last
+    figures = ", ".join(
+        f"{name} from {drift.first.kl:.2g} to {drift.last.kl:.2g} (in {drift.growing_passages} of {drift.passages} "
+        "passages)"
+        for name, drift in growing
+    )
+    return [
+        f"KL grows between tokens {first.start:,} to {first.stop - 1:,} and tokens {last.start:,} to "
+        f"{last.stop - 1:,}: {figures}."
+    ]

@@ -70,6 +70,27 @@ def check_writable(path: Path, option: str = "--report") -> None:
         raise unwritable(path, error, option) from None
 
 
+def results_path(asked: Path | None, report: Path | None) -> Path | None:
+    """Path of the file of results, `None` for no file. Nothing is changed.
+
+    Args:
+        asked: what the user named with `--results`.
+        report: the file of the report, `None` for no report.
+
+    Raises:
+        FileError: it cannot be written, is a device or the like, or the report would replace it.
+    """
+    if asked is None:
+        return None
+    path = home_expanded(asked)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(f"`--results`: {path} must be a file, but it is a device or a pipe: name another file.")
+    check_writable(path, "--results")
+    if report is not None and path.resolve() == report.resolve():
+        raise FileError(f"`--results` and `--report` must be two files, got {path} for both: name another file.")
+    return path
+
+
 def check_creatable(file: Path, option: str) -> None:
     """Check that a file can be written once its missing directories are made, without leaving any of them behind.
 

@@ -4,19 +4,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 @contextmanager
 def bar_between_runs(console: Console, runs: int, when_done: str) -> Iterator[Callable[[str], None]]:
     """Draw a bar over `runs` runs. Yields a function to call before each run, with the run's description.
 
+    The bar shows the time that remains, and when it is full, the time that all runs took.
+
     Args:
         console: where the bar is drawn.
         runs: the number of runs.
         when_done: description beside the full bar.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    remaining = TimeRemainingColumn(elapsed_when_finished=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), remaining)
     # Drawn between the runs only: a thread that redraws ten times a second would slow down the timed runs.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=runs)

@@ -1,14 +1,22 @@
-"""The caches of kvlayers and of transformers that are compared."""
+"""The caches that are compared: of kvlayers, of transformers, and of other packages."""
 
+import difflib
+import importlib
 import importlib.util
-from collections.abc import Callable
+import operator
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 
+from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import WINDOWED
-from kvlayers.generation.registry import make_cache
+from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
+from kvlayers.evaluation.empty_cache import holds_states
+from kvlayers.generation.registry import cache_names, is_registered, make_cache
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
@@ -23,9 +31,16 @@ _MAKERS: dict[str, Callable[[Any, int], Any]] = {
     "static": lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     # With the axes that transformers' documentation recommends for each.
     "quanto": lambda config, length: transformers.QuantizedCache("quanto", config, 4, axis_key=0, axis_value=0),
+    "quanto:2": lambda config, length: transformers.QuantizedCache("quanto", config, 2, axis_key=0, axis_value=0),
     "hqq": lambda config, length: transformers.QuantizedCache("hqq", config, 4, axis_key=1, axis_value=1),
+    "hqq:2": lambda config, length: transformers.QuantizedCache("hqq", config, 2, axis_key=1, axis_value=1),
 }
-_PACKAGES = {"quanto": ("optimum", "optimum.quanto"), "hqq": ("hqq",)}
+_PACKAGES = {
+    "quanto": ("optimum", "optimum.quanto"),
+    "quanto:2": ("optimum", "optimum.quanto"),
+    "hqq": ("hqq",),
+    "hqq:2": ("hqq",),
+}
 
 TRANSFORMERS_QUANTIZED = tuple(_PACKAGES)
 """Caches of transformers that round states."""
@@ -36,9 +51,9 @@ class Contender:
     """One cache in a comparison.
 
     Attributes:
-        library: `"kvlayers"` or `"transformers"`.
-        cache: name of the cache.
-        make: makes an empty cache.
+        library: `"kvlayers"`, `"transformers"`, or the module of another package.
+        cache: name of the cache, or of the callable of that module.
+        make: makes an empty cache. Raises `KVLayersError` if the model does not support it.
     """
 
     library: str
@@ -53,17 +68,34 @@ class Contender:
     @property
     def name(self) -> str:
         """Library and name, for readers."""
-        return f"{self.library} {self.cache}"
+        return f"{self.library}{' ' if self.library in (KVLAYERS, TRANSFORMERS) else ':'}{self.cache}"
+
+    @property
+    def short_name(self) -> str:
+        """The name, without the library if it is kvlayers."""
+        return self.cache if self.library == KVLAYERS else self.name
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether `make_cache` and `generate()` know the cache by its name."""
+        return self.library == KVLAYERS and is_registered(self.cache)
 
     def fidelity(self) -> Fidelity:
         """What the cache does to the states that the model attends to. Makes a cache to find out.
 
         Raises:
+            UnsupportedLayerError: a cache of another package does not say.
             KVLayersError: the model does not support the cache.
         """
         if self.library == TRANSFORMERS:
             return "rounded" if self.cache in TRANSFORMERS_QUANTIZED else "exact"
-        return fidelity_of(self.make())
+        cache = self.make()
+        if not isinstance(cache, Cache):
+            raise UnsupportedLayerError(
+                f"expected a cache of kvlayers, which knows what it does to states, but {self.name} makes a "
+                f"{type(cache).__name__}."
+            )
+        return fidelity_of(cache)
 
 
 def make_contender(library: str, name: str, model: Any, length: int) -> Contender:
@@ -71,14 +103,17 @@ def make_contender(library: str, name: str, model: Any, length: int) -> Contende
 
     Args:
         library: `"kvlayers"` or `"transformers"`.
-        name: a name that is registered with kvlayers, or one of `TRANSFORMERS_CACHES`.
+        name: a name that is registered with kvlayers, or one of `TRANSFORMERS_CACHES`, which may have `:2` behind it
+            for 2 bits.
         model: the model, or its config.
         length: the most tokens that the cache will hold.
     """
     if library == KVLAYERS:
         # With the length that generate() would pass as a hint after `kvlayers.install()`.
         return Contender(KVLAYERS, name, lambda: make_cache(name, model, length_hint=length))
-    return Contender(TRANSFORMERS, name, lambda: _MAKERS[name](config_of(model), length))
+    return Contender(
+        TRANSFORMERS, name, lambda: _made(f"{TRANSFORMERS}:{name}", lambda config: _MAKERS[name](config, length), model)
+    )
 
 
 def is_installed(name: str) -> bool:
@@ -90,3 +125,133 @@ def exact_names(config: Any) -> list[str]:
     """Names of kvlayers' caches that keep the states that the model attends to as they came."""
     has_windows = any(spec.layer_type in WINDOWED for spec in model_layers.layer_specs(config))
     return ["dynamic", "static", *(["sliding_window", "hybrid"] if has_windows else [])]
+
+
+def named_contender(name: str, model: Any, length: int) -> Contender:
+    """A contender by the name that a user gives it.
+
+    A module of other code is also looked for in the current directory, as `python -m` does. Its callable gets the
+    model's config, and returns a new, empty cache at each call.
+
+    Args:
+        name: the name of a cache that is registered with kvlayers (`int4`), of a cache of transformers
+            (`transformers:quanto:2`), or of a callable that makes a cache from a model config
+            (`package.module:callable`).
+        model: the model, or its config.
+        length: the most tokens that the cache will hold.
+
+    Raises:
+        OptionError: there is no such cache, or the package that it needs is not installed.
+
+    Example:
+        >>> import transformers
+        >>> named_contender("transformers:static", transformers.LlamaConfig(num_hidden_layers=1), 64).name
+        'transformers static'
+    """
+    if is_registered(name):
+        return make_contender(KVLAYERS, name, model, length)
+    library, _, cache = name.partition(":")
+    if library == TRANSFORMERS and cache in _MAKERS:
+        return _of_transformers("name", cache, model, length)
+    if library == TRANSFORMERS or not cache:
+        raise _unknown(name)
+    factory = _imported(name, library, cache)
+    return Contender(library, cache, lambda: _made(name, factory, model))
+
+
+def against_contenders(names: Sequence[str], model: Any, length: int) -> list[Contender]:
+    """Caches of transformers that kvlayers' caches are compared with.
+
+    Args:
+        names: names of transformers' caches (`quanto:2`), or `"transformers"` for all of its quantized caches whose
+            packages are installed and that the model supports.
+        model: the model, or its config.
+        length: the most tokens that a cache will hold.
+
+    Raises:
+        OptionError: there is no such cache, or the package that it needs is not installed.
+    """
+    found = []
+    for name in names:
+        cache = name.removeprefix(f"{TRANSFORMERS}:")
+        if name == TRANSFORMERS:
+            every = [make_contender(TRANSFORMERS, each, model, length) for each in _PACKAGES if is_installed(each)]
+            found += [each for each in every if _is_supported(each)]
+        elif cache in _MAKERS:
+            found.append(_of_transformers("against", cache, model, length))
+        else:
+            raise OptionError(
+                f"`against` must be {TRANSFORMERS}, or one of its caches ({', '.join(_MAKERS)}), got {name!r}."
+            )
+    return list({each.key: each for each in found}.values())
+
+
+def _of_transformers(argument: str, cache: str, model: Any, length: int) -> Contender:
+    if not is_installed(cache):
+        package = cache.partition(":")[0]
+        raise OptionError(
+            f'`{argument}` {cache!r} needs a package that is not installed: pip install "kvlayers[{package}]"'
+        )
+    return make_contender(TRANSFORMERS, cache, model, length)
+
+
+def _is_supported(contender: Contender) -> bool:
+    try:
+        contender.make()
+    except KVLayersError:
+        return False
+    return True
+
+
+def _made(name: str, factory: Callable[[Any], Any], model: Any) -> Any:
+    """The cache that code of another library makes from the model's config. Any error of that code is one line."""
+    try:
+        cache = factory(config_of(model))
+        is_filled = isinstance(cache, transformers.Cache) and holds_states(cache)
+    except KVLayersError:
+        raise
+    # `SystemExit` is no `Exception`, and would end the command without a word.
+    except (Exception, SystemExit) as error:
+        raise OptionError(
+            f"{name} cannot make a cache for this model, {type(error).__name__} ({_first_line(error)}): choose another "
+            "cache, or another model."
+        ) from error
+    if not isinstance(cache, transformers.Cache):
+        raise OptionError(
+            f"{name} must return a cache of transformers, got a {type(cache).__name__}: correct the callable."
+        )
+    if is_filled:
+        raise OptionError(
+            f"{name} must return a new, empty cache at each call, got one that holds states: correct the callable."
+        )
+    return cache
+
+
+def _imported(name: str, module: str, attribute: str) -> Callable[[Any], Any]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
+    # Importing runs any code, also that of a script that ends with sys.exit().
+    except (Exception, SystemExit) as error:
+        raise OptionError(
+            f"`name` must be a callable that can be imported, got {name!r}, {type(error).__name__} "
+            f"({_first_line(error)}): correct the name, or install its package."
+        ) from error
+    if not callable(found):
+        raise OptionError(f"`name` must be a callable, but {name} is a {type(found).__name__}: name a callable.")
+    factory: Callable[[Any], Any] = found
+    return factory
+
+
+def _unknown(name: str) -> OptionError:
+    known = [*cache_names(), *(f"{TRANSFORMERS}:{each}" for each in _MAKERS)]
+    near = difflib.get_close_matches(name.lower(), known, n=3)
+    suggestion = f": did you mean {' or '.join(near)}?" if near else "."
+    return OptionError(
+        f"`name` must be {', '.join(known)}, or a callable (package.module:callable), got {name!r}{suggestion}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -1,36 +1,33 @@
-"""What quantized caches change in a model's predictions, and the bytes that they take."""
+"""What caches change in a model's predictions, and the bytes that they take."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.planning.cache_bytes import CacheArithmetic
-from kvlayers.planning.shapes import layer_shapes
 from kvlayers.tools.measuring.contenders import make_contender
-from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
-from kvlayers.tools.measuring.settings import QuantizationSetting
+from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes
+from kvlayers.tools.measuring.passage_file import PassageRecord
+from kvlayers.tools.measuring.positions import Drift, FidelityRange, by_position, drift, since_packing
+from kvlayers.tools.measuring.scoring import CacheMaker, PassageScores, Scores, read_passage
 from kvlayers.tools.names import KVLAYERS
 
 FULL = "full"
 """The name of full precision."""
 
-DTYPE_IN_USE = torch.bfloat16
-"""Dtype of the states whose bytes are counted, whatever the model computes in."""
-
 
 @dataclass(frozen=True)
 class SettingFidelity:
-    """Fidelity and bytes of one setting.
+    """Fidelity and bytes of one cache.
 
     Attributes:
-        name: name of the setting, or `FULL`.
-        nbytes: bytes of a cache of bfloat16 states after all tokens of a passage, scales and residual included.
+        name: name of the cache, or `FULL`.
+        nbytes: bytes of a cache of bfloat16 states after all tokens of a passage, scales and residual included; `None`
+            if they are not known, as the next two.
         bytes_per_token: `nbytes` divided by the tokens of the passage.
         of_full: `nbytes` as a fraction of the bytes in full precision.
         tokens: tokens that were scored.
@@ -40,14 +37,18 @@ class SettingFidelity:
         perplexity: perplexity of the scored text.
         perplexity_increase: increase of the perplexity over full precision, in percent.
         agreement: share of the tokens whose likeliest next token is the same as in full precision.
-        within: whether the setting is within the budget, `None` if there is no budget.
+        by_position: fidelity by position in the passage.
+        since_packing: fidelity by tokens since the cache last packed or evicted tokens; empty if it never did, or does
+            not say.
+        drift: the first and the last quarter of the scored tokens, `None` after an error.
+        within: whether the cache is within the budget, `None` if there is no budget.
         failure: the error that ended the reading, `None` if there was none. The figures are NaN after an error.
     """
 
     name: str
-    nbytes: int
-    bytes_per_token: float
-    of_full: float
+    nbytes: int | None
+    bytes_per_token: float | None
+    of_full: float | None
     tokens: int = 0
     kl: float = math.nan
     kl_99: float = math.nan
@@ -55,6 +56,9 @@ class SettingFidelity:
     perplexity: float = math.nan
     perplexity_increase: float = math.nan
     agreement: float = math.nan
+    by_position: tuple[FidelityRange, ...] = ()
+    since_packing: tuple[FidelityRange, ...] = ()
+    drift: Drift | None = None
     within: bool | None = None
     failure: str | None = None
 
@@ -87,75 +91,99 @@ class FidelityBudget:
         return all(most is None or figure <= most for figure, most in pairs)
 
 
-def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
-    """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, by arithmetic.
-
-    Args:
-        make: makes an empty cache from a model config and a length hint.
-        config: config of the model.
-        tokens: tokens that the cache has seen.
-
-    Raises:
-        ConfigError: the config does not say what the model's layers hold.
-        OptionError: the model does not support the cache.
-    """
-    shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return CacheArithmetic(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
-
-
 def measure_fidelity(
     model: Any,
     passages: Sequence[Tensor],
-    settings: Sequence[QuantizationSetting],
+    caches: Mapping[str, Callable[[], Any]],
     context: int,
     chunk: int,
     budget: FidelityBudget,
+    record: PassageRecord,
     tick: Callable[[], None],
 ) -> list[SettingFidelity]:
-    """Read passages through a cache of each setting, and through transformers' `DynamicCache` in full precision.
+    """Read passages through every cache, and through transformers' `DynamicCache` in full precision.
 
     Args:
         model: in eval mode.
         passages: token ids, int64 `[1, tokens + 1]`; the last one is only predicted.
-        settings: settings that the model supports.
+        caches: makers of empty caches for a passage, by name.
         context: tokens of each passage before the scored ones.
         chunk: tokens of a forward pass. A cache may quantize again after each of them.
         budget: how much worse predictions may be.
+        record: what was read before, and keeps what is read now.
         tick: called after each chunk.
 
     Returns:
-        Full precision, then the settings in their order. A setting that raises an error reads no further.
+        Full precision, then the caches in their order. A cache that raises an error reads no further.
     """
-    makers: dict[str, CacheMaker] = {FULL: lambda config: transformers.DynamicCache(config=config)}
-    makers |= {each.name: each.make for each in settings}
     tokens = passages[0].shape[1] - 1
-    full_bytes = bytes_of(_in_full, model.config, tokens)
-    held = {FULL: full_bytes} | {each.name: bytes_of(each.make, model.config, tokens) for each in settings}
-    on_device = [ids.to(model.device) for ids in passages]
-    scores = read(model, on_device, makers, context, chunk, tick)
+    config = model.config
+    full_nbytes = bytes_of(_in_full, config, tokens)
+    held: dict[str, int | None] = {FULL: full_nbytes}
+    held |= {name: held_nbytes(make, config, tokens, chunk) for name, make in caches.items()}
+    makers: dict[str, CacheMaker] = {FULL: lambda config: transformers.DynamicCache(config=config)}
+    makers |= {name: _ignoring_config(make) for name, make in caches.items()}
+    scores = _read(model, passages, makers, context, chunk, record, tick)
     perplexity = scores[FULL].summary()["perplexity"]
     return [
         SettingFidelity(
             name,
-            held[name],
-            held[name] / tokens,
-            held[name] / full_bytes,
-            **_figures(score, perplexity, None if name == FULL else budget),
+            nbytes,
+            None if nbytes is None else nbytes / tokens,
+            None if nbytes is None else nbytes / full_nbytes,
+            **_figures(score, context, perplexity, None if name == FULL else budget),
         )
-        for name, score in scores.items()
+        for (name, score), nbytes in zip(scores.items(), held.values(), strict=True)
     ]
 
 
+def _read(
+    model: Any,
+    passages: Sequence[Tensor],
+    makers: Mapping[str, CacheMaker],
+    context: int,
+    chunk: int,
+    record: PassageRecord,
+    tick: Callable[[], None],
+) -> dict[str, Scores]:
+    """Read what the record lacks. The reference is read again beside it."""
+    scores = {name: Scores() for name in makers}
+    for index, ids in enumerate(passages):
+        alive = {name: make for name, make in makers.items() if scores[name].failure is None}
+        known = record.of_passage(index)
+        missing = [name for name in alive if name not in known]
+        found: Mapping[str, PassageScores] = {}
+        if missing:
+            wanted = {name: make for name, make in alive.items() if name in (FULL, *missing)}
+            found = read_passage(model, ids.to(model.device), wanted, context, chunk, tick)
+        else:
+            for _ in range(0, ids.shape[1] - 1, chunk):
+                tick()
+        for name in missing:
+            record.add(index, name, found[name])
+        for name in alive:
+            scores[name].add(found[name] if name in missing else known[name])
+    return scores
+
+
 def smallest_within(measured: Sequence[SettingFidelity]) -> SettingFidelity | None:
-    """The setting within the budget that takes the fewest bytes, `None` if no setting is within it."""
-    return min((each for each in measured if each.within), key=lambda each: (each.nbytes, each.kl), default=None)
+    """The cache within the budget that takes the fewest bytes, `None` if no cache is within it.
+
+    A cache whose bytes are not known counts as the largest.
+    """
+    within = [each for each in measured if each.within]
+    return min(within, key=lambda each: (math.inf if each.nbytes is None else each.nbytes, each.kl), default=None)
+
+
+def _ignoring_config(make: Callable[[], Any]) -> CacheMaker:
+    return lambda config: make()
 
 
 def _in_full(config: Any, length_hint: int) -> Any:
     return make_contender(KVLAYERS, "dynamic", config, length_hint).make()
 
 
-def _figures(score: Scores, perplexity: float, budget: FidelityBudget | None) -> dict[str, Any]:
+def _figures(score: Scores, context: int, perplexity: float, budget: FidelityBudget | None) -> dict[str, Any]:
     figures = score.summary()
     within = None if budget is None or not budget.is_given else False
     if "failure" in figures:
@@ -165,5 +193,8 @@ def _figures(score: Scores, perplexity: float, budget: FidelityBudget | None) ->
         **{name: figures[name] for name in ("tokens", "kl", "kl_99", "perplexity", "agreement")},
         "kl_of_passages": tuple(figures["kl_of_passages"]),
         "perplexity_increase": increase,
+        "by_position": by_position(score.passages, context),
+        "since_packing": since_packing(score.passages),
+        "drift": drift(score.passages, context),
         "within": within if within is None or budget is None else budget.allows(figures["kl"], increase),
     }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import KVLayersError
+from kvlayers.tools.measuring.last_packing import LastPacking
 from kvlayers.tools.measuring.predictions import divergences, newest_logits
 
 Key = TypeVar("Key", bound=Hashable)
@@ -22,45 +23,64 @@ class ReadingError(KVLayersError, RuntimeError):
     """The model cannot read a text, whichever cache it has."""
 
 
-@dataclass
-class Scores:
-    """Scores of one cache, a tensor for each chunk.
+@dataclass(frozen=True)
+class PassageScores:
+    """Scores of one cache on one passage. Each tuple has an entry for each scored token.
 
     Attributes:
-        kl: KL divergence of the next-token distributions from the reference's, in nats, float64 `[tokens]`, in a list
-            for each passage.
-        surprise: negative log-probability of each next token of the text, float64 `[tokens]`.
-        agrees: whether the likeliest token is the reference's, bool `[tokens]`.
+        kl: KL divergence of the next-token distribution from the reference's, in nats.
+        surprise: negative log-probability of the next token of the text, in nats.
+        agrees: whether the likeliest next token is the reference's.
+        since_packing: tokens since the cache last packed or evicted tokens; `None` if it had not, or cannot say.
         seconds: seconds of the forward passes.
-        failure: the error that ended the reading, `None` if there was none.
+        failure: the error that ended the reading, `None` if there was none. The tuples are empty after an error.
     """
 
-    kl: list[list[Tensor]] = field(default_factory=list)
-    surprise: list[Tensor] = field(default_factory=list)
-    agrees: list[Tensor] = field(default_factory=list)
+    kl: tuple[float, ...] = ()
+    surprise: tuple[float, ...] = ()
+    agrees: tuple[bool, ...] = ()
+    since_packing: tuple[int | None, ...] = ()
     seconds: float = 0.0
     failure: str | None = None
 
-    def add(self, expected: Tensor, seen: Tensor, targets: Tensor) -> None:
-        """Score log-probabilities `[tokens, vocab]` against `expected`, and against the text's token ids `[tokens]`."""
-        self.kl[-1].append(divergences(expected, seen))
-        self.surprise.append(-seen.gather(1, targets[:, None])[:, 0])
-        self.agrees.append(seen.argmax(-1) == expected.argmax(-1))
+    @property
+    def tokens(self) -> int:
+        """Scored tokens."""
+        return len(self.kl)
+
+
+@dataclass
+class Scores:
+    """Scores of one cache.
+
+    Attributes:
+        passages: the scores of each passage that it has read.
+        failure: the error that ended the reading, `None` if there was none.
+    """
+
+    passages: list[PassageScores] = field(default_factory=list)
+    failure: str | None = None
+
+    def add(self, passage: PassageScores) -> None:
+        """Add the scores of the next passage."""
+        self.passages.append(passage)
+        self.failure = passage.failure
 
     def summary(self) -> dict[str, Any]:
         """The figures, or the failure."""
         if self.failure is not None:
             return {"failure": self.failure}
-        passages = [torch.cat(chunks) for chunks in self.kl]
-        divergence = torch.cat(passages)
+        passages = [torch.tensor(each.kl, dtype=torch.float64) for each in self.passages]
+        surprise = [torch.tensor(each.surprise, dtype=torch.float64) for each in self.passages]
+        divergence, agreements = torch.cat(passages), sum(sum(each.agrees) for each in self.passages)
         return {
             "tokens": divergence.numel(),
             "kl": float(divergence.mean()),
             "kl_99": float(divergence.quantile(0.99)),
             "kl_of_passages": [float(passage.mean()) for passage in passages],
-            "perplexity": float(torch.cat(self.surprise).mean().exp()),
-            "agreement": float(torch.cat(self.agrees).double().mean()),
-            "seconds": self.seconds,
+            "perplexity": float(torch.cat(surprise).mean().exp()),
+            "agreement": agreements / divergence.numel(),
+            "seconds": sum(each.seconds for each in self.passages),
         }
 
 
@@ -72,13 +92,32 @@ def read(
     chunk: int,
     tick: Callable[[], None],
 ) -> dict[Key, Scores]:
-    """Read each passage through every cache, chunk by chunk, and score the predictions after the context.
+    """Read passages through every cache. Arguments and errors are those of `read_passage`.
 
-    A cache that raises an error reads no further. The error of the reference, the first of `makers`, is raised.
+    Returns:
+        The scores of each cache, in the order of `makers`. A cache that raises an error reads no further.
+    """
+    scores = {key: Scores() for key in makers}
+    for ids in passages:
+        alive = {key: make for key, make in makers.items() if scores[key].failure is None}
+        for key, passage in read_passage(model, ids, alive, context, chunk, tick).items():
+            scores[key].add(passage)
+    return scores
+
+
+def read_passage(
+    model: Any,
+    ids: Tensor,
+    makers: Mapping[Key, CacheMaker],
+    context: int,
+    chunk: int,
+    tick: Callable[[], None],
+) -> dict[Key, PassageScores]:
+    """Read a passage through every cache, chunk by chunk, and score the predictions after the context.
 
     Args:
         model: in eval mode.
-        passages: token ids `[1, tokens + 1]` on the model's device; the last one is only predicted.
+        ids: token ids `[1, tokens + 1]` on the model's device; the last one is only predicted.
         makers: the caches, the reference first.
         context: tokens before the scored ones, read through the same cache in the same chunks.
         chunk: tokens of a forward pass.
@@ -86,55 +125,86 @@ def read(
 
     Returns:
         The scores of each cache, in the order of `makers`.
+
+    Raises:
+        ReadingError: the model cannot read the passage through the reference.
     """
-    scores = {key: Scores() for key in makers}
-    reading = _Reading(scores, next(iter(makers)))
-    for ids in passages:
-        caches: dict[Key, Any] = {}
-        for key in (key for key, score in scores.items() if score.failure is None):
-            scores[key].kl.append([])
-            caches[key] = reading.attempt(key, makers[key], model.config)
-        for start in range(0, ids.shape[1] - 1, chunk):
-            tokens, targets = ids[:, start : start + chunk], ids[0, start + 1 : start + chunk + 1]
-            scored = start >= context
-            expected = None
-            for key, cache in caches.items():
-                if scores[key].failure is not None:
-                    continue
-                begin = time.perf_counter()
-                newest = tokens.shape[1] if scored else 1
-                seen = reading.attempt(key, newest_logits, model, tokens, cache, newest)
-                scores[key].seconds += time.perf_counter() - begin
-                if seen is None or not scored:
-                    continue
+    reference = next(iter(makers))
+    readers = {key: _Reader(make, model, key == reference) for key, make in makers.items()}
+    for start in range(0, ids.shape[1] - 1, chunk):
+        tokens, targets = ids[:, start : start + chunk], ids[0, start + 1 : start + chunk + 1]
+        expected = None
+        for reader in readers.values():
+            if start < context:
+                reader.read(tokens, start, 1)
+                continue
+            seen = reader.read(tokens, start, chunk)
+            if seen is not None:
                 seen = seen.double().log_softmax(-1)
                 expected = seen if expected is None else expected
-                scores[key].add(expected, seen, targets)
-            tick()
-    return scores
+                reader.score(expected, seen, targets)
+        tick()
+    return {key: reader.scores() for key, reader in readers.items()}
 
 
-class _Reading:
-    """Records the errors of caches. Raises the errors of the reference.
+class _Reader:
+    """Reads one passage through one cache, and records the error that ends it.
 
     Args:
-        scores: where errors are recorded.
-        reference: the key of the reference.
+        make: makes the cache.
+        model: the model.
+        is_reference: whether an error is raised, because no other cache can be scored without this one.
     """
 
-    def __init__(self, scores: Mapping[Any, Scores], reference: Hashable) -> None:
-        self._scores, self._reference = scores, reference
+    def __init__(self, make: CacheMaker, model: Any, is_reference: bool) -> None:
+        self._model = model
+        self._is_reference = is_reference
+        self._failure: str | None = None
+        self._seconds = 0.0
+        self._scores: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._distances: list[int | None] = []
+        self._since_packing: list[int | None] = []
+        self._cache = self._attempt(make, model.config)
+        self._last_packing = LastPacking(self._cache)
 
-    def attempt(self, key: Hashable, action: Callable[..., Any], *arguments: Any) -> Any:
+    def read(self, tokens: Tensor, start: int, newest: int) -> Tensor | None:
+        """Logits `[newest, vocab]` of the newest of the tokens from position `start`; `None` after an error."""
+        if self._failure is not None:
+            return None
+        begin = time.perf_counter()
+        logits: Tensor | None = self._attempt(newest_logits, self._model, tokens, self._cache, newest)
+        self._seconds += time.perf_counter() - begin
+        if self._failure is None:
+            self._distances = self._last_packing.distances(start, tokens.shape[1])
+            self._last_packing.note_pass(start + tokens.shape[1])
+        return logits
+
+    def score(self, expected: Tensor, seen: Tensor, targets: Tensor) -> None:
+        """Score log-probabilities `[tokens, vocab]` against `expected`, and against the text's token ids `[tokens]`.
+
+        They belong to the tokens that were read last.
+        """
+        surprise = -seen.gather(1, targets[:, None])[:, 0]
+        self._since_packing += self._distances
+        self._scores.append((divergences(expected, seen), surprise, seen.argmax(-1) == expected.argmax(-1)))
+
+    def scores(self) -> PassageScores:
+        """All scores, on the host."""
+        if self._failure is not None:
+            return PassageScores(seconds=self._seconds, failure=self._failure)
+        kl, surprise, agrees = (torch.cat(parts).tolist() for parts in zip(*self._scores, strict=True))
+        return PassageScores(tuple(kl), tuple(surprise), tuple(agrees), tuple(self._since_packing), self._seconds)
+
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
         """Result of an action, `None` if it raises an error."""
         try:
             return action(*arguments)
         except Exception as error:
-            if key == self._reference:
+            if self._is_reference:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise ReadingError(
                     f"The model cannot read the text in full precision, {type(error).__name__} ({reason}): check the "
                     "model, or read fewer tokens at once."
                 ) from error
-            self._scores[key].failure = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
             return None

@@ -98,9 +98,13 @@ def input_ids(tokenizer: Any, prompt: str, context: int) -> Tensor:
         ids += tokenizer(f"\n\n{prompt}" if context else prompt, add_special_tokens=False).input_ids
     if not ids:
         raise OptionError("Pass a prompt, or a `--context` of at least 1 token: got neither.")
-    with_special = tokenizer(prompt or "a").input_ids
-    begins_with_bos = tokenizer.bos_token_id is not None and with_special[:1] == [tokenizer.bos_token_id]
-    return torch.tensor([[tokenizer.bos_token_id, *ids] if begins_with_bos else ids])
+    return torch.tensor([bos_ids(tokenizer) + ids])
+
+
+def bos_ids(tokenizer: Any) -> list[int]:
+    """The BOS token if the tokenizer begins a text with it, else nothing."""
+    first: list[int] = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 def check_length(config: Any, tokens: int) -> None:

@@ -82,6 +82,45 @@ def labelled_points(
     return _svg(name, title, x_label, y_label, draw)
 
 
+def curves(
+    name: str,
+    title: str,
+    x_label: str,
+    upper: tuple[str, Mapping[str, Points]],
+    lower: tuple[str, Mapping[str, Points]],
+) -> str:
+    """Two panels of lines over the same linear x axis: a logarithmic y axis above, and shares from 0 to 1 below.
+
+    Args:
+        name: letters that no other plot of the page has as its name.
+        title: title of the plot.
+        x_label: label of the x axis.
+        upper: label of the upper y axis, and the lines by their names. Points whose y is not positive are left out.
+        lower: the same for the lower panel, with lines of the same names.
+    """
+
+    def draw(figure: Any) -> None:
+        from matplotlib.ticker import PercentFormatter
+
+        panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2), subplot_kw={"facecolor": "none"})
+        panels[0].set_title(title, loc="left", fontsize=11)
+        for axes, (y_label, series), least in zip(panels, (upper, lower), (0, -1), strict=True):
+            for index, (label, points) in enumerate(series.items()):
+                xs = sorted(x for x, y in points.items() if y > least)
+                # Colours repeat after ten lines.
+                style = "-" if index < 10 else "--"
+                axes.plot(xs, [points[x] for x in xs], style, marker="o", markersize=3, linewidth=1.2, label=label)
+            axes.set_ylabel(y_label)
+            axes.grid(alpha=0.25)
+        _scale_y(panels[0], [y for points in upper[1].values() for y in points.values() if y > 0])
+        panels[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+        panels[1].yaxis.set_major_formatter(PercentFormatter(1))
+        panels[1].xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        panels[1].set_xlabel(x_label)
+
+    return figure_svg(name, (8, 6), draw)
+
+
 def _scale_y(axes: Any, ys: Sequence[float]) -> None:
     """Make the y axis logarithmic, with more ticks if the points span fewer than three powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -93,21 +132,35 @@ def _scale_y(axes: Any, ys: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _svg(name: str, title: str, x_label: str, y_label: str, draw: Callable[[Any], None]) -> str:
+def figure_svg(name: str, size: tuple[float, float], draw: Callable[[Any], None]) -> str:
+    """A figure as an `<svg>` element.
+
+    Args:
+        name: letters that no other plot of the page has as its name.
+        size: width and height in inches.
+        draw: draws on the figure that it is given.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="none")
+        figure = Figure(figsize=size, layout="constrained", facecolor="none")
+        draw(figure)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata=_NO_METADATA)
+    return _svg_element(written.getvalue(), name)
+
+
+def _svg(name: str, title: str, x_label: str, y_label: str, draw: Callable[[Any], None]) -> str:
+    def draw_axes(figure: Any) -> None:
         axes = figure.subplots(subplot_kw={"facecolor": "none"})
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.grid(alpha=0.25)
         draw(axes)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata=_NO_METADATA)
-    return _svg_element(written.getvalue(), name)
+
+    return figure_svg(name, (8, 4.5), draw_axes)
 
 
 def _svg_element(svg: str, name: str) -> str:

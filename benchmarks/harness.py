@@ -1,0 +1,185 @@
+"""Compares lm-evaluation-harness's own model `hf` with the model `kvlayers`, which computes each context once.
+
+    python benchmarks/harness.py                         # three tasks of 20 documents with the demo model: some minutes
+    python benchmarks/harness.py --documents 50 --shots 3
+
+The tasks are made of Python's help: four choices behind few-shot examples, about 1,000 tokens; answers that are
+generated behind the same examples in each prompt; and the perplexity of texts. The models take turns, and share the
+weights. A ratio compares two runs of the same turn, and the figure is the median over all turns. The exit code is 1 if
+a log-probability differs by more than 1e-4, or a text differs. Run it on an idle machine.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import lm_eval
+import torch
+import torch.utils.collect_env
+import transformers
+import yaml
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from kvlayers.evaluation.harness import KVLayersLM
+from kvlayers.tools.measuring.interleave import there_and_back
+from kvlayers.tools.measuring.text import default_text
+from lib import report
+from lib.workload import default_model
+
+CHOICES, ANSWERS, PERPLEXITY = "choices", "answers", "perplexity"
+TASKS = (CHOICES, ANSWERS, PERPLEXITY)
+HF, KVLAYERS = "hf", "kvlayers"
+MOST_DIFFERENCE = 1e-4
+ANSWER_WORDS = 8
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=default_model(), help="directory or hub name of the model")
+    parser.add_argument("--text", type=pathlib.Path, help="what the tasks are made of (the topics of Python's help)")
+    parser.add_argument("--dtype", default="float32", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"some of {', '.join(TASKS)}, separated by commas")
+    parser.add_argument("--documents", type=int, default=20, help="documents of each task (20)")
+    parser.add_argument("--shots", type=int, default=5, help="few-shot examples before each question (5)")
+    parser.add_argument("--words", type=int, default=75, help="words of a question (75: 1,000 tokens with 5 shots)")
+    parser.add_argument("--batch-size", type=int, default=4, help="of both models (4)")
+    parser.add_argument("--trials", type=int, default=3, help="trials (3)")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/harness-<date>.json)")
+    given = parser.parse_args(arguments)
+    given.tasks = given.tasks.split(",")
+    given.output = given.output or report.output_path("harness")
+    if given.model is None:
+        parser.error("there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+    if not set(given.tasks) <= set(TASKS):
+        parser.error(f"--tasks must be some of {', '.join(TASKS)}")
+    return given
+
+
+def documents(text: str, count: int, words: int) -> list[dict[str, Any]]:
+    """Passages of a text, and four continuations of each: its own, and those of other passages."""
+    step = words + ANSWER_WORDS
+    all_words = text.split()
+    if len(all_words) < 4 * step:
+        raise SystemExit(f"the text has {len(all_words)} words, and {4 * step} are needed: use a longer one")
+    passages = [all_words[start : start + step] for start in range(0, len(all_words) - step + 1, step)]
+    cycle = list(itertools.islice(itertools.cycle(passages), count + 3))
+    generator, found = random.Random(0), []
+    for index in range(count):
+        endings = [" ".join(passage[words:]) for passage in cycle[index : index + 4]]
+        order = generator.sample(range(4), 4)
+        choices = [endings[place] for place in order]
+        found.append({"question": " ".join(cycle[index][:words]), "choices": choices, "label": order.index(0)})
+    return found
+
+
+def write_tasks(directory: pathlib.Path, given: argparse.Namespace) -> None:
+    """The tasks of the harness, as files."""
+    text = given.text.read_text() if given.text else default_text()
+    rows = documents(text, given.shots + given.documents, given.words)
+    files = {"train": str(directory / "train.json"), "test": str(directory / "test.json")}
+    for split, part in (("train", rows[: given.shots]), ("test", rows[given.shots :])):
+        pathlib.Path(files[split]).write_text("\n".join(map(json.dumps, part)))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(directory / "datasets")},
+        "test_split": "test",
+    }
+    examples = {"fewshot_split": "train", "fewshot_config": {"sampler": "first_n"}, "num_fewshot": given.shots}
+    kinds: dict[str, dict[str, Any]] = {
+        CHOICES: {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{label}}",
+            "metric_list": [{"metric": "acc"}],
+            **examples,
+        },
+        ANSWERS: {
+            "output_type": "generate_until",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "{{choices[label]}}",
+            "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 16, "do_sample": False},
+            "metric_list": [{"metric": "exact_match"}],
+            **examples,
+        },
+        PERPLEXITY: {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{question}} {{choices | join(' ')}}",
+            "metric_list": [{"metric": "word_perplexity"}],
+        },
+    }
+    for name, kind in kinds.items():
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **kind}))
+
+
+def run(model: Any, task: str, manager: TaskManager) -> tuple[float, list[Any]]:
+    """Seconds of a task, and what the model answered to each request."""
+    begin = time.perf_counter()
+    found = lm_eval.simple_evaluate(model, tasks=[task], task_manager=manager, bootstrap_iters=0, random_seed=0)
+    seconds = time.perf_counter() - begin
+    answers = [answer for sample in found["samples"][task] for of_request in sample["resps"] for answer in of_request]
+    return seconds, [answer[0] if isinstance(answer, tuple | list) else answer for answer in answers]
+
+
+def difference(one: list[Any], other: list[Any]) -> float:
+    """The largest difference of log-probabilities, or the share of texts that differ."""
+    if isinstance(one[0], str):
+        return statistics.fmean(text != same for text, same in zip(one, other, strict=True))
+    return max(abs(float(score) - float(same)) for score, same in zip(one, other, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; return the exit code."""
+    given = parse(arguments)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    console, environment = report.terminal(), report.environment()
+    # The harness asks for these facts after each task, which takes seconds.
+    torch.utils.collect_env.get_pretty_env_info = str
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
+    kinds = {HF: HFLM, KVLAYERS: KVLayersLM}
+    results: dict[str, Any] = {task: {"seconds": {name: [] for name in kinds}, "difference": 0.0} for task in TASKS}
+    with tempfile.TemporaryDirectory() as directory:
+        write_tasks(pathlib.Path(directory), given)
+        manager = TaskManager(include_path=directory, include_defaults=False)
+        for task in given.tasks:
+            # The first turn loads data, and is not counted.
+            for trial in range(given.trials + 1):
+                answers = {}
+                for name in there_and_back(list(kinds), trial):
+                    # Made for each turn: no store has prompts of an earlier one.
+                    harness_model = kinds[name](model, tokenizer=tokenizer, batch_size=given.batch_size)
+                    seconds, answers[name] = run(harness_model, task, manager)
+                    if trial:
+                        results[task]["seconds"][name].append(seconds)
+                found = difference(answers[HF], answers[KVLAYERS])
+                results[task]["difference"] = max(results[task]["difference"], found)
+    results = {task: results[task] for task in given.tasks}
+    table = report.new_table(f"Seconds of a task, {given.documents} documents, {given.dtype}", "task", HF, KVLAYERS)
+    promises = []
+    for task, entry in results.items():
+        seconds = entry["seconds"]
+        ratio = statistics.median(one / other for one, other in zip(seconds[HF], seconds[KVLAYERS], strict=True))
+        table.add_row(task, *(f"{statistics.median(seconds[name]):.2f}" for name in kinds))
+        promises.append(report.promised(f"{task}: seconds of hf over those of kvlayers", ratio, at_least=1.0))
+        promises.append(report.promised(f"{task}: largest difference", entry["difference"], at_most=MOST_DIFFERENCE))
+    console.print(table)
+    report.show_targets(console, promises)
+    code = report.finish(console, given, environment, results, promises)
+    return code or int(any(entry["difference"] > MOST_DIFFERENCE for entry in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Log-probabilities of continuations, with contexts computed once and continuations in batches behind them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.caches.base import Cache
+from kvlayers.errors import CapacityError, OptionError
+from kvlayers.evaluation.cache_copies import SharedCache, is_exact, repeat, takes_rows
+from kvlayers.evaluation.checks import check_count, check_model, most_tokens
+from kvlayers.evaluation.context_caches import ContextCaches
+from kvlayers.evaluation.division import Division, exact_division, lossy_division
+from kvlayers.evaluation.forward_passes import LOGITS_AT_ONCE, PassSizes, ScoredToken, TokenScores, scored_logits
+from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
+from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
+from kvlayers.evaluation.stored_contexts import ChunkedEntries, ContextEntries, ExactEntries, StoredContexts
+from kvlayers.generation.shared_prefill import MIN_TOKENS
+from kvlayers.upstream import model_types
+
+
+@torch.no_grad()
+def score_tokens(
+    model: Any,
+    requests: Sequence[ScoringRequest],
+    make_cache: Callable[[], Any],
+    *,
+    store: StoredContexts | None = None,
+    batch_size: int = 16,
+    chunk: int | None = None,
+    on_scored: Callable[[int], None] = lambda count: None,
+) -> list[ContinuationScore]:
+    """Log-probabilities of continuations, through any cache.
+
+    With an exact cache, no division into forward passes changes a score, so any prefix that contexts have in common is
+    read once. With a lossy cache (one that rounds or evicts), a score never depends on the other requests: a context is
+    read in one pass and the continuation token by token, as `generate()` does. With `chunk`, both are read in chunks,
+    each from its own start, and contexts share prefixes of whole chunks.
+
+    Args:
+        model: a causal language model, in eval mode.
+        requests: contexts and continuations. Requests with equal contexts may stand anywhere.
+        make_cache: makes an empty cache with room for the longest request, for one sequence or for several.
+        store: contexts are looked up here before they are read, and inserted afterwards.
+        batch_size: most continuations in one forward pass.
+        chunk: tokens in one forward pass. An exact cache takes fewer tokens at once to save memory.
+        on_scored: is called with the number of further requests that are scored.
+
+    Returns:
+        The scores, in the order of `requests`.
+
+    Raises:
+        OptionError: a context or a continuation is empty, or `batch_size` or `chunk` is no whole number, at least 1.
+        CapacityError: a request has more tokens than the model has positions, or than a static cache reserves.
+        ConfigError: as `check_model`.
+        UnsupportedLayerError: it is not known whether a layer of the cache is exact.
+    """
+    check_count("batch_size", batch_size)
+    if chunk is not None:
+        check_count("chunk", chunk)
+    check_model(model)
+    _check_requests(requests)
+    if not requests:
+        return []
+    example = make_cache()
+    _check_room(model, example, requests)
+    exact = is_exact(example)
+    division = (exact_division if exact else lossy_division)(model, chunk)
+    entries = None if store is None else _entries(store, division, exact)
+    contexts = ContextCaches(model, make_cache, division, entries)
+    scoring = _Scoring(model, requests, contexts, division, batch_size, on_scored)
+    scoring.score(plan_prefixes(requests, division, None if entries is None else MIN_TOKENS))
+    return scoring.scores()
+
+
+def _check_requests(requests: Sequence[ScoringRequest]) -> None:
+    for index, request in enumerate(requests):
+        for name, ids in request._asdict().items():
+            if not ids:
+                raise OptionError(f"the {name} of `requests[{index}]` must have at least one token, got none.")
+
+
+def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> None:
+    lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
+    longest, positions = max(lengths), most_tokens(model, cache)
+    if positions is not None and longest > positions:
+        raise CapacityError(
+            f"`requests[{lengths.index(longest)}]` must have {positions + 1} tokens at most, since the model has "
+            f"{positions} positions and predicts one token more, got {longest + 1}: shorten its context."
+        )
+    if isinstance(cache, Cache) and cache.is_static and any(layer.attends for layer in cache.adapted_layers()):
+        # A reservation that is too small is found out now. The cache is used for nothing else.
+        cache.get_mask_sizes(longest, 0)
+
+
+def _entries(store: StoredContexts, division: Division, is_exact: bool) -> ContextEntries | None:
+    if division.shared_every is None:
+        lossy = "a cache that rounds or evicts reads each context in one pass, unless `chunk` is given"
+        store.bypass("states of this model depend on the length of a pass" if is_exact else lossy)
+        return None
+    return ExactEntries(store) if is_exact else ChunkedEntries(store, division.shared_every)
+
+
+class _Scoring:
+    """One call: scores as far as they are known.
+
+    Args:
+        model: the model.
+        requests: the requests.
+        contexts: reads prefixes.
+        division: how rows are divided into passes.
+        batch_size: most rows of a batch.
+        on_scored: is called with the number of further requests that are scored.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[ScoringRequest],
+        contexts: ContextCaches,
+        division: Division,
+        batch_size: int,
+        on_scored: Callable[[int], None],
+    ) -> None:
+        self._model, self._requests, self._contexts, self._division = model, requests, contexts, division
+        self._batch_size, self._on_scored = batch_size, on_scored
+        self._logits_at_once = LOGITS_AT_ONCE // int(model_types.decoder_config(model.config).vocab_size)
+        self._logprobs = [[0.0] * len(continuation) for _, continuation in requests]
+        self._is_greedy = [[False] * len(continuation) for _, continuation in requests]
+
+    def scores(self) -> list[ContinuationScore]:
+        """The scores of all requests."""
+        pairs = zip(self._logprobs, self._is_greedy, strict=True)
+        return [ContinuationScore(tuple(logprobs), tuple(is_greedy)) for logprobs, is_greedy in pairs]
+
+    def score(self, root: SharedPrefix) -> None:
+        """Score everything behind the empty prefix, depth first, so that only caches of ancestors are held."""
+        example = self._contexts.make_cache()
+        for batch in self._batches(root, example):
+            self._score_batch(batch, self._contexts.make_cache(), 0)
+        pending: list[tuple[SharedPrefix, SharedCache | None, int]] = [(child, None, 0) for child in root.children]
+        while pending:
+            prefix, parent, seen = pending.pop()
+            cache, logits = self._contexts.read(prefix, parent, seen)
+            if logits is not None:
+                self._score_ends(prefix, logits)
+            batches = self._batches(prefix, cache)
+            shared = SharedCache(cache, len(batches) + len(prefix.children))
+            del cache, logits
+            for batch in batches:
+                self._score_batch(batch, shared.take(), prefix.length)
+            pending += [(child, shared, prefix.length) for child in prefix.children]
+
+    def _score_ends(self, prefix: SharedPrefix, logits: Tensor) -> None:
+        """Score the tokens that are predicted from the last token of a prefix."""
+        rows = [row for row in prefix.rows if row.context_tokens == prefix.length]
+        wanted = [token for row in rows for token in self._wanted(row, 0, prefix.length) if token.position < 0]
+        scores = TokenScores([token._replace(position=0, row=0) for token in wanted])
+        scores.take(0, logits)
+        self._note(scores)
+        if scored := sum(len(row.requests) for row in rows if row.tokens == prefix.length):
+            self._on_scored(scored)
+
+    def _score_batch(self, rows: Sequence[ScoredRow], cache: Any, seen: int) -> None:
+        """Score rows behind a prefix of `seen` tokens, all in one batch."""
+        wanted = [token for number, row in enumerate(rows) for token in self._wanted(row, number, seen)]
+        scores = TokenScores(sorted(token for token in wanted if token.position >= 0))
+        repeat(cache, len(rows))
+        tokens = rows[0].tokens - seen
+        behind = [row.ids(seen) for row in rows]
+        # Rows are padded with a token of their own. Attention is causal, so nothing that is scored sees it.
+        ids = [(*own, *own[-1:] * (tokens - len(own))) for own in behind]
+        batch = torch.tensor(ids, device=self._model.device)
+        scored = max(self._logits_at_once // len(rows), 1) if self._division.may_split else None
+        sizes = PassSizes(self._division.continuation_step, self._division.pass_limit, scored)
+        scored_from = min(max(row.context_tokens - 1 - seen, 0) for row in rows)
+        for first, logits in scored_logits(self._model, batch, cache, sizes, seen, scored_from):
+            scores.take(first, logits)
+        self._note(scores)
+        self._on_scored(sum(len(row.requests) for row in rows))
+
+    def _wanted(self, row: ScoredRow, number: int, seen: int) -> Iterator[ScoredToken]:
+        """The tokens to score in a row of a batch behind `seen` tokens; the first may be predicted from position -1."""
+        before = row.context_tokens - 1 - seen
+        for place, token in enumerate(row.read):
+            # Requests that read the same tokens have the same scores up to here.
+            for request in row.requests:
+                yield ScoredToken(before + place, number, token, request, place)
+        for request in row.requests:
+            place = len(self._requests[request].continuation) - 1
+            yield ScoredToken(before + place, number, self._requests[request].continuation[-1], request, place)
+
+    def _batches(self, prefix: SharedPrefix, cache: Any) -> list[list[ScoredRow]]:
+        """Rows that are read together behind a prefix, the longest first."""
+        most = self._batch_size if takes_rows(cache, self._batch_size) else 1
+        rows = sorted(
+            (row for row in prefix.rows if row.tokens > prefix.length),
+            key=lambda row: (-row.tokens, row.context_tokens),
+        )
+        batches: list[list[ScoredRow]] = []
+        for row in rows:
+            batch = batches[-1] if batches else []
+            if batch and len(batch) < most and self._may_join(row, batch, prefix.length):
+                batch.append(row)
+            else:
+                batches.append([row])
+        return batches
+
+    def _may_join(self, row: ScoredRow, batch: Sequence[ScoredRow], seen: int) -> bool:
+        tokens = batch[0].tokens
+        if row.tokens != tokens and not self._division.may_pad:
+            return False
+        scored = tokens - max(min(each.context_tokens for each in (row, *batch)) - 1, seen)
+        at_once = min(scored, self._division.continuation_step or scored)
+        return (len(batch) + 1) * at_once <= self._logits_at_once
+
+    def _note(self, scores: TokenScores) -> None:
+        for token, logprob, is_greedy in scores.results():
+            self._logprobs[token.request][token.place] = logprob
+            self._is_greedy[token.request][token.place] = is_greedy

@@ -1,0 +1,37 @@
+"""Synthetic tasks over long contexts, which a model solves through a cache, in the spirit of RULER.
+
+Reference: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (2024),
+https://arxiv.org/abs/2404.06654.
+"""
+
+# Each file of a task registers it.
+from kvlayers.tools.tasks import keys, needle, values, variables, words
+from kvlayers.tools.tasks.contract import (
+    Task,
+    TaskSample,
+    TaskText,
+    register_task,
+    task_named,
+    task_names,
+    unregister_task,
+)
+from kvlayers.tools.tasks.haystack import Haystack, Needle
+from kvlayers.tools.tasks.samples import samples_of
+
+__all__ = [
+    "Haystack",
+    "Needle",
+    "Task",
+    "TaskSample",
+    "TaskText",
+    "keys",
+    "needle",
+    "register_task",
+    "samples_of",
+    "task_named",
+    "task_names",
+    "unregister_task",
+    "values",
+    "variables",
+    "words",
+]

@@ -1,0 +1,48 @@
+"""The command `kvlayers lm-eval`: what it says without the harness, and which errors are one line."""
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+import kvlayers
+
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
+
+from kvlayers.__main__ import make_app  # noqa: E402
+
+
+def run(*arguments: str) -> Any:
+    return typer_testing.CliRunner().invoke(make_app(), ["lm-eval", *arguments])
+
+
+def test_without_the_harness_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
+    result = run("run", "--model", "kvlayers")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert 'pip install "kvlayers[eval]"' in result.stderr
+
+
+def test_help_is_that_of_the_command_and_behind_run_that_of_the_harness() -> None:
+    assert "kvlayers lm-eval run --help" in run("--help").output
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: it comes with the extra 'eval'")
+    result = run("run", "--help")
+    assert result.exit_code == 0
+    assert "--model_args" in result.output
+
+
+def test_errors_of_kvlayers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = pytest.importorskip("lm_eval.__main__", reason="lm-eval is not installed: it comes with the extra 'eval'")
+    monkeypatch.setattr(sys, "argv", ["kvlayers"])
+
+    def evaluate() -> None:
+        raise kvlayers.OptionError(f"got {sys.argv[1:]}")
+
+    monkeypatch.setattr(harness, "cli_evaluate", evaluate)
+    result = run("run", "--model", "kvlayers", "--model_args", "cache=int3")
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "kvlayers lm-eval: got ['run', '--model', 'kvlayers', '--model_args', 'cache=int3']\n"

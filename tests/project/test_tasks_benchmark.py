@@ -13,6 +13,7 @@ def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypa
     import tasks
 
     caches = {"kvlayers dynamic": (0.1, -2.0), "transformers hqq": (None, None)}
+    counts = {"kvlayers dynamic": {"samples": 1, "failed": 0}, "transformers hqq": {"samples": 0, "failed": 1}}
     found: dict[str, Any] = {
         "model": "dir/tiny",
         "dtype": "float32",
@@ -28,7 +29,9 @@ def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypa
             "reference": "kvlayers dynamic",
             "too_weak_below": 0.25,
             "too_weak": [["needle", 256]],
-            "overall": [{"cache": cache, "logprob": logprob} for cache, (_, logprob) in caches.items()],
+            "overall": [
+                {"cache": cache, "logprob": logprob, **counts[cache]} for cache, (_, logprob) in caches.items()
+            ],
             "comparable": [],
             "by_length": [
                 {"cache": cache, "task": "needle", "length": 256, "score": score}
@@ -37,4 +40,7 @@ def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypa
         },
     }
     rows = [line for line in tasks.table(found).splitlines() if line.startswith("| ")]
-    assert rows[1:] == ["| exact (`dynamic`) | (10) |  | -2.00 |", "| transformers hqq, 4 bits | (-) |  | - |"]
+    assert rows[1:] == [
+        "| exact (`dynamic`) | (10) |  | -2.00 |",
+        "| transformers hqq, 4 bits, failed at 1 of 1 samples | (-) |  | - |",
+    ]

@@ -562,7 +562,7 @@ def test_a_run_is_identified_by_weights_text_and_versions() -> None:
     model, other = fresh_model("llama"), fresh_model("llama", seed=1)
     one = run_identity(model, "tiny", "text", 0, None)
     assert json.loads(json.dumps(one)) == one
-    assert one["versions"].keys() == {"kvlayers", "torch", "transformers"}
+    assert one["versions"].keys() >= {"kvlayers", "torch", "transformers"}
     assert run_identity(other, "tiny", "text", 0, None)["weights"] != one["weights"]
     assert run_identity(model, "tiny", "texts", 0, None)["text"] != one["text"]
 

@@ -62,11 +62,10 @@ def scored_logits(
     Yields:
         For each pass that has such tokens, the index of the first one, and logits `[rows, tokens, vocab]`.
     """
-    keeps_some = model._supports_logits_to_keep()
     name = model_types.cache_argument(model)
     for begin, end in sizes.spans(ids.shape[1], seen, scored_from):
         kept = end - max(begin, scored_from)
-        limit = {"logits_to_keep": max(kept, 1)} if keeps_some else {}
+        limit = model_types.newest_logits_only(model, max(kept, 1))
         logits = model(input_ids=ids[:, begin:end], use_cache=True, return_dict=True, **{name: cache}, **limit).logits
         if kept > 0:
             yield end - kept, logits[:, -kept:]

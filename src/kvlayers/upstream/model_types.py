@@ -1,6 +1,7 @@
 """Facts about models and their configs that do not depend on the version of transformers."""
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -92,6 +93,18 @@ def tokens_at_once(config: object) -> int | None:
 def cache_argument(model: Any) -> str:
     """Name of the argument in which `model` takes its cache, derived from its class as transformers does."""
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
+    """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
+
+    Example:
+        >>> import torch, transformers
+        >>> with torch.device("meta"):
+        ...     newest_logits_only(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)))
+        {'logits_to_keep': 1}
+    """
+    return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def replaces_cross_attention_cache(model: Any) -> bool:

@@ -12,6 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import handle_arg_string
 
 from kvlayers.errors import OptionError
+from kvlayers.evaluation.checks import check_count
 from kvlayers.generation.registry import is_registered, make_cache, unknown_name
 from kvlayers.prefix import PrefixStore
 from kvlayers.utils.units import amount_of_bytes
@@ -20,7 +21,7 @@ OPTION_SEPARATOR, VALUE_SEPARATOR = "+", ":"
 """In `nbits:2+residual_length:64`. The harness splits its model arguments at commas."""
 
 AUTO = "auto"
-"""A store of `DEFAULT_STORE_BYTES` with an exact cache, and none with other caches."""
+"""The value of an argument that kvlayers shall choose."""
 
 DEFAULT_STORE_BYTES = 2**30
 
@@ -33,7 +34,8 @@ class CacheArguments:
         name: name of the cache.
         options: its options.
         chunk: tokens of a forward pass, `None` for whole contexts.
-        prefix_store: bytes for the store of prefixes, 0 for none, or `AUTO`.
+        prefix_store: bytes for the store of prefixes, 0 for none, or `AUTO`: `DEFAULT_STORE_BYTES` with an exact cache,
+            and none with other caches.
     """
 
     name: str
@@ -42,7 +44,7 @@ class CacheArguments:
     prefix_store: int | str
 
     @classmethod
-    def parse(cls, cache: object, cache_config: object, chunk: object, prefix_store: object) -> "CacheArguments":
+    def parse(cls, cache: object, cache_config: object, chunk: int | None, prefix_store: object) -> "CacheArguments":
         """Check the arguments as the harness passes them.
 
         Raises:
@@ -53,8 +55,8 @@ class CacheArguments:
             raise OptionError(f"`cache` must be the name of a cache, got {cache!r}: pass a name such as 'int4'.")
         if not is_registered(cache):
             raise unknown_name(cache)
-        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-            raise OptionError(f"`chunk` must be a number of tokens, at least 1, got {chunk!r}.")
+        if chunk is not None:
+            check_count("chunk", chunk)
         return cls(cache, parse_options(cache_config), chunk, _parse_store(prefix_store))
 
     def make(self, model_or_config: object, length_hint: int) -> transformers.Cache:
@@ -128,6 +130,14 @@ def _wrong_options(given: object) -> OptionError:
         f"`cache_config` must be options of the cache, got {given!r}: write nbits:2+residual_length:64, or pass a JSON "
         "object or a dict."
     )
+
+
+def check_batch_sizes(given: Mapping[str, Any]) -> None:
+    """Raise `OptionError` unless `batch_size` and `max_batch_size`, if given, are numbers of sequences or "auto"."""
+    for name in ("batch_size", "max_batch_size"):
+        size = str(given.get(name, 1))
+        if not size.startswith(AUTO) and not (size.isdecimal() and int(size) > 0):
+            raise OptionError(f"`{name}` must be a whole number, at least 1, or 'auto', got {given[name]!r}.")
 
 
 def check_names(names: Iterable[str], own: Iterable[str]) -> None:

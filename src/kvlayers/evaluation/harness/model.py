@@ -20,7 +20,7 @@ from kvlayers.errors import ConfigError, OptionError
 from kvlayers.evaluation.cache_copies import is_exact
 from kvlayers.evaluation.checks import is_peft_model
 from kvlayers.evaluation.engine import score_tokens
-from kvlayers.evaluation.harness.arguments import CacheArguments, check_names
+from kvlayers.evaluation.harness.arguments import CacheArguments, check_batch_sizes, check_names
 from kvlayers.evaluation.harness.equal_lengths import generate_equal_lengths
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.generation.install import call_with_kvlayers
@@ -92,10 +92,11 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         own = {"cache": cache, "cache_config": cache_config, "chunk": chunk, "prefix_store": prefix_store}
-        self._cache = CacheArguments.parse(**own)
+        self._cache = CacheArguments.parse(cache, cache_config, chunk, prefix_store)
         self._is_exact = False
         self.prefix_store: PrefixStore | None = None
         check_names(arguments, own)
+        check_batch_sizes(arguments)
         _check_tuning(pretrained, arguments.get("peft"), arguments.get("revision"))
         super().__init__(pretrained, **arguments)
 

@@ -109,10 +109,9 @@ class StoredCaches:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
+            model_kwargs |= model_types.newest_logits_only(self._model)
             if self.takes_positions:
                 model_kwargs["position_ids"] = positions[:, :stop]
-            if self._model._supports_logits_to_keep():
-                model_kwargs["logits_to_keep"] = 1
             pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
             self.insert(ids[:, :stop], cache)
             begin = stop

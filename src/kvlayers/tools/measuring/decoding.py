@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.interleave import quiet_clock, there_and_back
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.predictions import divergences, is_tie, newest_logits_only
+from kvlayers.tools.measuring.predictions import divergences, is_tie
 from kvlayers.tools.measuring.scoring import ReadingError
 from kvlayers.upstream import model_types
 
@@ -189,7 +189,7 @@ def _attempt(model: Any, sequence: Continuation, result: ContenderResult) -> Non
 def _run(model: Any, sequence: Continuation, contender: Contender) -> Trial:
     decoder = _Decoder(model, contender.make())
     with quiet_clock():
-        prefill_seconds, newest = decoder.timed(sequence.prompt, **newest_logits_only(model))
+        prefill_seconds, newest = decoder.timed(sequence.prompt, **model_types.newest_logits_only(model))
         logits, step_seconds = [newest.cpu()], []
         for step in range(sequence.tokens.shape[1]):
             seconds, newest = decoder.timed(sequence.tokens[:, step : step + 1])
@@ -211,7 +211,7 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
     """The greedy continuation, and the logits of each prediction, `[steps + 1, batch, vocab]` on the host."""
     decoder = _Decoder(model, reference.make())
     with quiet_clock():
-        _, logits = decoder.timed(prompt, **newest_logits_only(model))
+        _, logits = decoder.timed(prompt, **model_types.newest_logits_only(model))
         seen, tokens = [logits.cpu()], [logits.argmax(-1)]
         for _ in range(steps):
             _, logits = decoder.timed(tokens[-1][:, None])

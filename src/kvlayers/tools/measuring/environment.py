@@ -1,6 +1,8 @@
 """Hardware, versions and date of a measurement."""
 
+import contextlib
 import datetime
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -10,6 +12,9 @@ import torch
 import transformers
 
 from kvlayers.version import __version__
+
+QUANTIZATION_PACKAGES = ("optimum-quanto", "hqq")
+"""Packages that transformers' quantized caches, and backends of kvlayers, need."""
 
 
 def environment() -> dict[str, Any]:
@@ -27,12 +32,19 @@ def environment() -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "kvlayers": __version__,
+            **package_versions(),
             "platform": platform.platform(),
         },
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of kvlayers and of the packages that results depend on; of quantization packages if installed."""
+    versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    for package in QUANTIZATION_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _cpu_name() -> str:

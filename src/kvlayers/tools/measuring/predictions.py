@@ -1,6 +1,5 @@
 """Predictions of a model with a cache, and how two predictions are compared."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -9,21 +8,13 @@ from torch import Tensor
 from kvlayers.upstream import model_types
 
 
-def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
-    """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
-
-    Example:
-        >>> import torch, transformers
-        >>> with torch.device("meta"):
-        ...     newest_logits_only(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)))
-        {'logits_to_keep': 1}
-    """
-    return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-
-
 def newest_logits(model: Any, ids: Tensor, cache: Any, newest: int) -> Tensor:
     """Feed tokens `[1, tokens]` to a model with a cache: logits `[newest, vocab]` of the newest ones."""
-    inputs = {model_types.cache_argument(model): cache, "use_cache": True, **newest_logits_only(model, newest)}
+    inputs = {
+        model_types.cache_argument(model): cache,
+        "use_cache": True,
+        **model_types.newest_logits_only(model, newest),
+    }
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, **inputs).logits
     return logits[0, -newest:]

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from typing_extensions import Self
 
 from kvlayers.errors import KVLayersError
 from kvlayers.persistence import weights_id
-from kvlayers.version import __version__
+from kvlayers.tools.measuring.environment import package_versions
 
 FORMAT_VERSION = 1
 
@@ -41,7 +39,7 @@ def identity_of(model: Any, name: str, text: str, facts: Mapping[str, Any]) -> d
         "device": model.device.type,
         "text": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(),
         **facts,
-        "versions": {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": package_versions(),
     }
 
 

@@ -11,6 +11,7 @@ import transformers
 
 import kvlayers
 import versions
+from kvlayers.tools.measuring.predictions import is_tie
 
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
@@ -73,10 +74,24 @@ def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
+def agree(model: Any, seen: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the tokens are equal, in bfloat16 up to the first two that are equally likely as far as it can tell.
+
+    Sums in another order round differently, and each CPU has an order of its own.
+    """
+    different = (seen != expected)[0].nonzero()
+    if not len(different) or model.dtype != torch.bfloat16:
+        return not len(different)
+    first = int(different[0])
+    with torch.no_grad():
+        logits = model(expected[:, :first]).logits[0, -1].float()
+    return is_tie(logits, int(expected[0, first]), int(seen[0, first]), model.dtype)
+
+
 def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor, expected: torch.Tensor) -> None:
     with kvlayers.installed():
         for name in ("dynamic", "static"):
-            assert torch.equal(generated(model, text, cache_implementation=name), expected), name
+            assert agree(model, generated(model, text, cache_implementation=name), expected), name
         assert torch.equal(generated(model, text, prompt_lookup_num_tokens=3), expected) or (
             model.dtype == torch.bfloat16
         ), "drafts are verified several at once, which in bfloat16 may tip a tie"
@@ -86,7 +101,7 @@ def test_greedy_tokens_within_a_window_are_those_of_transformers(windowed: Any, 
     expected = generated(windowed, text)
     with kvlayers.installed():
         for name in ("dynamic", "hybrid"):
-            assert torch.equal(generated(windowed, text, cache_implementation=name), expected), name
+            assert agree(windowed, generated(windowed, text, cache_implementation=name), expected), name
 
 
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(

@@ -44,3 +44,12 @@ def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypa
         "| exact (`dynamic`) | (10) |  | -2.00 |",
         "| transformers hqq, 4 bits, failed at 1 of 1 samples | (-) |  | - |",
     ]
+
+
+def test_the_page_has_the_tables_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tasks
+
+    page, records = tasks.CHOOSING.read_text(), tasks.recorded()
+    assert len(records) == 2
+    assert tasks.with_tables(page, records) == page

@@ -28,9 +28,9 @@ CACHES = ("--bits", "8,fp8,4,2", "--name", "sink", "--against", "transformers")
 
 KEPT = (
     "model", "dtype", "device", "date", "hardware", "versions", "text", "tasks", "lengths", "depths", "samples", "seed",
-    "chunk", "caches", "summary",
+    "chunk", "caches",
 )  # fmt: skip
-"""What a record keeps of the JSON of the command. Single answers are left out."""
+"""What a record keeps of the JSON of the command, beside the summary. Single answers are left out."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
-    """What the command prints as JSON for one model."""
+    """The record of one model."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     options = {
         "--tasks": given.tasks,
@@ -68,8 +68,8 @@ def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
     # The exit code is 1 if a cache has failed, which the table shows.
     if done.returncode not in (0, 1):
         sys.exit(done.returncode)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    found = json.loads(done.stdout)
+    return {**{key: found[key] for key in KEPT}, "results": {"tasks": found["summary"]}}
 
 
 def name_of(model: str) -> str:
@@ -83,7 +83,7 @@ def record(found: Mapping[str, Any]) -> pathlib.Path:
     for earlier in RECORDED.glob(f"tasks-{name}-*.json"):
         earlier.unlink()
     path = RECORDED / f"tasks-{name}-{datetime.date.fromisoformat(str(found['date'])[:10])}.json"
-    path.write_text(json.dumps({key: found[key] for key in KEPT}, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n")
     return path
 
 
@@ -99,7 +99,7 @@ def tables(records: Sequence[Mapping[str, Any]]) -> str:
 
 def table(found: Mapping[str, Any]) -> str:
     """The scores of one model: a row for each cache, and a column for each task with the score at each length."""
-    summary, lengths = found["summary"], found["lengths"]
+    summary, lengths = found["results"]["tasks"], found["lengths"]
     scores = {(each["cache"], each["task"], each["length"]): each["score"] for each in summary["by_length"]}
     weak = {tuple(each) for each in summary["too_weak"]}
     caches = [each["cache"] for each in summary["overall"]]
@@ -155,7 +155,7 @@ def label(cache: str, reference: str) -> str:
 
 def weakness(found: Mapping[str, Any]) -> str:
     """Where the model is too weak for a task, in a sentence."""
-    summary = found["summary"]
+    summary = found["results"]["tasks"]
     name = name_of(str(found["model"]))
     limit = 100 * summary["too_weak_below"]
     if not summary["too_weak"]:

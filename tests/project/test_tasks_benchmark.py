@@ -25,18 +25,20 @@ def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypa
         "depths": [0.5],
         "samples": 1,
         "seed": 0,
-        "summary": {
-            "reference": "kvlayers dynamic",
-            "too_weak_below": 0.25,
-            "too_weak": [["needle", 256]],
-            "overall": [
-                {"cache": cache, "logprob": logprob, **counts[cache]} for cache, (_, logprob) in caches.items()
-            ],
-            "comparable": [],
-            "by_length": [
-                {"cache": cache, "task": "needle", "length": 256, "score": score}
-                for cache, (score, _) in caches.items()
-            ],
+        "results": {
+            "tasks": {
+                "reference": "kvlayers dynamic",
+                "too_weak_below": 0.25,
+                "too_weak": [["needle", 256]],
+                "overall": [
+                    {"cache": cache, "logprob": logprob, **counts[cache]} for cache, (_, logprob) in caches.items()
+                ],
+                "comparable": [],
+                "by_length": [
+                    {"cache": cache, "task": "needle", "length": 256, "score": score}
+                    for cache, (score, _) in caches.items()
+                ],
+            }
         },
     }
     rows = [line for line in tasks.table(found).splitlines() if line.startswith("| ")]

@@ -28,7 +28,7 @@ from rich.progress import Progress, TimeRemainingColumn
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.tools.measuring.scoring import CacheMaker, Scores, read
+from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, Scores, read
 from kvlayers.tools.measuring.text import default_text, passages
 from lib import report
 from lib.fidelity_report import plot, promises, show
@@ -108,7 +108,7 @@ def measure(
         task = progress.add_task(f"{name}: {what}", total=total)
         return lambda: progress.advance(task)
 
-    plain = read(model, texts, makers, given.context, given.chunk, ticking("reading", steps))
+    plain = read(model, texts, makers, given.context, given.chunk, NoRecord(), ticking("reading", steps))
     alive = {key: make for key, make in makers.items() if plain[key].failure is None}
     held = {}
     tick = ticking("bytes", len(alive))
@@ -124,7 +124,7 @@ def measure(
     if given.outlier:
         few = {key: make for key, make in alive.items() if key.bits in (None, *given.outlier_bits)}
         with key_outliers(model, given.outlier):
-            seen = read(model, texts, few, given.context, given.chunk, ticking("with outliers", steps))
+            seen = read(model, texts, few, given.context, given.chunk, NoRecord(), ticking("with outliers", steps))
         results["outliers"] = summaries(seen)
     assembled = [key.name for key in alive if key.bits and type(makers[key](model.config)) is transformers.Cache]
     results["notes"] = [

@@ -1,6 +1,6 @@
 """Compares lm-evaluation-harness's own model `hf` with the model `kvlayers`, which computes each context once.
 
-    python benchmarks/harness.py                         # three tasks of 20 documents with the demo model: some minutes
+    python benchmarks/harness.py                         # three tasks of 20 documents: eight minutes
     python benchmarks/harness.py --documents 50 --shots 3
 
 The tasks are made of Python's help: four choices behind few-shot examples, about 1,000 tokens; answers that are

@@ -1,6 +1,6 @@
 """Compares the scores of continuations that share contexts with those of each pair alone: time, and differences.
 
-    python benchmarks/scoring.py                           # both sections: an hour on two idle cores
+    python benchmarks/scoring.py                           # both sections: seven minutes on two idle cores
     python benchmarks/scoring.py --only choices --contexts 10
     python benchmarks/scoring.py --quick                   # a small random model: seconds, to see that it runs
 
@@ -134,9 +134,9 @@ WAYS: dict[str, Callable[[Any, Run, int], list[float]]] = {TRANSFORMERS: alone, 
 
 
 def measure(model: Any, runs: Sequence[Run], batch_size: int, tick: Tick) -> dict[str, Any]:
-    """Seconds of each run and way, medians, items per second, and the largest difference of two scores."""
+    """Seconds of each run and way, medians, items per second, and the two scores that are furthest apart."""
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    apart = 0.0
+    worst = {"apart": -1.0}
     for turn, run in enumerate(runs):
         scores = {}
         for name in interleaved(list(WAYS), turn):
@@ -145,8 +145,9 @@ def measure(model: Any, runs: Sequence[Run], batch_size: int, tick: Tick) -> dic
                 scores[name] = WAYS[name](model, run, batch_size)
                 seconds[name].append(time.perf_counter() - begin)
             tick()
-        pairs = zip(scores[TRANSFORMERS], scores[KVLAYERS], strict=True)
-        apart = max(apart, *(abs(one - other) for one, other in pairs))
+        for request, (one, other) in enumerate(zip(scores[TRANSFORMERS], scores[KVLAYERS], strict=True)):
+            if (apart := abs(one - other)) > worst["apart"]:
+                worst = {"apart": apart, "run": turn, "request": request, TRANSFORMERS: one, KVLAYERS: other}
     ratios = [one / other for one, other in zip(seconds[TRANSFORMERS], seconds[KVLAYERS], strict=True)]
     items = {
         name: statistics.median(len(run) / each for run, each in zip(runs, seconds[name], strict=True)) for name in WAYS
@@ -157,7 +158,8 @@ def measure(model: Any, runs: Sequence[Run], batch_size: int, tick: Tick) -> dic
         "items_per_second": items,
         "times_as_fast": statistics.median(ratios),
         "times_as_fast_spread": [min(ratios), max(ratios)],
-        "most_apart": apart,
+        "most_apart": worst["apart"],
+        "furthest_apart": worst,
     }
 
 

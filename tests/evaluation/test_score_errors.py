@@ -102,7 +102,7 @@ def test_a_sink_cache_reads_beyond_the_positions() -> None:
 
 
 def test_a_reservation_that_is_too_small() -> None:
-    model, message = tiny_model("llama"), "`cache` must have room for 5 tokens, the longest context"
+    model, message = tiny_model("llama"), "`cache` must have room for 4 tokens, the longest context"
     refused(model, CapacityError, message, cache="static", cache_config={"max_cache_len": 3})
     refused(model, CapacityError, message, cache=kvlayers.StaticCache(model.config, max_cache_len=3))
     refused(model, CapacityError, message, cache=transformers.StaticCache(model.config, max_cache_len=3))

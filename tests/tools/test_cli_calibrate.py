@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 import transformers as tf
@@ -20,6 +19,8 @@ from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("text_directory")
+
 CONTEXT, SCORED = 272, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
 
@@ -30,14 +31,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         model.lm_head.weight.mul_(30)
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "text.txt").write_text(random_text(600))
 
 
 def calibrate(*arguments: object) -> Any:

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 import transformers as tf
 from torch import Tensor
 
 import kvlayers
-from model_directories import random_text, save_with_tokenizer
+from model_directories import save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import slow_tokens
 from web_page import check_self_contained
@@ -33,6 +32,8 @@ from kvlayers.tools.measuring.held_bytes import bytes_of  # noqa: E402
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("text_directory")
+
 CONTEXT, SCORED, CHUNK = 224, 24, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
 
@@ -44,14 +45,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # So that rounding moves distributions far enough to tell one divergence from another.
         model.lm_head.weight.mul_(30)
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "text.txt").write_text(random_text(600))
 
 
 def fidelity(*arguments: object) -> Any:

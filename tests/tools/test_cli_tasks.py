@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import huggingface_hub.constants
 import pytest
 import torch
 
@@ -25,6 +24,8 @@ from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring.contenders import is_installed  # noqa: E402
 from kvlayers.tools.names import TASKS  # noqa: E402
 from kvlayers.tools.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("text_directory")
 
 LENGTHS = (320, 384)
 DEPTHS = (0.0, 0.5)
@@ -67,14 +68,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(8)
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "text.txt").write_text(random_text(600))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,7 +20,7 @@ from slow_fidelity import SlowToken, slow_tokens
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.measuring import fidelity as fidelity_module  # noqa: E402
+from kvlayers.tools.measuring import scoring  # noqa: E402
 from kvlayers.tools.measuring.fidelity import SettingFidelity, smallest_within  # noqa: E402
 from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes  # noqa: E402
 from kvlayers.tools.measuring.last_packing import LastPacking  # noqa: E402
@@ -250,7 +250,7 @@ def test_bytes_that_are_not_known_stay_empty_and_count_as_the_most() -> None:
 
 def counting(monkeypatch: pytest.MonkeyPatch, most: float = math.inf) -> list[list[str]]:
     """The caches of each reading of a passage; more than `most` readings are interrupted."""
-    read: Callable[..., Any] = fidelity_module.read_passage
+    read: Callable[..., Any] = scoring.read_passage
     seen: list[list[str]] = []
 
     def read_passage(model: Any, ids: Any, makers: Any, *arguments: Any) -> Any:
@@ -259,7 +259,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, most: float = math.inf) -> list[li
         seen.append(list(makers))
         return read(model, ids, makers, *arguments)
 
-    monkeypatch.setattr(fidelity_module, "read_passage", read_passage)
+    monkeypatch.setattr(scoring, "read_passage", read_passage)
     return seen
 
 

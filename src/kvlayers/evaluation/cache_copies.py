@@ -13,7 +13,7 @@ from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.planning.cache_bytes import fidelity_of
 
 _REPEATABLE = (upstream.DynamicLayer, upstream.DynamicSlidingWindowLayer)
-"""Layers of transformers that repeat all that they hold; those that pack tokens repeat only the tokens in full."""
+"""Layers of transformers that repeat all tokens for several rows. Layers that pack tokens repeat only the others."""
 
 
 def is_exact(cache: Any) -> bool:

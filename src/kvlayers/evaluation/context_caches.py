@@ -35,8 +35,8 @@ class ContextCaches:
 
         Args:
             prefix: the prefix.
-            parent: the cache of a shorter prefix, `None` if there is none.
-            seen: how many tokens that has seen.
+            parent: the cache of a shorter prefix, or `None` to begin with an empty cache.
+            seen: how many tokens `parent` has seen, 0 without it.
 
         Returns:
             The cache, and the logits of the last token, `[1, 1, vocab]`; `None` if no context ends there and a store

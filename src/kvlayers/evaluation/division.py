@@ -13,7 +13,8 @@ PASS_COST_ON_CPU = 32
 """A forward pass on a CPU takes about as long as the arithmetic of this many tokens, since it reads all weights."""
 
 PASS_FLOPS_ON_ACCELERATOR = 4e12
-"""Floating-point operations in the time that launching one forward pass takes: 20 ms at 200 TFLOPS."""
+"""Floating-point operations in the time that launching one forward pass takes. Estimated (20 ms at 200 TFLOPS), not
+measured. It decides which prefixes are shared, never a score."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ from typing import Any
 import transformers
 
 from kvlayers.caches.base import Cache
-from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
+from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.generation import registry
 from kvlayers.generation.validate_cache import validate
 from kvlayers.layers import LayerOperations
-from kvlayers.layers.upstream_adapter import calls
 from kvlayers.layers.upstream_adapter.adapter import adapted
-from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import layer_specs
 
 
@@ -26,14 +24,13 @@ def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | Non
         model: the model.
         cache: a name of `kvlayers.cache_names()`, or an empty cache of kvlayers or transformers, which is not changed.
         cache_config: options of the cache that `cache` names.
-        tokens: the most tokens of a sequence.
+        tokens: the most tokens of a sequence, for a cache by name.
 
     Raises:
         RegistryError: the name is not registered.
         OptionError: `cache` is neither a name nor a cache; the cache has no such option; options are given with a
             cache; or the cache cannot be copied.
         StateMismatchError: the cache holds states.
-        CapacityError: the cache has no room for `tokens`.
         ConfigError: the cache was made for another model, or does not work with this one.
     """
     if cache_config is not None and not isinstance(cache_config, Mapping):
@@ -51,7 +48,6 @@ def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | Non
     found = _copied(given)
     _check_layers(model, found)
     validate(model, found, None, None)
-    _check_room(found, tokens)
     return found
 
 
@@ -66,7 +62,7 @@ def _checked_instance(cache: object) -> transformers.Cache:
         raise StateMismatchError(
             f"`cache` must be empty, got a {type(cache).__name__} that holds states: reset() it, or pass a new one."
         )
-    if any(layer.is_recording for layer in _layers_of(cache)):
+    if any(layer.is_recording for layer in layers_of(cache)):
         raise OptionError(
             "`cache` must not record tokens for a rollback, as it would never drop them: call "
             "deactivate_past_recording() first, or pass a new cache."
@@ -78,7 +74,7 @@ def holds_states(cache: transformers.Cache) -> bool:
     """Whether a cache of any library has seen tokens. Memory that is reserved for them is no state."""
     return any(
         next(layer.held_tensors(), None) is not None if layer.length is None else layer.length > 0
-        for layer in _layers_of(cache)
+        for layer in layers_of(cache)
     )
 
 
@@ -104,19 +100,6 @@ def _check_layers(model: Any, cache: transformers.Cache) -> None:
         )
 
 
-def _check_room(cache: transformers.Cache, tokens: int) -> None:
-    """Raise `CapacityError` if a reservation is too small for `tokens`."""
-    try:
-        for layer in _layers_of(copy.deepcopy(cache)):
-            if not layer.is_upstream:
-                layer.make_room(tokens)
-            elif isinstance(layer.original, compat.STATIC_LAYER) and not layer.is_sliding:
-                calls.check_reservation(layer.original, 0, tokens)
-    except CapacityError as error:
-        raise CapacityError(
-            f"`cache` must have room for {tokens} tokens, the longest context with its continuation: {error}"
-        ) from error
-
-
-def _layers_of(cache: transformers.Cache) -> Sequence[LayerOperations]:
+def layers_of(cache: transformers.Cache) -> Sequence[LayerOperations]:
+    """The layers of a cache of any library, with the contract of kvlayers' layers."""
     return cache.adapted_layers() if isinstance(cache, Cache) else [adapted(layer) for layer in cache.layers]

@@ -6,18 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.evaluation.cache_copies import SharedCache, is_exact, repeat, takes_rows
 from kvlayers.evaluation.checks import check_count, check_model, most_tokens
 from kvlayers.evaluation.context_caches import ContextCaches
 from kvlayers.evaluation.division import Division, exact_division, lossy_division
+from kvlayers.evaluation.empty_cache import layers_of
 from kvlayers.evaluation.forward_passes import LOGITS_AT_ONCE, PassSizes, ScoredToken, TokenScores, scored_logits
 from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.evaluation.stored_contexts import ChunkedEntries, ContextEntries, ExactEntries, StoredContexts
 from kvlayers.generation.shared_prefill import MIN_TOKENS
-from kvlayers.upstream import model_types
+from kvlayers.layers.upstream_adapter import calls
+from kvlayers.upstream import compat, model_types
 
 
 @torch.no_grad()
@@ -89,9 +90,18 @@ def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> N
             f"`requests[{lengths.index(longest)}]` must have {positions + 1} tokens at most, since the model has "
             f"{positions} positions and predicts one token more, got {longest + 1}: shorten its context."
         )
-    if isinstance(cache, Cache) and cache.is_static and any(layer.attends for layer in cache.adapted_layers()):
-        # A reservation that is too small is found out now. The cache is used for nothing else.
-        cache.get_mask_sizes(longest, 0)
+    try:
+        # The cache is used for nothing else: a layer may take memory.
+        for layer in layers_of(cache):
+            if not layer.is_upstream:
+                layer.make_room(longest)
+            elif isinstance(layer.original, compat.STATIC_LAYER) and not layer.is_sliding:
+                calls.check_reservation(layer.original, 0, longest)
+    except CapacityError as error:
+        raise CapacityError(
+            f"`cache` must have room for {longest} tokens, the longest context with all but the last token of its "
+            f"continuation: {error}"
+        ) from error
 
 
 def _entries(store: StoredContexts, division: Division, is_exact: bool) -> ContextEntries | None:

@@ -49,7 +49,7 @@ class PassSizes(NamedTuple):
 def scored_logits(
     model: Any, ids: Tensor, cache: Any, sizes: PassSizes, seen: int, scored_from: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Pass tokens to a model, behind those that its cache has seen.
+    """Pass tokens to a model, behind the tokens that its cache has seen.
 
     Args:
         model: the model.

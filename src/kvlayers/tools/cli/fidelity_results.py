@@ -39,7 +39,7 @@ class FidelityResults:
 
     @property
     def recommended(self) -> SettingFidelity | None:
-        """The smallest setting within the budget, `None` if there is none, or no budget."""
+        """The smallest setting within the budget, `None` if no setting is within it, or without a budget."""
         return smallest_within(self.settings)
 
     @property

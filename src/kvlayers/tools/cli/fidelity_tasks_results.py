@@ -109,7 +109,7 @@ class TaskResults:
 
     @property
     def recommended(self) -> Contender | None:
-        """The cache within the budget that takes the fewest bytes, `None` if there is none."""
+        """The cache within the budget that takes the fewest bytes, `None` if no cache is within it."""
         return min(self.within, key=lambda each: self.nbytes[each.name] or math.inf, default=None)
 
     @property

@@ -21,8 +21,9 @@ from kvlayers.tools.cli.run_facts import RunFacts
 from kvlayers.tools.demo.loading import find, load
 from kvlayers.tools.demo.model import LoadedModel, find_device
 from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, measure_fidelity
-from kvlayers.tools.measuring.passage_file import RESULTS, NoRecord, PassageFile, PassageRecord
+from kvlayers.tools.measuring.passage_file import RESULTS, PassageFile
 from kvlayers.tools.measuring.run_file import RunFile, identity_of
+from kvlayers.tools.measuring.scoring import NoRecord, PassageRecord
 from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.names import FIDELITY_BITS

@@ -11,9 +11,8 @@ from torch import Tensor
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.contenders import make_contender
 from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes
-from kvlayers.tools.measuring.passage_file import PassageRecord
 from kvlayers.tools.measuring.positions import Drift, FidelityRange, by_position, drift, since_packing
-from kvlayers.tools.measuring.scoring import CacheMaker, PassageScores, Scores, read_passage
+from kvlayers.tools.measuring.scoring import CacheMaker, PassageRecord, Scores, read
 from kvlayers.tools.names import KVLAYERS
 
 FULL = "full"
@@ -123,7 +122,7 @@ def measure_fidelity(
     held |= {name: held_nbytes(make, config, tokens, chunk) for name, make in caches.items()}
     makers: dict[str, CacheMaker] = {FULL: lambda config: transformers.DynamicCache(config=config)}
     makers |= {name: _ignoring_config(make) for name, make in caches.items()}
-    scores = _read(model, passages, makers, context, chunk, record, tick)
+    scores = read(model, passages, makers, context, chunk, record, tick)
     perplexity = scores[FULL].summary()["perplexity"]
     return [
         SettingFidelity(
@@ -135,35 +134,6 @@ def measure_fidelity(
         )
         for (name, score), nbytes in zip(scores.items(), held.values(), strict=True)
     ]
-
-
-def _read(
-    model: Any,
-    passages: Sequence[Tensor],
-    makers: Mapping[str, CacheMaker],
-    context: int,
-    chunk: int,
-    record: PassageRecord,
-    tick: Callable[[], None],
-) -> dict[str, Scores]:
-    """Read what the record lacks. The reference is read again beside it."""
-    scores = {name: Scores() for name in makers}
-    for index, ids in enumerate(passages):
-        alive = {name: make for name, make in makers.items() if scores[name].failure is None}
-        known = record.of_passage(index)
-        missing = [name for name in alive if name not in known]
-        found: Mapping[str, PassageScores] = {}
-        if missing:
-            wanted = {name: make for name, make in alive.items() if name in (FULL, *missing)}
-            found = read_passage(model, ids.to(model.device), wanted, context, chunk, tick)
-        else:
-            for _ in range(0, ids.shape[1] - 1, chunk):
-                tick()
-        for name in missing:
-            record.add(index, name, found[name])
-        for name in alive:
-            scores[name].add(found[name] if name in missing else known[name])
-    return scores
 
 
 def smallest_within(measured: Sequence[SettingFidelity]) -> SettingFidelity | None:

@@ -3,34 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kvlayers.tools.measuring.run_file import RunFile
 from kvlayers.tools.measuring.scoring import PassageScores
 
 RESULTS = "passage scores"
 """What the records of a file are."""
-
-
-class PassageRecord(Protocol):
-    """Knows the scores of passages that were read before, and keeps the scores of others."""
-
-    def of_passage(self, index: int) -> Mapping[str, PassageScores]:
-        """The scores of each cache that has read the passage with this index, by its name."""
-
-    def add(self, index: int, name: str, scores: PassageScores) -> None:
-        """Keep the scores of a cache on the passage with this index."""
-
-
-class NoRecord:
-    """Knows no scores, and keeps none."""
-
-    def of_passage(self, index: int) -> Mapping[str, PassageScores]:
-        """No scores."""
-        return {}
-
-    def add(self, index: int, name: str, scores: PassageScores) -> None:
-        """Forget the scores."""
 
 
 class PassageFile:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,24 +84,68 @@ class Scores:
         }
 
 
+class PassageRecord(Protocol):
+    """Knows the scores of passages that were read before, and keeps the scores of others."""
+
+    def of_passage(self, index: int) -> Mapping[Any, PassageScores]:
+        """The scores of each cache that has read the passage with this index, by what identifies it."""
+
+    def add(self, index: int, cache: Any, scores: PassageScores) -> None:
+        """Keep the scores of a cache on the passage with this index."""
+
+
+class NoRecord:
+    """Knows no scores, and keeps none."""
+
+    def of_passage(self, index: int) -> Mapping[Any, PassageScores]:
+        """No scores."""
+        return {}
+
+    def add(self, index: int, cache: Any, scores: PassageScores) -> None:
+        """Forget the scores."""
+
+
 def read(
     model: Any,
     passages: Sequence[Tensor],
     makers: Mapping[Key, CacheMaker],
     context: int,
     chunk: int,
+    record: PassageRecord,
     tick: Callable[[], None],
 ) -> dict[Key, Scores]:
-    """Read passages through every cache. Arguments and errors are those of `read_passage`.
+    """Read passages through every cache. Raises as `read_passage`.
+
+    Args:
+        model: in eval mode.
+        passages: token ids, int64 `[1, tokens + 1]`, on any device.
+        makers: the caches, the reference first.
+        context: tokens of each passage before the scored ones.
+        chunk: tokens of a forward pass.
+        record: what was read before, which is not read again, and keeps what is read now. If any cache reads a
+            passage, so does the reference.
+        tick: called after each chunk.
 
     Returns:
         The scores of each cache, in the order of `makers`. A cache that raises an error reads no further.
     """
+    reference = next(iter(makers))
     scores = {key: Scores() for key in makers}
-    for ids in passages:
+    for index, ids in enumerate(passages):
         alive = {key: make for key, make in makers.items() if scores[key].failure is None}
-        for key, passage in read_passage(model, ids, alive, context, chunk, tick).items():
-            scores[key].add(passage)
+        known = record.of_passage(index)
+        missing = [key for key in alive if key not in known]
+        found: Mapping[Key, PassageScores] = {}
+        if missing:
+            wanted = {key: make for key, make in alive.items() if key in (reference, *missing)}
+            found = read_passage(model, ids.to(model.device), wanted, context, chunk, tick)
+        else:
+            for _ in range(0, ids.shape[1] - 1, chunk):
+                tick()
+        for key in missing:
+            record.add(index, key, found[key])
+        for key in alive:
+            scores[key].add(found[key] if key in missing else known[key])
     return scores
 
 

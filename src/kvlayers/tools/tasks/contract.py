@@ -116,7 +116,7 @@ def unregister_task(name: str) -> None:
 
 
 def task_named(name: str) -> type[Task] | None:
-    """The task of this name, `None` if there is none. Raises `RegistryError` if its entry point cannot be used."""
+    """The task of this name, `None` if there is no such task. Raises `RegistryError` if its entry point is unusable."""
     return _tasks.get(name)
 
 

@@ -77,7 +77,7 @@ class ResultsFile:
         self._file.close()
 
     def outcome(self, cache: str, sample: TaskSample) -> TaskOutcome | None:
-        """The outcome of a sample with the cache of this name. `None` if there is none, or if the cache failed."""
+        """The outcome of a sample with the cache of this name. `None` if it is not known, or if the cache failed."""
         found = self._outcomes.get((cache, sample.task, sample.length, sample.depth, sample.index))
         return found if found is not None and found.failure is None else None
 

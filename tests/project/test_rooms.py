@@ -15,7 +15,7 @@ FLOORS = (
     ("utils",),
     ("upstream",),
     ("quantizers", "rope"),
-    ("attention",),
+    ("attention", "eviction"),
     ("stores",),
     ("offload",),
     ("layers",),

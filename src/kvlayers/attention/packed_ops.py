@@ -4,6 +4,7 @@ They are attention, the two products that eager attention is written as, and the
 between.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
+from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa import kv_head_copies
 from kvlayers.attention.packed_operators import attend_packed
 from kvlayers.attention.packed_tensor import (
@@ -19,9 +21,11 @@ from kvlayers.attention.packed_tensor import (
     PackedStates,
     PackedView,
     Snapshot,
+    Version,
     implements,
     implements_in_graphs,
 )
+from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.utils.autocast import autocast_dtype
 
 
@@ -31,6 +35,25 @@ def packed_pair(snapshot: Snapshot, kv_heads: int, head_dims: tuple[int, int]) -
     keys = PackedStates(snapshot, "keys", (batch, kv_heads, tokens, head_dims[0]))
     values = PackedStates(snapshot, "values", (batch, kv_heads, tokens, head_dims[1]))
     return keys, values
+
+
+def observed(keys: Tensor, values: Tensor, observe: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+    """Keys and values that an update returns, which show the queries that attend to them.
+
+    Args:
+        keys: `[batch, kv_heads, tokens, key_head_dim]`, plain or packed.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
+        observe: called with the queries, `[batch, heads, queries, key_head_dim]`, before attention is computed. It is
+            not called by an attention function that reads the states in another way.
+    """
+    if isinstance(keys, PackedStates):
+        snapshot = replace(keys.snapshot, observe=observe)
+    else:
+        segments, version = KVSegments((DenseSegment(keys, values),)), Version()
+        snapshot = Snapshot(
+            segments, keys.dtype, keys.device, version, version.number, keys.shape[2], PathCounter(), observe
+        )
+    return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
 
 NEEDS_GRADIENTS = "autograd follows what is computed"
@@ -47,15 +70,28 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
+    _show(query, key)
     if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
         return obstacle
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
-    segments = snapshot.read()
+    segments = snapshot.read_for(query)
+    only = segments.only_dense
+    if only is not None and query.shape[2] > 1:
+        shares_heads = query.shape[1] != only.keys.shape[1]
+        return scaled_dot_product_attention(
+            query, only.keys, only.values, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=shares_heads
+        )
     if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
         return NEEDS_GRADIENTS
     if is_causal:
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     return dispatch.attend(query, segments, attn_mask, scale, snapshot.paths)
+
+
+def _show(query: Tensor, key: Tensor) -> None:
+    """Show queries to whoever asked to see those that attend to the keys."""
+    if isinstance(key, PackedStates) and key.snapshot.observe is not None and not isinstance(query, PackedStates):
+        key.snapshot.observe(query)
 
 
 def _obstacle(
@@ -116,10 +152,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
         return reason
     if left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[2]:
         return "queries do not fit the keys"
-    segments = right.snapshot.read()
+    is_of_queries = right.side == "keys" and right.packed_view.swapped
+    if is_of_queries:
+        _show(left, right)
+    segments = right.snapshot.read_for(left) if is_of_queries else right.snapshot.read()
     if _needs_gradients(left, *segments.dense_states()):
         return NEEDS_GRADIENTS
-    if right.side == "keys" and right.packed_view.swapped:
+    if is_of_queries:
         return dispatch.scores(left, segments, right.snapshot.paths)
     if right.side == "values" and not right.packed_view.swapped:
         return dispatch.combine(left, segments, right.snapshot.paths)

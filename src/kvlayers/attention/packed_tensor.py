@@ -56,6 +56,8 @@ class Snapshot:
         version_number: number of that version when the segments were returned.
         length: tokens that the store held at that time.
         paths: counts the paths that attention on the segments takes.
+        observe: called with the queries that attend, `[batch, heads, queries, head_dim]`, before attention is computed.
+        choose: replaces the segments by those that these queries attend to.
     """
 
     segments: KVSegments
@@ -65,6 +67,8 @@ class Snapshot:
     version_number: int
     length: int
     paths: PathCounter
+    observe: Callable[[Tensor], None] | None = None
+    choose: Callable[[Tensor, KVSegments], KVSegments] | None = None
 
     def __post_init__(self) -> None:
         self.version.handle.newest = weakref.ref(self)
@@ -81,6 +85,11 @@ class Snapshot:
                 "states before the cache changes, clone() what is needed longer, or fork() the cache."
             )
         return self.segments
+
+    def read_for(self, query: Tensor) -> KVSegments:
+        """The segments that queries `[batch, heads, queries, head_dim]` attend to; raises as `read`."""
+        segments = self.read()
+        return segments if self.choose is None else self.choose(query, segments)
 
     def dense(self, side: Side) -> Tensor:
         """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""

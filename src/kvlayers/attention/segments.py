@@ -124,6 +124,41 @@ def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class GatheredSegment:
+    """Tokens of another segment, of which each KV head of each sequence reads its own, in pieces.
+
+    So heads may hold different tokens and different numbers of them, and a query may read a few pages of many.
+
+    Attributes:
+        source: the segment that is read. If all heads read from one flat buffer, its states are expanded: the batch and
+            head strides are 0.
+        starts: first token of each piece in a dense source, or the block in a packed one, int64
+            `[batch, kv_heads, pieces]`.
+        counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`: 0 to `DENSE_PIECE_TOKENS` of a dense source, or
+            to the end of the block.
+        columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`. A mask has `width` columns
+            for the segment, and a column that no piece covers stands for no token.
+        width: columns of the segment.
+        kernel_cache: as `DenseSegment.kernel_cache`.
+    """
+
+    source: DenseSegment | PackedSegment
+    starts: Tensor
+    counts: Tensor
+    columns: Tensor
+    width: int
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Columns of the segment, which is what a mask and a score count."""
+        return self.width
+
+
+DENSE_PIECE_TOKENS = 64
+"""Most tokens of a piece of a dense segment: what kernels read at once."""
+
 Segment = DenseSegment | PackedSegment
 
 
@@ -143,6 +178,13 @@ class KVSegments:
     def are_dense(self) -> bool:
         """Whether no segment is packed."""
         return all(isinstance(segment, DenseSegment) for segment in self.in_order)
+
+    @property
+    def only_dense(self) -> DenseSegment | None:
+        """The segment, if there is only one, in full precision, and each sequence reads its own part of it."""
+        first = self.in_order[0]
+        is_only = len(self.in_order) == 1 and isinstance(first, DenseSegment) and first.rows is None
+        return first if is_only and isinstance(first, DenseSegment) else None
 
     @property
     def shares_rows(self) -> bool:

@@ -21,4 +21,5 @@ class KNorm(EvictionRule):
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-        return torch.linalg.vector_norm(keys.float(), dim=-1).neg()
+        norms: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+        return -norms

@@ -256,10 +256,10 @@ class DensePlan:
         self.device, self.dtype = keys.device, keys.dtype
         key_dim, self.value_dim = keys.shape[3], values.shape[3]
         self.obstacle = device_obstacle(self.device)
-        if self.obstacle is None and (
-            self.dtype not in DTYPES or values.dtype != self.dtype or max(key_dim, self.value_dim) > LARGEST_HEAD_DIM
-        ):
-            self.obstacle = f"the kernel does not support {self.dtype} and {values.dtype} with {max(key_dim, self.value_dim)} channels"
+        if self.obstacle is None and (self.dtype not in DTYPES or values.dtype != self.dtype):
+            self.obstacle = f"the kernel does not support keys that are {self.dtype}, and values {values.dtype}"
+        elif self.obstacle is None and max(key_dim, self.value_dim) > LARGEST_HEAD_DIM:
+            self.obstacle = f"the kernel does not support more than {LARGEST_HEAD_DIM} channels"
         if self.obstacle is not None:
             return
         self.launch = launch

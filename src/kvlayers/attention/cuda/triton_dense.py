@@ -119,7 +119,7 @@ def attend_tokens(
     tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
     if GATHERED:
         # Nobody reads sums of no tokens.
-        asked = asked & (begin < end)
+        asked = rows_of_program(SPEC) < tl.where(begin < end, rows_of_head, 0)
     tl.store(
         outs + (rows * (splits * HEAD_DIM))[:, None] + value_channels[None, :],
         normalised(sums, total, 1.0),

@@ -288,7 +288,7 @@ def attend_blocks(
     tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
     if SPEC.gathered:
         # Nobody reads sums of no tokens.
-        asked = asked & (begin < end)
+        asked = rows_of_program(SPEC) < tl.where(begin < end, rows_of_head, 0)
     columns = tl.arange(0, SPEC.columns)
     for chunk in tl.static_range(tl.constexpr(VALUES.chunks)):
         for index in tl.static_range(tl.constexpr(VALUES.tiles)):

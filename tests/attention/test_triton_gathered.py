@@ -20,14 +20,10 @@ LAUNCHES = {
     "dense, sequences read others": 3,
     "4 bits, sequences read others": 3,
     # Two segments in blocks.
-    "dense, packed tail": 3,
-    "dense, rotated packed tail": 3,
     "dense, two gathered segments": 3,
     "4 bits, packed tail": 3,
     "rotated, packed tail": 3,
     "rotated, gathered states in full precision": 3,
-    # Three of them.
-    "4 bits, all kinds": 4,
 }
 """Launches of the cases that take more than one, and that of the merge."""
 

@@ -327,9 +327,8 @@ class MostLooked(kvlayers.DynamicLayer):
         assert values is not None
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         best = (grouped @ keys[:, :, None].mT).amax((2, 3)).topk(self.kept, -1).indices.sort(-1).values[..., None]
-        self.keys, self.values = (
-            states.gather(2, best.expand(-1, -1, -1, states.shape[3])) for states in (keys, values)
-        )
+        best = best.expand(-1, -1, -1, keys.shape[3])
+        self.keys, self.values = keys.gather(2, best), values.gather(2, best)
 
 
 def most_looked(model: Any, cache: str = "looks") -> Contender:

@@ -209,9 +209,7 @@ def states_of(gathered: Gathered) -> KVSegments:
 
 
 def columns_in_float64(segment: Segment, side: Side) -> tuple[Tensor, Tensor]:
-    """States of all columns, zeros where there is no token, and where there is one, bool
-    `[batch, kv_heads, columns]`.
-    """
+    """States of all columns, zeros where there is no token, and bool `[batch, kv_heads, columns]`, which have one."""
     if not isinstance(segment, GatheredSegment):
         states = states_in_float64(segment, side)
         return states, torch.ones(states.shape[:3], dtype=torch.bool)
@@ -263,11 +261,12 @@ def reference(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: f
 
 
 def mask_of(case: Case, tokens: int) -> Tensor | None:
-    """A random mask, that of the last row hiding all."""
+    """A random mask, of which the last of several rows hides all."""
     if case.mask_shape is None:
         return None
     shown = torch.rand(*case.mask_shape, tokens) > 0.3
-    shown[-1, -1, -1] = False
+    if case.mask_shape != (1, 1, 1):
+        shown[-1, -1, -1] = False
     if case.mask_dtype == torch.bool:
         return shown
     return torch.randn(shown.shape).masked_fill(~shown, -torch.inf).to(case.mask_dtype)

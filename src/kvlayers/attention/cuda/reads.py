@@ -20,7 +20,7 @@ DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int, int]
 """Keys, values, batch, head and token strides of both, the number of tokens, and their first column of a mask."""
 
 
-class PieceTables:
+class TableArguments:
     """The tables of a gathered segment, with an entry for each piece of each kv head of each sequence, in this order.
 
     Attributes:
@@ -66,7 +66,7 @@ class Read(NamedTuple):
     column: int
     readers: int
     rows: SegmentRows | None
-    tables: PieceTables | None
+    tables: TableArguments | None
     dense: list[DenseArguments]
 
 
@@ -134,8 +134,8 @@ def _readers(rows: SegmentRows | None) -> tuple[int, SegmentRows | None]:
 def _gathered_read(segment: GatheredSegment, column: int, launch: Launch) -> Read:
     source = segment.source
     plan = plan_of(source, launch) if isinstance(source, PackedSegment) else dense_plan_of(source, launch)
-    tables: PieceTables | None = segment.kernel_cache.get("triton")
+    tables: TableArguments | None = segment.kernel_cache.get("triton")
     if tables is None:
-        tables = segment.kernel_cache["triton"] = PieceTables(segment)
+        tables = segment.kernel_cache["triton"] = TableArguments(segment)
     # Each sequence reads its own pieces, so several are not rows of one product even if they share a source.
     return Read(plan, segment.starts.shape[2] if source.tokens else 0, column, 1, source.rows, tables, [])

@@ -22,6 +22,8 @@ class RecallReference:
         self.keys = self.values = torch.empty(0)
         self.ends: list[int] | None = None
         """Ends of pages that are not at multiples of `page_tokens`, `None` if all are."""
+        self.cut: dict[int, Tensor] = {}
+        """By its start, the keys of a page that was cut later, `[batch, kv_heads, tokens, head_dim]`."""
 
     @property
     def length(self) -> int:
@@ -72,9 +74,11 @@ class RecallReference:
             padded = before[sequence]
             own = [page for page in may_go if page[1] > padded and page[0] >= padded + recall.sink_tokens]
             for head in range(kv_heads):
-                keys = self.keys[sequence, head]
-                ranked = sorted(own, key=lambda page: -self.bound(rows[sequence, head], keys[page[0] : page[1]]))
-                for start, end in ranked[recall.pages :]:
+                bounds = {}
+                for start, end in own:
+                    keys = self.cut.get(start, self.keys[:, :, start:end])
+                    bounds[start, end] = self.bound(rows[sequence, head], keys[sequence, head])
+                for start, end in sorted(own, key=lambda page: -bounds[page])[recall.pages :]:
                     allowed[sequence, head, start:end] = False
             allowed[sequence, :, :padded] = False
         return allowed

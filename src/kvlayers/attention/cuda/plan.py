@@ -1,5 +1,6 @@
 """What is prepared once for a segment, and used for each launch until it changes: arguments and compiled kernels."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,7 @@ class SplitKernels:
 
     Args:
         device: device of the segments.
+        limits: its multiprocessors, and bytes of shared memory that a program can have, `None` without a limit.
         dtype: dtype of the states.
         sides: how keys and values are coded.
         kv_heads: heads that have keys and values.
@@ -100,6 +102,7 @@ class SplitKernels:
     def __init__(
         self,
         device: torch.device,
+        limits: tuple[int, int | None],
         dtype: torch.dtype,
         sides: tuple[SideSpec, SideSpec],
         kv_heads: int,
@@ -109,7 +112,7 @@ class SplitKernels:
         ends: bool,
         launch: Launch,
     ) -> None:
-        self.multiprocessors, self.shared_memory = multiprocessors(device), shared_memory_limit(device)
+        self.multiprocessors, self.shared_memory = limits
         self._device, self._dtype, self._sides, self._launch = device, dtype, sides, launch
         self._kv_heads, self._block_tokens = kv_heads, block_tokens
         self._packed, self._first, self._ends = packed, first, ends
@@ -167,6 +170,23 @@ class SplitKernels:
         return max(1, -(-blocks // max(1, splits)))
 
 
+@functools.lru_cache(maxsize=256)
+def split_kernels(
+    device: torch.device,
+    limits: tuple[int, int | None],
+    dtype: torch.dtype,
+    sides: tuple[SideSpec, SideSpec],
+    kv_heads: int,
+    block_tokens: int,
+    packed: bool,
+    first: bool,
+    ends: bool,
+    launch: Launch,
+) -> SplitKernels:
+    """The kernels of all segments of one kind. Some segments are new at each step, and only their arguments are."""
+    return SplitKernels(device, limits, dtype, sides, kv_heads, block_tokens, packed, first, ends, launch)
+
+
 class SegmentPlan:
     """Arguments and kernels for one packed segment.
 
@@ -221,8 +241,9 @@ class SegmentPlan:
             side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
         )
         self.rotation = sides[1].rotation
-        self.kernels = SplitKernels(
+        self.kernels = split_kernels(
             self.device,
+            (multiprocessors(self.device), shared_memory_limit(self.device)),
             self.dtype,
             sides,
             self.kv_heads,
@@ -269,8 +290,9 @@ class DensePlan:
         self.tensors = keys, keys, values, values, keys
         nothing = (0, 0, 0)
         self.strides = (*strides[:3], *nothing, *strides[3:], *nothing)
-        self.kernels = SplitKernels(
+        self.kernels = split_kernels(
             self.device,
+            (multiprocessors(self.device), shared_memory_limit(self.device)),
             self.dtype,
             (dense_side_spec(key_dim), dense_side_spec(self.value_dim)),
             self.kv_heads,

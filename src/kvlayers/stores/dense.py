@@ -17,8 +17,8 @@ TAIL_MINIMUM_GROWTH = 16
 """The same for a tail behind segments: there may be many sequences, and their tails are short."""
 
 SMALL_STEP_DIVISOR = 40
-"""What a store grows by if it must have next to no spare room, since evicted tokens are to leave memory. A token is then
-copied 40 times on average, which costs less than attention reading it at every step."""
+"""What a store grows by if it must have next to no spare room, since evicted tokens are to leave memory. A token is
+then copied 40 times on average, which costs less than attention reading it at every step."""
 
 SMALL_STEP = 16
 """Fewest tokens by which such a store grows."""

@@ -11,7 +11,7 @@ from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore, without_spare_room
 from kvlayers.stores.flat_tokens import DenseFlatTokens
 from kvlayers.stores.held_tokens import HeldTokens, cannot_evict_from, held_tokens, taken
-from kvlayers.stores.packed_eviction import held_blocks, packed_evicted
+from kvlayers.stores.packed_eviction import packed_evicted, packed_pieces
 from kvlayers.stores.piece_tables import PieceTables
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.ragged import RaggedStore
@@ -43,7 +43,7 @@ def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens) -> TokenSto
         if isinstance(inner, QuantizedStore):
             states = _in_one_dtype(states, held)
             numbers = None if held is None else held.blocks
-            left = packed_evicted(inner.quantization, states, kept, numbers, held_blocks(store), run)
+            left = packed_evicted(inner.quantization, states, kept, numbers, packed_pieces(store), run)
         elif isinstance(inner, DenseStore):
             left = _dense((inner.growth_divisor, inner.minimum_growth), states, kept, run)
         else:

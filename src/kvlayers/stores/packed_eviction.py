@@ -22,7 +22,7 @@ from kvlayers.stores.ragged import RaggedStore
 
 
 @dataclass(frozen=True, eq=False)
-class HeldBlocks:
+class PackedPieces:
     """The packed blocks of a store, one behind the other.
 
     Attributes:
@@ -36,7 +36,7 @@ class HeldBlocks:
     counts: Tensor
 
 
-def held_blocks(store: TokenStore) -> HeldBlocks | None:
+def packed_pieces(store: TokenStore) -> PackedPieces | None:
     """The packed blocks of a store, numbered as in `HeldTokens.blocks`; `None` if it has no packed block.
 
     Raises:
@@ -58,14 +58,14 @@ def held_blocks(store: TokenStore) -> HeldBlocks | None:
         both = [torch.cat(pair) for pair in pairs]
         codes[side] = both[0], both[1]
     starts = torch.cat([first.starts, second.starts + first.codes["keys"][0].shape[0]], 2)
-    return HeldBlocks(codes, starts, torch.cat([first.counts, second.counts], 2))
+    return PackedPieces(codes, starts, torch.cat([first.counts, second.counts], 2))
 
 
-def _of_flat(flat: PackedFlatTokens) -> HeldBlocks:
-    return HeldBlocks(_rows_of(flat.blocks.state()), flat.tables.starts, flat.tables.counts)
+def _of_flat(flat: PackedFlatTokens) -> PackedPieces:
+    return PackedPieces(_rows_of(flat.blocks.state()), flat.tables.starts, flat.tables.counts)
 
 
-def _of_store(blocks: PackedBlocks) -> HeldBlocks:
+def _of_store(blocks: PackedBlocks) -> PackedPieces:
     tensors = blocks.state()
     if int(tensors["block_ends"][0]):
         raise UnsupportedLayerError(
@@ -74,7 +74,7 @@ def _of_store(blocks: PackedBlocks) -> HeldBlocks:
         )
     batch, kv_heads, held, _ = tensors["keys_codes"].shape
     starts = torch.arange(batch * kv_heads * held, device=tensors["keys_codes"].device).view(batch, kv_heads, held)
-    return HeldBlocks(_rows_of(tensors), starts, tensors["block_ends"][1:].expand(batch, kv_heads, -1))
+    return PackedPieces(_rows_of(tensors), starts, tensors["block_ends"][1:].expand(batch, kv_heads, -1))
 
 
 def _rows_of(tensors: dict[str, Tensor]) -> dict[Side, KVPair]:
@@ -106,7 +106,7 @@ class _Kept:
     blocks: Tensor | None
 
 
-def _kept_of(states: KVPair, kept: KeptTokens, numbers: Tensor | None, held: HeldBlocks | None) -> _Kept:
+def _kept_of(states: KVPair, kept: KeptTokens, numbers: Tensor | None, held: PackedPieces | None) -> _Kept:
     """Tell apart kept tokens in full precision and kept blocks.
 
     Raises:
@@ -148,7 +148,7 @@ def packed_evicted(
     states: KVPair,
     kept: KeptTokens,
     numbers: Tensor | None,
-    held: HeldBlocks | None,
+    held: PackedPieces | None,
     run: int,
 ) -> TokenStore:
     """A `QuantizedStore` or a `RaggedStore` of kept tokens.
@@ -191,7 +191,7 @@ def _is_even(chosen: _Kept) -> bool:
     return bool((pieces == pieces[0, 0]).all())
 
 
-def _even(quantization: Quantization, chosen: _Kept, held: HeldBlocks | None) -> QuantizedStore:
+def _even(quantization: Quantization, chosen: _Kept, held: PackedPieces | None) -> QuantizedStore:
     """A store of heads that keep as many tokens and blocks."""
     store = QuantizedStore(quantization)
     sinks, count = int(chosen.older[0, 0]), int(chosen.counts[0, 0])
@@ -275,7 +275,7 @@ def _pack(blocks: PackedBlocks, chosen: _Kept, sinks: int, middle: Tensor) -> No
 
 
 def _flat_of(
-    fresh: PackedBlocks, kept_blocks: Tensor | None, held: HeldBlocks | None, middle: Tensor
+    fresh: PackedBlocks, kept_blocks: Tensor | None, held: PackedPieces | None, middle: Tensor
 ) -> PackedFlatTokens:
     """The flat part of kept blocks, and behind them of new ones with `middle` tokens of each head."""
     size = fresh.block_tokens

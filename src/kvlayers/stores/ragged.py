@@ -383,9 +383,7 @@ class RaggedStore(TokenStore):
         if self._flat is None:
             return tensors
         device = tensors["keys"].device
-        tables = {"piece_starts": self._flat.tables.starts, "piece_counts": self._flat.tables.counts}
-        copies = {name: table.to(device, copy=True) for name, table in tables.items()}
-        return {**tensors, **self._flat.state(), **copies, **self._columns.state(device)}
+        return {**tensors, **self._flat.state(), **self._flat.tables.state(device), **self._columns.state(device)}
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:

@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     )
     from kvlayers.evaluation.requests import ContinuationScore
     from kvlayers.evaluation.score import score
+    from kvlayers.eviction import (
+        EvictionRule,
+        eviction_rule_names,
+        register_eviction_rule,
+        unregister_eviction_rule,
+    )
     from kvlayers.generation.generate import generate
     from kvlayers.generation.install import install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
@@ -77,6 +83,8 @@ if TYPE_CHECKING:
         LinearAttentionLayer,
         OffloadedLayer,
         QuantizedLayer,
+        Recall,
+        RecallLayer,
         SinkLayer,
         SlidingLayer,
         StaticLayer,
@@ -179,6 +187,7 @@ _NAMES = {
     ),
     "evaluation.requests": ("ContinuationScore",),
     "evaluation.score": ("score",),
+    "eviction": ("EvictionRule", "eviction_rule_names", "register_eviction_rule", "unregister_eviction_rule"),
     "caches.export": ("ExportableDecoder",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
@@ -198,6 +207,8 @@ _NAMES = {
         "LinearAttentionLayer",
         "OffloadedLayer",
         "QuantizedLayer",
+        "Recall",
+        "RecallLayer",
         "SinkLayer",
         "SlidingLayer",
         "StaticLayer",
@@ -277,6 +288,7 @@ __all__ = [
     "EvictingCache",
     "EvictingLayer",
     "EvictionPolicy",
+    "EvictionRule",
     "Explanation",
     "ExportableDecoder",
     "StaticStore",
@@ -321,6 +333,8 @@ __all__ = [
     "QuantizedStore",
     "QuantoQuantizedCache",
     "ReadOnlyStatesError",
+    "Recall",
+    "RecallLayer",
     "RegistryError",
     "RollbackError",
     "Rotary",
@@ -346,6 +360,7 @@ __all__ = [
     "cache_class_names",
     "cache_names",
     "calibrate",
+    "eviction_rule_names",
     "free_reservations",
     "generate",
     "inspect_cache",
@@ -359,6 +374,7 @@ __all__ = [
     "quantizer_names",
     "register",
     "register_cache_class",
+    "register_eviction_rule",
     "register_export_support",
     "register_layer",
     "register_quantizer",
@@ -370,6 +386,7 @@ __all__ = [
     "uninstall",
     "unregister",
     "unregister_cache_class",
+    "unregister_eviction_rule",
     "unregister_layer",
     "unregister_quantizer",
     "unregister_store",

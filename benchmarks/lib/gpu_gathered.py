@@ -42,8 +42,8 @@ def per_head_segments(setup: Setup, tokens: int) -> KVSegments:
         first += number
     keys, values = _pair(setup, total * DENSE_PIECE_TOKENS, kv_heads=1)
     source = DenseSegment(keys.expand(-1, kv_heads, -1, -1), values.expand(-1, kv_heads, -1, -1))
-    tables = (torch.stack(table)[None] for table in (starts, counts, columns))
-    flat = GatheredSegment(source, *tables, width=most * DENSE_PIECE_TOKENS)
+    first_tokens, held_tokens, first_columns = (torch.stack(table)[None] for table in (starts, counts, columns))
+    flat = GatheredSegment(source, first_tokens, held_tokens, first_columns, most * DENSE_PIECE_TOKENS)
     return KVSegments((flat, DenseSegment(*_pair(setup, 64))))
 
 

@@ -311,6 +311,39 @@ def test_a_cache_with_layers_of_another_package_or_of_another_model_reads_for_it
     assert not replay(one_more, kvlayers.DynamicCache(config=larger.config))
 
 
+class LatterHalf(kvlayers.DynamicLayer):
+    """Lets a single query attend to the newest half of the tokens."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        single = args[0].shape[2] == 1
+        return (keys[:, :, self.length // 2 :], values[:, :, self.length // 2 :]) if single else (keys, values)
+
+
+def test_the_question_is_read_in_pieces_of_its_own(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatterHalf, "__module__", "kvlayers.made_up")
+    model = fresh_model("llama")
+    halves = Contender("package", "halves", lambda: kvlayers.Cache([LatterHalf() for _ in range(2)]))
+    lengths = passes(model)
+    caches = [*named(model, "dynamic"), halves]
+    exact, found = run(model, [sample()], caches, question_chunk=1)
+    assert lengths.count(CONTEXT) == 1
+    assert lengths.count(QUESTION) == 0
+    expected = slow_read(model, cache := halves.make(), sample().context_ids, None)
+    for token in sample().question_ids:
+        expected = slow_read(model, cache, [token], None)
+    given = SampleReader(model, sample(), None, 1).read(halves.make)
+    assert torch.equal(given.logits, expected)
+    at_once = run(model, [sample()], caches)
+    assert found.logprob != pytest.approx(at_once[1].logprob)
+    assert exact.logprob == pytest.approx(at_once[0].logprob, abs=1e-5)
+    with pytest.raises(OptionError, match="`question_chunk` must be at least 1 token, got 0"):
+        run(model, [sample()], caches, question_chunk=0)
+    identity = run_identity(model, "tiny", "text", 0, None)
+    assert run_identity(model, "tiny", "text", 0, None, 1) != identity
+    assert run_identity(model, "tiny", "text", 0, None, None) == identity
+
+
 class MostLooked(kvlayers.DynamicLayer):
     """Keeps the tokens to which the queries of the first pass give the highest scores."""
 

@@ -8,8 +8,8 @@
 | caches | what they are | page |
 |---|---|---|
 | rounding | packed caches, a sink cache, and transformers' packed caches | docs/choosing.md |
-| eviction | each rule, with each part of the tokens, with and without budgets per head; some with 4 bits | docs/eviction.md |
-| recall | parts of the pages. The question is read token by token: only single queries leave pages out | docs/recall.md |
+| eviction | each rule at each part of the tokens, with even heads or not; some with 4 bits | docs/eviction.md |
+| recall | parts of the pages. The question is read token by token, as answers are | docs/recall.md |
 
 Each model runs `kvlayers fidelity --tasks`, whose samples are seeded: the same versions give the same answers. Results
 are written as they come, so a second start goes on where the first one stopped, and may ask for more caches. The two

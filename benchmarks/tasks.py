@@ -29,6 +29,7 @@ from typing import Any
 
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from kvlayers.generation.name_options import named_cache
+from kvlayers.generation.registry import is_registered
 from kvlayers.tools.tasks.outcome import TaskOutcome
 from kvlayers.tools.tasks.summary import summarize
 from kvlayers.utils.units import tokens
@@ -95,7 +96,8 @@ def rounding_runs(lengths: Sequence[int], only: str) -> list[Run]:
 def eviction_names() -> list[str]:
     """Each rule at each part of the tokens, with and without budgets per head, and some with 4 bits as well."""
     found = []
-    for rule in eviction_rule_names():
+    # A rule of another package is no name of a cache.
+    for rule in filter(is_registered, eviction_rule_names()):
         for keep in KEPT_PARTS:
             found.append(f"{rule}:keep={keep}")
             # Heads that keep the same tokens keep as many.
@@ -295,10 +297,10 @@ def in_words(name: str) -> str:
         "keep": lambda part: f"{part:g} kept",
         "per_head": lambda is_given: "" if is_given else "even heads",
         "quantization": lambda given: f"{given['nbits']} bits",
-        "part": lambda part: f"recall of {part} of the pages",
+        "part": lambda part: f"{part} of the pages",
     }
     said = [words[option](value) for option, value in options.items()]
-    return ", ".join([f"`{name.partition(':')[0]}`", *filter(None, said)])
+    return ", ".join([f"`{named.name if named is not None else name}`", *filter(None, said)])
 
 
 def weakness(found: Mapping[str, Any]) -> str:

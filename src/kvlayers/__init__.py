@@ -58,6 +58,12 @@ if TYPE_CHECKING:
     )
     from kvlayers.evaluation.requests import ContinuationScore
     from kvlayers.evaluation.score import score
+    from kvlayers.eviction import (
+        EvictionRule,
+        eviction_rule_names,
+        register_eviction_rule,
+        unregister_eviction_rule,
+    )
     from kvlayers.generation.generate import generate
     from kvlayers.generation.install import install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
@@ -75,6 +81,8 @@ if TYPE_CHECKING:
         LinearAttentionLayer,
         OffloadedLayer,
         QuantizedLayer,
+        Recall,
+        RecallLayer,
         SinkLayer,
         SlidingLayer,
         StaticLayer,
@@ -177,6 +185,7 @@ _NAMES = {
     ),
     "evaluation.requests": ("ContinuationScore",),
     "evaluation.score": ("score",),
+    "eviction": ("EvictionRule", "eviction_rule_names", "register_eviction_rule", "unregister_eviction_rule"),
     "caches.export": ("ExportableDecoder",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
@@ -195,6 +204,8 @@ _NAMES = {
         "LinearAttentionLayer",
         "OffloadedLayer",
         "QuantizedLayer",
+        "Recall",
+        "RecallLayer",
         "SinkLayer",
         "SlidingLayer",
         "StaticLayer",
@@ -271,6 +282,7 @@ __all__ = [
     "DynamicLayer",
     "EncoderDecoderCache",
     "EvictionPolicy",
+    "EvictionRule",
     "Explanation",
     "ExportableDecoder",
     "StaticStore",
@@ -315,6 +327,8 @@ __all__ = [
     "QuantizedStore",
     "QuantoQuantizedCache",
     "ReadOnlyStatesError",
+    "Recall",
+    "RecallLayer",
     "RegistryError",
     "RollbackError",
     "Rotary",
@@ -340,6 +354,7 @@ __all__ = [
     "cache_class_names",
     "cache_names",
     "calibrate",
+    "eviction_rule_names",
     "free_reservations",
     "generate",
     "inspect_cache",
@@ -353,6 +368,7 @@ __all__ = [
     "quantizer_names",
     "register",
     "register_cache_class",
+    "register_eviction_rule",
     "register_export_support",
     "register_layer",
     "register_quantizer",
@@ -364,6 +380,7 @@ __all__ = [
     "uninstall",
     "unregister",
     "unregister_cache_class",
+    "unregister_eviction_rule",
     "unregister_layer",
     "unregister_quantizer",
     "unregister_store",

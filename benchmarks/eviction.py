@@ -52,7 +52,7 @@ RECALL = "recall"
 RULE = "keydiff"
 """The rule of caches whose decode steps are timed: it looks at keys, so that caches can be filled without queries."""
 
-QUICK_ATTENTION = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=32)
+QUICK_ATTENTION = AttentionShape(layers=1, heads=4, kv_heads=2, head_dim=32)
 PREFILL_SHAPE = Shape(layers=2, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=1024)
 BYTES_SHAPE = Shape(layers=2, heads=16, kv_heads=8, head_dim=128, intermediate=1024, vocab=1024)
 TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bytes(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
     makers, tokens = bytes_makers(), 1024 if given.quick else 4096
-    workload = RandomModel(BYTES_SHAPE)
+    workload = RandomModel(QUICK_SHAPE if given.quick else BYTES_SHAPE)
     found = measure_bytes(workload.model, workload.prompt(tokens), makers, ticking(f"bytes at {tokens}", len(makers)))
     return found, [
         f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens

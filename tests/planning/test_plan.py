@@ -216,7 +216,7 @@ def test_a_plan_is_what_caches_that_evict_hold(rule: str, options: str) -> None:
     assert planned.recommended.name == "dynamic"
 
 
-@pytest.mark.parametrize("memory", [None, "1GiB", "20MiB"])
+@pytest.mark.parametrize("memory", [None, "1GiB", "40MiB"])
 def test_what_forgets_or_leaves_out_is_never_recommended_as_exact(memory: str | None) -> None:
     plan = kvlayers.plan(LONG, "8k", dtype="bfloat16", memory=memory)
     recommended = plan.recommended

@@ -311,6 +311,39 @@ def test_a_cache_with_layers_of_another_package_or_of_another_model_reads_for_it
     assert not replay(one_more, kvlayers.DynamicCache(config=larger.config))
 
 
+OPTIONS_OF_EVICTION = "keep=0.4,recent_tokens=16,sink_tokens=2"
+FORGETTING = (
+    f"knorm:{OPTIONS_OF_EVICTION}",
+    f"snapkv:{OPTIONS_OF_EVICTION}",
+    f"snapkv:{OPTIONS_OF_EVICTION},per_head=false",
+    f"expected_attention:{OPTIONS_OF_EVICTION}",
+    f"h2o:{OPTIONS_OF_EVICTION}",
+    f"tova:{OPTIONS_OF_EVICTION}",
+    f"random:{OPTIONS_OF_EVICTION}",
+    "recall:recall.pages=1,recall.page_tokens=8,recall.recent_tokens=8",
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(family: str, passes: Any) -> None:
+    """To the last bit, for the question and for a token behind it. The context is read twice for all of them."""
+    model = fresh_model(family)
+    lengths, asked = passes(model), sample()
+    for name in FORGETTING:
+        [contender] = named(model, name)
+        read, given = contender.make(), SampleReader(model, asked, None).read(contender.make)
+        assert given.cache.get_seq_length() == CONTEXT + QUESTION
+        assert torch.equal(given.logits, slow_prompt(model, read, asked, None)), name
+        given.append([7])
+        assert torch.equal(given.logits, slow_read(model, read, [7], None)), name
+        assert given.cache.nbytes == read.nbytes, name
+    lengths.clear()
+    outcomes = run(model, [asked], named(model, "dynamic", *FORGETTING))
+    assert lengths.count(CONTEXT) == 2
+    assert [each.failure for each in outcomes] == [None] * len(outcomes)
+    assert len({each.logprob for each in outcomes}) > len(FORGETTING) // 2
+
+
 class LatterHalf(kvlayers.DynamicLayer):
     """Lets a single query attend to the newest half of the tokens."""
 

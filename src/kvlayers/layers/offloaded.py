@@ -1,13 +1,15 @@
 """A layer whose states are on the host, or on disk, between updates."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
 from kvlayers.layers.operations import LayerState
@@ -93,6 +95,8 @@ class OffloadedLayer(WrapperLayer):
         try:
             self.prefetcher.fetch(self, key_states.device)
             attended = self.wrapped.update(key_states, value_states)
+            if (observe := observer_of(attended[0])) is not None:
+                return observed(*attended, functools.partial(self._show, observe))
             self.prefetcher.write_back(self)
         except BaseException:
             # The buffers on the host still hold what they held, as nobody wrote to them.
@@ -101,6 +105,15 @@ class OffloadedLayer(WrapperLayer):
             self.prefetcher.discard(self)
             raise
         return attended
+
+    def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
+        """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
+        self.prefetcher.fetch(self, query.device)
+        try:
+            observe(query)
+        finally:
+            self._write_back_if_possible()
+        self._read_counts()
 
     # Counting for compiled code
 
@@ -171,7 +184,7 @@ class OffloadedLayer(WrapperLayer):
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[TokenLayer]:
         """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
-        self.prefetcher.synchronize(self)
+        self._settle()
         self.prefetcher.discard(self)
         self.version += 1
         try:
@@ -179,6 +192,11 @@ class OffloadedLayer(WrapperLayer):
         finally:
             self._read_counts()
             self._write_back_if_possible()
+
+    def _settle(self) -> None:
+        """Hold everything where it is held between updates, also if nobody showed the queries of the last update."""
+        self._write_back_if_possible()
+        self.prefetcher.synchronize(self)
 
     def _write_back_if_possible(self) -> None:
         # The operation is done. If there is no memory for the states on the host, they stay on their device until
@@ -240,7 +258,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def fork(self) -> Self:
-        self.prefetcher.synchronize(self)
+        self._settle()
         twin = self.__class__(self.wrapped.fork(), self.prefetcher)
         twin.index = self.index
         twin._write_back_if_possible()
@@ -248,7 +266,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def use_prefetcher(self, prefetcher: Prefetcher) -> None:
-        self.prefetcher.synchronize(self)
+        self._settle()
         self.prefetcher.discard(self)
         self.prefetcher = prefetcher
 
@@ -269,7 +287,7 @@ class OffloadedLayer(WrapperLayer):
     @override
     def state(self) -> LayerState:
         """The state of the wrapped layer, with tensors on the host."""
-        self.prefetcher.synchronize(self)
+        self._settle()
         state = self.wrapped.state()
         device = None if self.device is None else str(self.device)
         return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
@@ -380,7 +398,7 @@ class OffloadedLayer(WrapperLayer):
         yield from self.wrapped.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.prefetcher.synchronize(self)
+        self._settle()
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -290,7 +290,9 @@ class OffloadedLayer(WrapperLayer):
         self._settle()
         state = self.wrapped.state()
         device = None if self.device is None else str(self.device)
-        return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
+        # What a layer holds beside its store, such as queries, is on the device.
+        tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+        return LayerState(state.kind, tensors, {**state.facts, "device": device})
 
     @override
     def load_state(self, state: LayerState) -> None:
@@ -338,11 +340,6 @@ class OffloadedLayer(WrapperLayer):
 
     @property
     @override
-    def can_be_stacked(self) -> bool:
-        return self.wrapped.can_be_stacked
-
-    @property
-    @override
     def length(self) -> int:
         return self._seen if torch.compiler.is_compiling() else self.wrapped.length
 
@@ -352,21 +349,6 @@ class OffloadedLayer(WrapperLayer):
         with memory_of(self.prefetcher.memory.allocated_nbytes):
             allocated = sum(self.wrapped.planned_nbytes(shape, tokens, sized_for))
         return PlannedBytes(host=used, spare=allocated - used)
-
-    @property
-    @override
-    def batch_size(self) -> int | None:
-        return self.wrapped.batch_size
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether `crop` can put it back as it was."""
-        return self.wrapped.is_croppable
-
-    @property
-    @override
-    def is_recording(self) -> bool:
-        return self.wrapped.is_recording
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -381,21 +363,8 @@ class OffloadedLayer(WrapperLayer):
         return self.wrapped.mask_sizes(query_length)
 
     @override
-    def check_truncate(self, length: int) -> None:
-        self.wrapped.check_truncate(length)
-
-    @override
-    def check_select(self, batch_size: int) -> None:
-        self.wrapped.check_select(batch_size)
-
-    @override
     def check_state(self, state: LayerState) -> None:
         self.wrapped.check_state(self._on_device(state))
-
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive between updates."""
-        yield from self.wrapped.held_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()

@@ -1,10 +1,11 @@
 """Copies the states of layers to their device just before they are needed, and writes back the new ones."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
@@ -164,6 +165,25 @@ class Prefetcher:
             return
         queue.copy_to_host(write_back.pairs)
         self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in write_back.pairs)))
+
+    def carry(self, layer: OffloadTarget, states: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """Bring parts of a layer's states to their device, for all work that the current stream queues from now on.
+
+        Args:
+            layer: the layer, for the meter.
+            states: contiguous tensors on the host, which nobody writes to any more.
+            device: where they are needed.
+
+        Returns:
+            The same states on the device.
+        """
+        queue = self.queue(device)
+        self.meter.count(layer.index, Traffic(to_device=sum(each.nbytes for each in states)))
+        if queue is None:
+            return states
+        copy = queue.copy_to_device([Rows(each, 0, each.shape[0]) for each in states])
+        copy.make_stream_wait()
+        return copy.tensors
 
     def synchronize(self, layer: OffloadTarget) -> None:
         """Block until everything that was written back of a layer has arrived."""

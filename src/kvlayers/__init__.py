@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvlayers.caches.base import Cache
     from kvlayers.caches.dynamic import DynamicCache
     from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+    from kvlayers.caches.evicting import EvictingCache
     from kvlayers.caches.export import ExportableDecoder
     from kvlayers.caches.operations import CacheState
     from kvlayers.caches.pytrees import register_export_support
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         CacheLayer,
         Checkpoints,
         DynamicLayer,
+        EvictingLayer,
         HybridLayer,
         LayerOperations,
         LayerState,
@@ -189,6 +191,7 @@ _NAMES = {
         "CacheLayer",
         "Checkpoints",
         "DynamicLayer",
+        "EvictingLayer",
         "HybridLayer",
         "LayerOperations",
         "LayerState",
@@ -221,6 +224,7 @@ _NAMES = {
     "caches.quantized": ("QuantizedCache", "QuantizedCacheConfig"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
     "rope.rotary": ("Rotary",),
+    "caches.evicting": ("EvictingCache",),
     "caches.sink": ("SinkCache",),
     "caches.static": ("StaticCache",),
     "stores": (
@@ -270,6 +274,8 @@ __all__ = [
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
+    "EvictingCache",
+    "EvictingLayer",
     "EvictionPolicy",
     "Explanation",
     "ExportableDecoder",

@@ -175,6 +175,18 @@ def test_caches_of_other_options_are_planned_by_a_name_of_their_own() -> None:
                 assert fed(cache.name, WINDOWED, tokens, 2, torch.bfloat16).nbytes == cache.nbytes, cache.name
 
 
+def test_a_name_with_options_is_planned_as_the_cache_of_these_options() -> None:
+    written, given = "sink:window_length=160,num_sink_tokens=8", {"window_length": 160, "num_sink_tokens": 8}
+    plan = kvlayers.plan(WINDOWED, 450, 2, torch.bfloat16, names=[written, "sink", "dynamic"])
+    with registered(short=sink(**given)) as names:
+        same = kvlayers.plan(WINDOWED, 450, 2, torch.bfloat16, names=names)["short"]
+    assert (plan[written].nbytes, plan[written].fidelity) == (same.nbytes, "evicting")
+    assert plan[written].nbytes < plan["sink"].nbytes
+    assert plan.recommended.name == "dynamic"
+    with pytest.raises(kvlayers.OptionError, match="but was given 'window'"):
+        kvlayers.plan(WINDOWED, 450, names=["sink:window=3"])
+
+
 def test_decoding_ends_where_the_plan_says() -> None:
     """Tokens that come one by one need no more than those that come at once, to within a window's spare room."""
     ids = prompt(1, 230)

@@ -20,6 +20,7 @@ from torch import Tensor
 import kvlayers
 from families import any_model_and_inputs
 from kvlayers.errors import CapacityError, OptionError
+from kvlayers.generation.name_options import named_cache
 from kvlayers.tools.measuring import contenders as contenders_module
 from kvlayers.tools.measuring.contenders import Contender, against_contenders, is_installed, named_contender
 from kvlayers.tools.measuring.predictions import newest_logits
@@ -637,7 +638,7 @@ def test_a_callable_of_the_current_directory_makes_caches(in_directory: Path) ->
     small, dynamic, wrong, fails = named(
         model, "made_caches:Makers.small", "made_caches:dynamic", "made_caches:wrong", "made_caches:fails"
     )
-    assert (small.name, small.is_registered, small.fidelity()) == ("made_caches:Makers.small", False, "rounded")
+    assert (small.name, small.generate_options, small.fidelity()) == ("made_caches:Makers.small", None, "rounded")
     assert type(dynamic.make()) is tf.DynamicCache
     outcomes = run(model, [sample()], [*named(model, "dynamic", "int2"), small, dynamic, wrong])
     assert dataclasses.replace(outcomes[2], cache="kvlayers int2") == outcomes[1]
@@ -650,9 +651,52 @@ def test_a_callable_of_the_current_directory_makes_caches(in_directory: Path) ->
         dynamic.fidelity()
 
 
+def test_a_name_has_options_behind_a_colon() -> None:
+    model = tiny_model("llama")
+    short, plain, rounded = named(
+        model,
+        "sink:window_length=16,num_sink_tokens=2",
+        "sink",
+        "sink:quantization.nbits=4,quantization.q_group_size=8",
+    )
+    assert (short.make().window_length, short.make().num_sink_tokens) == (16, 2)
+    assert short.name == "kvlayers sink:window_length=16,num_sink_tokens=2"
+    assert short.generate_options == {
+        "cache_implementation": "sink",
+        "cache_config": {"window_length": 16, "num_sink_tokens": 2},
+    }
+    assert plain.generate_options == {"cache_implementation": "sink"}
+    assert (rounded.make().quantization.nbits, rounded.make().quantization.q_group_size) == (4, 8)
+    outcomes = run(model, [sample()], [*named(model, "dynamic"), short, plain])
+    assert outcomes[1].answer == slow_answer(model, kvlayers.SinkCache(16, 2, config=model.config), sample(), None)
+    assert outcomes[1].logprob != outcomes[2].logprob
+    with pytest.raises(OptionError, match="takes the options .* but was given 'keep'"):
+        named(model, "sink:keep=3")[0].make()
+
+
+@pytest.mark.parametrize(
+    ("written", "options"),
+    [
+        ("keep=0.5,rule=snapkv", {"keep": 0.5, "rule": "snapkv"}),
+        ("per_head=false,budget=null", {"per_head": False, "budget": None}),
+        ("layers=[0.5,0.25],keep=1", {"layers": [0.5, 0.25], "keep": 1}),
+        ("a.b.c=1,a.b.d=x,a.e=2", {"a": {"b": {"c": 1, "d": "x"}, "e": 2}}),
+        ("length=4k", {"length": "4k"}),
+    ],
+)
+def test_options_are_numbers_words_lists_and_options_of_options(written: str, options: dict[str, Any]) -> None:
+    found = named_cache(f"sink:{written}")
+    assert found is not None
+    assert (found.name, found.options) == ("sink", options)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("sink:", "options behind the colon, as in sink:OPTION=VALUE"),
+        ("sink:16", "options behind the colon, as in sink:OPTION=VALUE"),
+        ("sink:a=1,a=2", "each option once, got 'a' twice"),
+        ("sink:a=1,a.b=2", "each option once, got 'a' twice"),
         ("int5", "got 'int5': did you mean .*int4"),
         ("transformers:hqq:3", "got 'transformers:hqq:3': did you mean .*transformers:hqq:2"),
         ("nothing of the kind", r"or a callable \(package.module:callable\), got 'nothing of the kind'\."),
@@ -670,7 +714,7 @@ def test_a_callable_of_the_current_directory_makes_caches(in_directory: Path) ->
 )
 def test_names_that_stand_for_no_cache(in_directory: Path, name: str, words: str) -> None:
     (in_directory / "broken_caches.py").write_text("raise RuntimeError('two lines\\nof text')\n")
-    with pytest.raises(OptionError, match=f"^`name` must be .*{words}") as error:
+    with pytest.raises(OptionError, match=f"^`name` must (be|have) .*{words}") as error:
         named_contender(name, tiny_model("llama"), LENGTH)
     assert "\n" not in str(error.value)
 

@@ -23,10 +23,13 @@ class EvictionRule(ABC):
         queries: how many queries `scores` needs: those of the newest tokens. 0 for a rule that looks at keys and values
             alone, `ALL_QUERIES` for one that needs those of all tokens since the last eviction.
         shares_heads: whether every KV head of a sequence gets the same scores, so that heads keep the same tokens.
+        needs_rotary: whether the rule must know how keys are rotated, so that it serves no model of which kvlayers does
+            not know that.
     """
 
     queries: int = 0
     shares_heads: ClassVar[bool] = False
+    needs_rotary: ClassVar[bool] = False
 
     @abstractmethod
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
@@ -43,11 +46,13 @@ class EvictionRule(ABC):
             `[batch, kv_heads, tokens]`, of any floating-point dtype. NaN counts as the lowest score.
         """
 
-    def for_rotary(self, rotary: Rotary | None) -> Self:
-        """The rule for a layer that rotates its keys like this, `None` if keys do not know positions.
+    def for_attention(self, rotary: Rotary | None, scale: float | None) -> Self:
+        """The rule for layers that compute attention like this; `rules_for` of `for_model.py` calls it for a model.
 
-        Raises:
-            ConfigError: the rule needs to know how keys are rotated, and cannot.
+        Args:
+            rotary: how keys and queries are rotated by their positions, `None` if they are not, or if the rule does
+                not need to know.
+            scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
         """
         return self
 

@@ -2,6 +2,7 @@
 
 from kvlayers.layers.contract import CacheLayer
 from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.hybrid import HybridLayer
 from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
@@ -20,6 +21,7 @@ __all__ = [
     "CacheLayer",
     "Checkpoints",
     "DynamicLayer",
+    "EvictingLayer",
     "HybridLayer",
     "LayerOperations",
     "LayerState",

@@ -12,6 +12,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.generation.name_options import NamedCache, named_cache
 from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
 from kvlayers.layers.arguments import whole_number
 from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
@@ -51,8 +52,9 @@ def plan(
         batch_size: sequences side by side, beams included.
         dtype: dtype of the model, or its name ("bfloat16"). By default it is that of the config, or float32.
         memory: bytes of the device that the cache may take, such as 2**30 or "1GiB"; `None` for no budget.
-        names: names of caches, registered ones included. By default all names are planned, and a cache that the model
-            does not support is left out instead of raising an error.
+        names: names of caches, registered ones included, also with options behind them: "sink:window_length=512". By
+            default all names are planned, and a cache that the model does not support is left out instead of raising an
+            error.
         encoder_length: tokens of the encoder's output, for a model with an encoder: 1024, or "1k".
 
     Raises:
@@ -157,7 +159,7 @@ class _Wanted:
             if name == AUTO:
                 continue
             try:
-                make = functools.partial(_cache_for, name, request)
+                make = functools.partial(_cache_for, named_cache(name) or NamedCache(name), request)
                 arithmetic = CacheArithmetic(make, shapes, self.encoder_length, self.layer_devices)
                 caches.append(_planned(name, arithmetic, self.context_length, self.memory_by_device))
             except KVLayersError as error:
@@ -192,8 +194,8 @@ class _Wanted:
         )
 
 
-def _cache_for(name: str, request: CacheRequest, length_hint: int) -> transformers.Cache:
-    return cache_for(name, dataclasses.replace(request, length_hint=length_hint))
+def _cache_for(named: NamedCache, request: CacheRequest, length_hint: int) -> transformers.Cache:
+    return cache_for(named.name, dataclasses.replace(request, options=named.options, length_hint=length_hint))
 
 
 def _planned(

@@ -135,11 +135,20 @@ def rotaries(config: object) -> list[Rotary | None]:
     return result
 
 
+def rotates_keys(config: object) -> bool:
+    """Whether the model rotates its keys by their positions. A model with its own code might, whatever its config says.
+
+    Raises:
+        ConfigError: `config` is not a model config.
+    """
+    decoder = decoder_config(config)
+    return _has_own_code(decoder) or _has_rope(decoder)
+
+
 def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
     """Raise `ConfigError` with the most specific reason if keys of the model cannot be moved."""
     model_type = decoder.model_type
-    if not type(decoder).__module__.startswith("transformers."):
-        # A model with its own code may use any name, and may do anything.
+    if _has_own_code(decoder):
         raise _unknown(decoder)
     if not _has_rope(decoder):
         raise ConfigError(
@@ -186,6 +195,11 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
             f"Layers must attend to each token ({', '.join(WITH_KEYS)}) or have no keys, but '{model_type}' has "
             f"{', '.join(unknown)}: use a cache that leaves tokens where they are."
         )
+
+
+def _has_own_code(decoder: PretrainedConfig) -> bool:
+    """Whether the model is not one of transformers: such a model may use any name, and may do anything."""
+    return not type(decoder).__module__.startswith("transformers.")
 
 
 def _unknown(decoder: PretrainedConfig) -> ConfigError:

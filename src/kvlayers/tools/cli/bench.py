@@ -33,7 +33,10 @@ def bench(
     text: Annotated[Path | None, typer.Option(help="File with the prompt text. Default: Python's help.")] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(help="A cache of kvlayers; repeat for several. Default: the exact ones, int8 and int4."),
+        typer.Option(
+            help="A cache of kvlayers, also with options (sink:window_length=512); repeat for several. Default: the "
+            "exact ones, int8 and int4."
+        ),
     ] = None,
     against: Annotated[
         list[str] | None,

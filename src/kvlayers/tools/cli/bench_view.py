@@ -97,8 +97,8 @@ def _winners(results: BenchResults) -> list[str]:
         f"{results.speed(fastest):.2f} times as fast as transformers dynamic{noise}; kvlayers "
         f"{smallest.contender.cache} is the smallest, with {smallest.nbytes / reference.nbytes:.2f} of its bytes."
     )
-    names = dict.fromkeys((fastest.contender.cache, smallest.contender.cache))
-    return [sentence, *(usage_line({"cache_implementation": name}) for name in names)]
+    uses = [each.contender.generate_options for each in (fastest, smallest)]
+    return [sentence, *dict.fromkeys(usage_line(use) for use in uses if use is not None)]
 
 
 def bench_report(results: BenchResults, command: str) -> Report:

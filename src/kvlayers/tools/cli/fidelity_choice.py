@@ -89,7 +89,7 @@ def choose_caches(
         raise OptionError(f"No setting of `--bits` suits the model: {next(iter(left_out.values()))}")
     return ChosenCaches(
         list({each.key: each for each in contenders}.values()),
-        {each.cache: {"cache_implementation": each.cache} for each in contenders if each.is_registered}
+        {each.cache: use for each in contenders if (use := each.generate_options) is not None}
         | {each.name: each.generate_options for each in possible},
         left_out,
     )

@@ -33,7 +33,12 @@ def plan(
     encoder_length: Annotated[
         str | None, typer.Option(help="Tokens of the encoder's output, if the model has an encoder.")
     ] = None,
-    name: Annotated[list[str] | None, typer.Option(help="A cache to plan; repeat for several. Default: all.")] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A cache to plan, also with options (sink:window_length=512); repeat for several. Default: all."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what each kind of cache would cost for a model, from its config alone, and which one to use.

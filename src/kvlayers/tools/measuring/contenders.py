@@ -16,11 +16,13 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.empty_cache import holds_states
-from kvlayers.generation.registry import cache_names, is_registered, make_cache
+from kvlayers.generation.name_options import NamedCache, named_cache
+from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import model_layers
+from kvlayers.upstream.layer_devices import layer_devices
 from kvlayers.upstream.model_types import config_of
 
 Key = tuple[str, str]
@@ -76,9 +78,10 @@ class Contender:
         return self.cache if self.library == KVLAYERS else self.name
 
     @property
-    def is_registered(self) -> bool:
-        """Whether `make_cache` and `generate()` know the cache by its name."""
-        return self.library == KVLAYERS and is_registered(self.cache)
+    def generate_options(self) -> dict[str, Any] | None:
+        """Arguments of `generate()` that ask for the cache after `kvlayers.install()`, `None` if it has no name."""
+        named = named_cache(self.cache) if self.library == KVLAYERS else None
+        return None if named is None else named.generate_options
 
     def fidelity(self) -> Fidelity:
         """What the cache does to the states that the model attends to. Makes a cache to find out.
@@ -103,14 +106,19 @@ def make_contender(library: str, name: str, model: Any, length: int) -> Contende
 
     Args:
         library: `"kvlayers"` or `"transformers"`.
-        name: a name that is registered with kvlayers, or one of `TRANSFORMERS_CACHES`, which may have `:2` behind it
-            for 2 bits.
+        name: a name that is registered with kvlayers, which may have options behind it (see `named_cache`), or one of
+            `TRANSFORMERS_CACHES`, which may have `:2` behind it for 2 bits.
         model: the model, or its config.
         length: the most tokens that the cache will hold.
+
+    Raises:
+        OptionError: the options cannot be read.
     """
     if library == KVLAYERS:
+        named = named_cache(name) or NamedCache(name)
         # With the length that generate() would pass as a hint after `kvlayers.install()`.
-        return Contender(KVLAYERS, name, lambda: make_cache(name, model, length_hint=length))
+        request = CacheRequest(config_of(model), named.options, length_hint=length, layer_devices=layer_devices(model))
+        return Contender(KVLAYERS, name, lambda: cache_for(named.name, request))
     return Contender(
         TRANSFORMERS, name, lambda: _made(f"{TRANSFORMERS}:{name}", lambda config: _MAKERS[name](config, length), model)
     )
@@ -134,9 +142,9 @@ def named_contender(name: str, model: Any, length: int) -> Contender:
     model's config, and returns a new, empty cache at each call.
 
     Args:
-        name: the name of a cache that is registered with kvlayers (`int4`), of a cache of transformers
-            (`transformers:quanto:2`), or of a callable that makes a cache from a model config
-            (`package.module:callable`).
+        name: the name of a cache that is registered with kvlayers (`int4`), also with options behind it
+            (`sink:window_length=512`), of a cache of transformers (`transformers:quanto:2`), or of a callable that
+            makes a cache from a model config (`package.module:callable`).
         model: the model, or its config.
         length: the most tokens that the cache will hold.
 
@@ -148,7 +156,7 @@ def named_contender(name: str, model: Any, length: int) -> Contender:
         >>> named_contender("transformers:static", transformers.LlamaConfig(num_hidden_layers=1), 64).name
         'transformers static'
     """
-    if is_registered(name):
+    if named_cache(name) is not None:
         return make_contender(KVLAYERS, name, model, length)
     library, _, cache = name.partition(":")
     if library == TRANSFORMERS and cache in _MAKERS:

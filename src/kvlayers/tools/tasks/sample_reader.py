@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import ConfigError
@@ -16,10 +17,10 @@ from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_types import KEEPS_STATES_IN_MODULES, config_of, decoder_config, tokens_at_once
 
 DECIDE_BY_STATES = ("kvlayers", "transformers")
-"""Packages whose caches keep what they keep because of the states that `update` gets, and of nothing else.
+"""Packages whose caches keep what they keep because of the states that `update` gets, and of the queries that attend to
+what it returns.
 
-A cache of another package may have looked at the queries of the context, or may have changed the model. A kind of layer
-of kvlayers that looks at queries must be excepted in `replay`.
+A cache of another package may have looked at anything else, or may have changed the model.
 """
 
 ContextStates = list[tuple[Tensor | None, Tensor | None]]
@@ -145,9 +146,10 @@ def context_states(model: Any, token_ids: Sequence[int]) -> ContextStates:
 def replay(states: ContextStates, cache: Any) -> bool:
     """Give an empty cache the states of a context. Returns whether it is now as if the model had read the context.
 
-    It is if every update returns the states that it was given: the model would then have attended to these very states,
-    in each layer, and would have given the same states to the next layer. A static cache of transformers is an
-    example of a cache that returns others: it adds empty slots. After `False` the cache cannot be used.
+    It is if every update returns the states that it was given, and no layer waits for the queries that attend to them:
+    the model would then have attended to these very states, in each layer, and would have given the same states to the
+    next layer. A static cache of transformers is an example of a cache that returns others: it adds empty slots. An
+    evicting layer whose rule looks at queries waits for them. After `False` the cache cannot be used.
 
     Args:
         states: what `context_states` returned.
@@ -159,6 +161,8 @@ def replay(states: ContextStates, cache: Any) -> bool:
         if keys is None or values is None:
             return False
         attended_keys, attended_values = cache.update(keys, values, index)
+        if _waits_for_queries(attended_keys):
+            return False
         if not torch.equal(attended_keys, keys) or not torch.equal(attended_values, values):
             return False
     # A cache may have made its layers only now. If it has more than the model has filled, they were not meant for it.
@@ -167,6 +171,10 @@ def replay(states: ContextStates, cache: Any) -> bool:
 
 def _decides_by_states(cache_or_layer: object) -> bool:
     return type(cache_or_layer).__module__.partition(".")[0] in DECIDE_BY_STATES
+
+
+def _waits_for_queries(attended_keys: Tensor) -> bool:
+    return isinstance(attended_keys, PackedStates) and attended_keys.snapshot.observe is not None
 
 
 def pieces(token_ids: Sequence[int], size: int | None) -> Iterator[Sequence[int]]:

@@ -1,0 +1,90 @@
+"""Which tokens an eviction keeps, given their scores."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import OptionError
+from kvlayers.eviction.head_budgets import EvenHeads, HeadBudgets, SequenceBudgets
+from kvlayers.eviction.highest import highest
+from kvlayers.eviction.kept import KeptTokens
+
+EVEN = EvenHeads()
+
+
+def select(
+    scores: Tensor,
+    keep: int | Sequence[int],
+    *,
+    sinks: int = 0,
+    recent: int = 0,
+    padding: Sequence[int] | None = None,
+    head_budgets: HeadBudgets = EVEN,
+    multiple: int = 1,
+) -> KeptTokens:
+    """The tokens with the highest scores, with the sinks and the newest tokens.
+
+    A sequence that has fewer tokens than it may keep keeps all of them. Of tokens with equal scores, the first are
+    kept. A score that is NaN counts as the lowest.
+
+    Args:
+        scores: `[batch, kv_heads, tokens]`, of any floating-point dtype.
+        keep: tokens that an average KV head keeps, sinks and newest tokens included: one number, or one for each
+            sequence. If there are more sinks and newest tokens than this, they are kept all the same.
+        sinks: the first tokens of each sequence, after its padding, that are always kept.
+        recent: the newest tokens of each sequence that are always kept.
+        padding: for each sequence the number of tokens in front that are padding. They are not kept.
+        head_budgets: how the tokens of a sequence are divided among its KV heads.
+        multiple: every head keeps a multiple of this number of tokens, or all tokens of its sequence.
+
+    Raises:
+        OptionError: a number is negative, there are not as many as sequences, or padding is longer than the sequence.
+    """
+    batch, _, tokens = scores.shape
+    front = _numbers("padding", 0 if padding is None else padding, batch)
+    wanted = _numbers("keep", keep, batch)
+    for name, number, least in (("sinks", sinks, 0), ("recent", recent, 0), ("multiple", multiple, 1)):
+        if number < least:
+            raise OptionError(f"`{name}` must be at least {least}, got {number}.")
+    most = tokens - front
+    if bool((most < 0).any()):
+        raise OptionError(f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}.")
+    always = (-(-(sinks + recent) // multiple) * multiple) * torch.ones_like(most)
+    budgets = SequenceBudgets(
+        keep=torch.maximum(wanted, always).clamp(max=most), least=always.clamp(max=most), most=most, multiple=multiple
+    )
+    ranked = _ranked(scores, front, sinks, recent)
+    counts = head_budgets.counts(ranked, budgets)
+    return KeptTokens(_indices(highest(ranked, counts), counts), counts)
+
+
+def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:
+    """One number for each sequence, int64 `[batch]` on the host."""
+    numbers = [given] * batch if isinstance(given, int) else list(given)
+    if len(numbers) != batch or any(number < 0 for number in numbers):
+        raise OptionError(f"`{name}` must be 0 or more, with a number for each of {batch} sequences, got {given!r}.")
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _ranked(scores: Tensor, front: Tensor, sinks: int, recent: int) -> Tensor:
+    """The scores without NaN: infinite for tokens that are kept anyway, minus infinite only for padding."""
+    tokens = scores.shape[2]
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    limits = torch.finfo(wide.dtype)
+    ranked = wide.nan_to_num(nan=limits.min, neginf=limits.min, posinf=limits.max)
+    positions = torch.arange(tokens, device=scores.device)
+    first = front.to(scores.device)[:, None, None]
+    always = (positions >= tokens - recent) | (positions < first + sinks)
+    return ranked.masked_fill(always, torch.inf).masked_fill(positions < first, -torch.inf)
+
+
+def _indices(kept: Tensor, counts: Tensor) -> Tensor:
+    """The numbers of the kept tokens, ascending and right-aligned, `[batch, kv_heads, most]`."""
+    most = int(counts.max())
+    # Every kept token goes to its own place, and all others to one more place, which is cut off.
+    free = most - counts.to(kept.device)[..., None]
+    places = torch.where(kept, kept.cumsum(-1) - 1 + free, most)
+    positions = torch.arange(kept.shape[2], device=kept.device).expand_as(places)
+    indices = torch.zeros(*kept.shape[:2], most + 1, dtype=torch.int64, device=kept.device)
+    return indices.scatter_(-1, places, positions)[..., :most]

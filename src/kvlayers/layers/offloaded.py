@@ -193,6 +193,17 @@ class OffloadedLayer(WrapperLayer):
             self._read_counts()
             self._write_back_if_possible()
 
+    @contextlib.contextmanager
+    def _where_it_evicts(self) -> Iterator[TokenLayer]:
+        """As `_on_host`, for an operation after which the layer may evict tokens that were recorded."""
+        if not (self.wrapped.evicts_by_states and self.wrapped.is_recording):
+            with self._on_host() as layer:
+                yield layer
+            return
+        with self._fetched(changes=True):
+            yield self.wrapped
+        self._read_counts()
+
     def _settle(self) -> None:
         """Hold everything where it is held between updates, also if nobody showed the queries of the last update."""
         self._write_back_if_possible()
@@ -212,7 +223,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        with self._on_host() as layer:
+        with self._where_it_evicts() as layer:
             layer.truncate(length)
 
     @override
@@ -247,7 +258,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def deactivate_past_recording(self) -> None:
-        with self._on_host() as layer:
+        with self._where_it_evicts() as layer:
             layer.deactivate_past_recording()
 
     @override

@@ -40,6 +40,9 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
 
+    evicts_by_states: ClassVar[bool] = False
+    """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
+
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
         self._store = DenseStore() if store is None else store

@@ -1,50 +1,55 @@
 """Attention to a few pages of offloaded states, which alone travel to the device."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, Segment
 from kvlayers.offload.device_queue import OffloadTarget
-from kvlayers.offload.page_pool import NO_PAGE, PagedStates, PagePool
+from kvlayers.offload.page_pool import NO_PAGE, Carry, PagePool
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.offload.traffic import Traffic
-
-Choose = Callable[[Tensor, KVSegments], KVSegments]
-
+from kvlayers.stores.contract import KVPair
+from kvlayers.stores.dense import DenseStore
 
 class PagedReads:
-    """The pages of one offloaded layer that are on its device, and what is needed to read them.
+    """What one offloaded layer has on its device while each of its queries reads a few pages.
 
-    A step of a layer that reads chosen pages alone never brings the other ones. The layer is updated where its states
-    are held: the new token goes there, and is added to the newest page on the device. When attention shows the query,
-    the layer chooses pages, and those that are not on the device are copied. To know them, the host must wait for the
-    query in any case.
+    The layer takes in a new token where its states are held, and the token is kept on the device too. When attention
+    shows the query, the layer chooses pages, and those that are not on the device are brought there. To know them, the
+    host waits for the query in any case.
 
-    The pages of the last step stay on the device. They are what the next step is expected to read, so that nothing is
-    copied ahead: see `PagePool`.
+    On the device are the pages of the last step, which the next step is expected to read again (`PagePool`), the newest
+    tokens, and the first ones. So nothing need be copied ahead.
+
+    The states are in full precision.
+
+    Args:
+        page_tokens: tokens of a page. Pages begin at multiples of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._version: int | None = None
+        self._forget()
+
+    def __reduce__(self) -> tuple[type["PagedReads"], tuple[int]]:
+        # A copy of a layer has nothing on the device.
+        return PagedReads, (self.page_tokens,)
+
+    def _forget(self) -> None:
         self._pool: PagePool | None = None
-        self._version = -1
-        self._length = 0
+        self._newest = DenseStore()
+        self._newest_end = 0
+        """Position behind the last token of `_newest`."""
+        self._first: DenseSegment | None = None
 
-    def __reduce__(self) -> tuple[type["PagedReads"], tuple[()]]:
-        # A copy of a layer begins without pages.
-        return PagedReads, ()
-
-    def attended(
-        self, layer: OffloadTarget, prefetcher: Prefetcher, new: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of an update, of which the chosen pages are brought to the device.
+    def attended(self, layer: OffloadTarget, prefetcher: Prefetcher, new: KVPair, states: KVPair) -> KVPair:
+        """The keys and values of an update, of which the chosen pages are brought to the device.
 
         Args:
             layer: the layer.
@@ -54,59 +59,70 @@ class PagedReads:
         """
         keys, values = states
         if not isinstance(keys, PackedStates) or keys.snapshot.choose is None:
-            raise UnsupportedLayerError(f"`update` must return keys that choose what is read, got {type(keys).__name__}.")
+            raise TypeError(f"`states` must choose what is read, got a {type(keys).__name__}.")
         device = new[0].device
         if prefetcher.queue(device) is not None:
             prefetcher.meter.count(layer.index, Traffic(to_host=sum(each.nbytes for each in new)))
-        self._add(layer, new, keys.shape[2] - 1)
-        choose = functools.partial(self._choose, layer, prefetcher, device, keys.snapshot.choose)
-        snapshot = replace(keys.snapshot, device=device, choose=choose)
+        if self._version != layer.version:
+            # The host may have changed any token.
+            self._forget()
+            self._version = layer.version
+        self._add(new, keys.shape[2])
+        bring = functools.partial(self._bring, functools.partial(prefetcher.carry, layer, device), device)
+        snapshot = replace(keys.snapshot, device=device, bring=bring)
         return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
-    def _add(self, layer: OffloadTarget, new: tuple[Tensor, Tensor], position: int) -> None:
-        if self._version != layer.version:
-            # Operations of the host may have changed any page.
-            self._pool, self._version = None, layer.version
-        if self._pool is not None:
-            if self._length != position:
-                # Several tokens came at once, which nobody has added.
-                self._pool.forget_from(self._length)
-            self._pool.append(*new, position)
-        self._length = position + 1
+    def _add(self, new: KVPair, length: int) -> None:
+        """Keep the newest of `length` tokens on the device, if the one before it is there."""
+        if self._newest.length and self._newest_end == length - 1:
+            self._newest.append(*new)
+            self._newest_end = length
 
-    def _choose(
-        self,
-        layer: OffloadTarget,
-        prefetcher: Prefetcher,
-        device: torch.device,
-        choose: Choose,
-        query: Tensor,
-        segments: KVSegments,
-    ) -> KVSegments:
-        """The segments that a layer has chosen, on the device."""
-
-        def carry(states: Any) -> Any:
-            return prefetcher.carry(layer, states, device)
-
-        chosen = []
-        for segment in choose(query, segments).in_order:
-            if isinstance(segment, GatheredSegment) and isinstance(segment.source, DenseSegment):
-                chosen.append(self._gathered(segment, segment.source, device, carry))
-            elif isinstance(segment, DenseSegment) and segment.rows is None:
-                chosen.append(DenseSegment(*carry([segment.keys.contiguous(), segment.values.contiguous()])))
+    def _bring(self, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
+        """Segments on the device, instead of where the states are held."""
+        brought: list[Segment] = []
+        start, tokens = 0, segments.tokens
+        for segment in segments.in_order:
+            end = start + segment.tokens
+            if isinstance(segment, GatheredSegment):
+                brought.append(self._pages(segment, device, carry))
+            elif len(segments.in_order) == 1:
+                brought.append(DenseSegment(*carry(_contiguous(segment))))
+            elif end == tokens:
+                brought.append(self._newest_tokens(segment, end, carry))
             else:
-                raise UnsupportedLayerError("Pages of states in full precision alone can be brought to the device.")
-        return KVSegments(tuple(chosen))
+                brought.append(self._first_tokens(segment, carry))
+            start = end
+        return KVSegments(tuple(brought))
 
-    def _gathered(
-        self, segment: GatheredSegment, source: DenseSegment, device: torch.device, carry: Any
-    ) -> GatheredSegment:
-        page_tokens = self.page_tokens
-        states = PagedStates(source.keys, source.values, page_tokens)
-        starts, counts = segment.starts.cpu(), segment.counts.cpu()
-        pages = starts.div(page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
-        if self._pool is None or self._pool.most < pages.shape[2]:
-            self._pool = PagePool(states, device, pages.shape[2])
-        places = self._pool.bring(states, pages, carry)
-        there = places * page_tokens + starts % page_tokens
-        return replace(segment, source=self._pool.segment, starts=there.to(device))
+    def _pages(self, segment: GatheredSegment, device: torch.device, carry: Carry) -> GatheredSegment:
+        """Chosen pages, from the pool."""
+        starts, counts = torch.stack([segment.starts, segment.counts]).cpu()
+        pages = starts.div(self.page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
+        if self._pool is None or self._pool.places < pages.shape[2]:
+            self._pool = PagePool(segment.source, self.page_tokens, pages.shape[2], device)
+        places = self._pool.bring(segment.source, pages, carry)
+        inside = places * self.page_tokens + starts % self.page_tokens
+        return replace(segment, source=self._pool.segment, starts=inside.to(device))
+
+    def _newest_tokens(self, segment: DenseSegment, end: int, carry: Carry) -> DenseSegment:
+        """The newest tokens, which end at position `end`."""
+        newest = self._newest
+        if self._newest_end != end or newest.length < segment.tokens:
+            newest.clear()
+            keys, values = carry(_contiguous(segment))
+            newest.validate(keys, values)
+            newest.append(keys, values)
+            self._newest_end = end
+        newest.drop_oldest(newest.length - segment.tokens)
+        return DenseSegment(*newest.newest(segment.tokens))
+
+    def _first_tokens(self, segment: DenseSegment, carry: Carry) -> DenseSegment:
+        """The first tokens, which stay as they are."""
+        if self._first is None or self._first.tokens != segment.tokens:
+            self._first = DenseSegment(*carry(_contiguous(segment)))
+        return self._first
+
+
+def _contiguous(segment: DenseSegment) -> list[Tensor]:
+    return [segment.keys.contiguous(), segment.values.contiguous()]

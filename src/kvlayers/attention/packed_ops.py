@@ -61,6 +61,31 @@ def observer_of(keys: Tensor) -> Callable[[Tensor], None] | None:
     return keys.snapshot.observe if isinstance(keys, PackedStates) else None
 
 
+def choosing(
+    keys: Tensor,
+    values: Tensor,
+    choose: Callable[[Tensor, KVSegments, Tensor | None], KVSegments],
+    version: Version,
+    paths: PathCounter,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values that an update returns, of which each query chooses what it attends to.
+
+    Args:
+        keys: `[batch, kv_heads, tokens, key_head_dim]`, plain or packed.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
+        choose: see `Snapshot.choose`.
+        version: version of plain states. Packed ones have that of their store.
+        paths: counts the paths of attention on plain states.
+    """
+    if isinstance(keys, PackedStates):
+        snapshot = replace(keys.snapshot, choose=choose)
+    else:
+        plain = DenseSegment(keys.as_subclass(Tensor), values)
+        segments, count = KVSegments((plain,)), keys.shape[2]
+        snapshot = Snapshot(segments, keys.dtype, keys.device, version, version.number, count, paths, choose=choose)
+    return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
+
+
 NEEDS_GRADIENTS = "autograd follows what is computed"
 
 
@@ -79,7 +104,7 @@ def _attention(
     if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
         return obstacle
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
-    segments = snapshot.read_for(query)
+    segments = snapshot.read_for(query, attn_mask)
     only = segments.only_dense
     if only is not None and query.shape[2] > 1:
         shares_heads = query.shape[1] != only.keys.shape[1]

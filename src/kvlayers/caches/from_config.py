@@ -11,6 +11,8 @@ from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
+from kvlayers.layers.recall import RecallLayer
+from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
 from kvlayers.layers.static import StaticLayer
@@ -23,6 +25,7 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
 from kvlayers.stores.masking import MaskExtent
+from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec
@@ -54,19 +57,39 @@ class Reservation:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
+def dynamic_layers(
+    config: object,
+    length_hint: int | None = None,
+    checkpoints: CheckpointOptions = None,
+    recall: Recall | None = None,
+) -> list[Any]:
     """A layer that grows for each layer of a model; transformers' layer if kvlayers has no kind for the layer type.
 
     Args:
         config: config of the model.
         length_hint: the most tokens that are expected, if known.
         checkpoints: see `Checkpoints`, for layers with recurrent states.
+        recall: how single queries choose the pages that they attend to in layers of full attention, if they do.
     """
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: DynamicLayer(length_hint=length_hint),
+        "full_attention": lambda spec: full_attention_layer(length_hint, recall),
         **dict.fromkeys(WINDOWED, lambda spec: SlidingLayer(spec.options["sliding_window"])),
     }
     return _layers(config, kinds, checkpoints)
+
+
+def full_attention_layer(length_hint: int | None = None, recall: Recall | None = None) -> DynamicLayer:
+    """A layer that keeps every token in full precision; single queries choose pages of it if `recall` is given."""
+    return DynamicLayer(length_hint) if recall is None else RecallLayer(recall, length_hint)
+
+
+def packed_attention_layer(
+    quantization: Quantization, length_hint: int | None = None, recall: Recall | None = None
+) -> DynamicLayer:
+    """As `full_attention_layer`, with most tokens in packed codes."""
+    if recall is None:
+        return quantized_layer(quantization, length_hint)
+    return RecallLayer(recall, store=QuantizedStore(quantization, length_hint))
 
 
 def every_token_layers(
@@ -199,6 +222,7 @@ def quantized_layers(
     quantize_sliding: bool,
     length_hint: int | None = None,
     checkpoints: CheckpointOptions = None,
+    recall: Recall | None = None,
 ) -> list[Any]:
     """As `dynamic_layers`, with full attention quantized, and windows too if `quantize_sliding` is true.
 
@@ -217,7 +241,7 @@ def quantized_layers(
         return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: quantized_layer(quantization.of_layer(spec.index), length_hint),
+        "full_attention": lambda spec: packed_attention_layer(quantization.of_layer(spec.index), length_hint, recall),
         **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
     }
     return _layers(config, kinds, checkpoints)

@@ -19,6 +19,7 @@ from kvlayers.caches.sink import SinkCache, left_padding_of
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.generation.registry import CacheRequest, register
+from kvlayers.layers import Recall
 from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 
@@ -31,6 +32,12 @@ def _static_options(request: CacheRequest) -> dict[str, Any]:
 @register("dynamic")
 def _dynamic(request: CacheRequest) -> DynamicCache:
     return DynamicCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
+
+
+@register("recall")
+def _recall(request: CacheRequest) -> DynamicCache:
+    options = {"length_hint": request.length_hint, "recall": Recall(), **request.options}
+    return DynamicCache(config=request.config, **options)
 
 
 @register("dynamic_full")

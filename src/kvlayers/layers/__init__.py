@@ -9,6 +9,8 @@ from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.quantized import QuantizedLayer
+from kvlayers.layers.recall import RecallLayer
+from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.registry import layer_names, register_layer, unregister_layer
 from kvlayers.layers.sink import SinkLayer
 from kvlayers.layers.sliding import SlidingLayer
@@ -28,6 +30,8 @@ __all__ = [
     "LinearAttentionLayer",
     "OffloadedLayer",
     "QuantizedLayer",
+    "Recall",
+    "RecallLayer",
     "SinkLayer",
     "SlidingLayer",
     "StaticLayer",

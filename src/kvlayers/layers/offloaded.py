@@ -17,6 +17,7 @@ from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.wrapper import WrapperLayer
+from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm, memory_of
@@ -67,6 +68,7 @@ class OffloadedLayer(WrapperLayer):
         self.index = self.prefetcher.next_index()
         self.version = 0
         self._seen = self._past = 0
+        self._pages = PagedReads()
         self._read_counts()
 
     @property
@@ -85,8 +87,12 @@ class OffloadedLayer(WrapperLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        offloads = self.prefetcher.offloads(key_states.device)
-        attended = (self._update_offloaded if offloads else self.wrapped.update)(key_states, value_states)
+        if not self.prefetcher.offloads(key_states.device):
+            attended = self.wrapped.update(key_states, value_states)
+        elif (page_tokens := self._page_tokens(key_states)) is not None:
+            attended = self._update_pages(key_states, value_states, page_tokens)
+        else:
+            attended = self._update_offloaded(key_states, value_states)
         self._read_counts()
         return attended
 
@@ -101,10 +107,22 @@ class OffloadedLayer(WrapperLayer):
         except BaseException:
             # The buffers on the host still hold what they held, as nobody wrote to them.
             self.wrapped = before
-            self.version += 1
+            self._note_change()
             self.prefetcher.discard(self)
             raise
         return attended
+
+    def _page_tokens(self, keys: Tensor) -> int | None:
+        """Tokens of a page, if the queries of new tokens read pages that they choose, of states in full precision."""
+        tracked = torch.is_grad_enabled() and keys.requires_grad
+        apart = self.wrapped.store.holds_tokens_apart and not tracked
+        return self.wrapped.chosen_page_tokens(keys.shape[2]) if apart else None
+
+    def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
+        """Take in a token where the states are held, and bring the pages that its query chooses."""
+        self.prefetcher.leave_at_home(self)
+        states = self.wrapped.update(keys, values)
+        return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
 
     def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
         """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
@@ -175,7 +193,8 @@ class OffloadedLayer(WrapperLayer):
             yield
             return
         self.prefetcher.fetch(self, device)
-        self.version += changes
+        if changes:
+            self._note_change()
         try:
             yield
         finally:
@@ -186,7 +205,7 @@ class OffloadedLayer(WrapperLayer):
         """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
         self._settle()
         self.prefetcher.discard(self)
-        self.version += 1
+        self._note_change()
         try:
             yield self.wrapped
         finally:
@@ -203,6 +222,10 @@ class OffloadedLayer(WrapperLayer):
         with self._fetched(changes=True):
             yield self.wrapped
         self._read_counts()
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self._pages = PagedReads()
 
     def _settle(self) -> None:
         """Hold everything where it is held between updates, also if nobody showed the queries of the last update."""
@@ -336,6 +359,12 @@ class OffloadedLayer(WrapperLayer):
     @override
     def unwrapped(self) -> TokenLayer:
         return self.wrapped
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive between updates."""
+        yield from self.wrapped.held_tensors()
+        yield from self._pages.held_tensors()
 
     @property
     @override

@@ -95,6 +95,10 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             return first
         return self.length - self._store.length + first
 
+    def chosen_page_tokens(self, tokens: int) -> int | None:
+        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
+        return None
+
     def planned_tokens(self, tokens: int) -> int:
         """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
         return tokens

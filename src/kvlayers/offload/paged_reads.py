@@ -1,6 +1,7 @@
 """Attention to a few pages of offloaded states, which alone travel to the device."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -27,33 +28,35 @@ class PagedReads:
     tokens, and the first ones. So nothing need be copied ahead.
 
     The states are in full precision.
-
-    Args:
-        page_tokens: tokens of a page. Pages begin at multiples of it.
     """
 
-    def __init__(self, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
-        self._version: int | None = None
-        self._forget()
-
-    def __reduce__(self) -> tuple[type["PagedReads"], tuple[int]]:
-        # A copy of a layer has nothing on the device.
-        return PagedReads, (self.page_tokens,)
-
-    def _forget(self) -> None:
+    def __init__(self) -> None:
         self._pool: PagePool | None = None
+        self._first: DenseSegment | None = None
         self._newest = DenseStore()
         self._newest_end = 0
         """Position behind the last token of `_newest`."""
-        self._first: DenseSegment | None = None
 
-    def attended(self, layer: OffloadTarget, prefetcher: Prefetcher, new: KVPair, states: KVPair) -> KVPair:
+    def __reduce__(self) -> tuple[type["PagedReads"], tuple[()]]:
+        # A copy of a layer has nothing on the device.
+        return PagedReads, ()
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the device."""
+        for segment in (self._first, None if self._pool is None else self._pool.segment):
+            if segment is not None:
+                yield from (segment.keys, segment.values)
+        yield from self._newest.held_tensors()
+
+    def attended(
+        self, layer: OffloadTarget, prefetcher: Prefetcher, page_tokens: int, new: KVPair, states: KVPair
+    ) -> KVPair:
         """The keys and values of an update, of which the chosen pages are brought to the device.
 
         Args:
             layer: the layer.
             prefetcher: brings pages, and counts what travels.
+            page_tokens: tokens of a page. Pages begin at multiples of it.
             new: keys and values of the new token on the device, `[batch, kv_heads, 1, head_dim]`.
             states: keys and values that the layer returned, over states that are where they are held.
         """
@@ -63,12 +66,10 @@ class PagedReads:
         device = new[0].device
         if prefetcher.queue(device) is not None:
             prefetcher.meter.count(layer.index, Traffic(to_host=sum(each.nbytes for each in new)))
-        if self._version != layer.version:
-            # The host may have changed any token.
-            self._forget()
-            self._version = layer.version
         self._add(new, keys.shape[2])
-        bring = functools.partial(self._bring, functools.partial(prefetcher.carry, layer, device), device)
+        bring = functools.partial(
+            self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device
+        )
         snapshot = replace(keys.snapshot, device=device, bring=bring)
         return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
@@ -78,14 +79,14 @@ class PagedReads:
             self._newest.append(*new)
             self._newest_end = length
 
-    def _bring(self, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
+    def _bring(self, page_tokens: int, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
         """Segments on the device, instead of where the states are held."""
         brought: list[Segment] = []
         start, tokens = 0, segments.tokens
         for segment in segments.in_order:
             end = start + segment.tokens
             if isinstance(segment, GatheredSegment):
-                brought.append(self._pages(segment, device, carry))
+                brought.append(self._pages(segment, page_tokens, device, carry))
             elif len(segments.in_order) == 1:
                 brought.append(DenseSegment(*carry(_contiguous(segment))))
             elif end == tokens:
@@ -95,14 +96,16 @@ class PagedReads:
             start = end
         return KVSegments(tuple(brought))
 
-    def _pages(self, segment: GatheredSegment, device: torch.device, carry: Carry) -> GatheredSegment:
+    def _pages(
+        self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry
+    ) -> GatheredSegment:
         """Chosen pages, from the pool."""
         starts, counts = torch.stack([segment.starts, segment.counts]).cpu()
-        pages = starts.div(self.page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
+        pages = starts.div(page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
         if self._pool is None or self._pool.places < pages.shape[2]:
-            self._pool = PagePool(segment.source, self.page_tokens, pages.shape[2], device)
+            self._pool = PagePool(segment.source, page_tokens, pages.shape[2], device)
         places = self._pool.bring(segment.source, pages, carry)
-        inside = places * self.page_tokens + starts % self.page_tokens
+        inside = places * page_tokens + starts % page_tokens
         return replace(segment, source=self._pool.segment, starts=inside.to(device))
 
     def _newest_tokens(self, segment: DenseSegment, end: int, carry: Carry) -> DenseSegment:

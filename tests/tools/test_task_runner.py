@@ -19,6 +19,7 @@ from torch import Tensor
 
 import kvlayers
 from families import any_model_and_inputs
+from kvlayers.attention.packed_ops import observed
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.generation.name_options import named_cache
 from kvlayers.tools.measuring import contenders as contenders_module
@@ -29,7 +30,13 @@ from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.tools.tasks.outcome import TaskOutcome
 from kvlayers.tools.tasks.results_file import ResultsFile, run_identity
 from kvlayers.tools.tasks.runner import TaskError, run_tasks
-from kvlayers.tools.tasks.sample_reader import SampleReader, context_states, has_only_keys_and_values, replay
+from kvlayers.tools.tasks.sample_reader import (
+    QueriesNeededError,
+    SampleReader,
+    context_states,
+    has_only_keys_and_values,
+    replay,
+)
 from kvlayers.tools.tasks.summary import summarize
 from models import fresh_model, prompt, tiny_model
 
@@ -300,7 +307,53 @@ def test_a_cache_with_layers_of_another_package_or_of_another_model_reads_for_it
     assert replay(states, kvlayers.Cache([kvlayers.DynamicLayer(), kvlayers.DynamicLayer()]))
     assert not replay(states, kvlayers.Cache([kvlayers.DynamicLayer(), LayerOfOtherPackage()]))
     assert not replay(states, kvlayers.DynamicCache(config=larger.config))
-    assert not replay([*states, (None, None)], kvlayers.DynamicCache(config=larger.config))
+    one_more = dataclasses.replace(states, states=[*states.states, (None, None)])
+    assert not replay(one_more, kvlayers.DynamicCache(config=larger.config))
+
+
+class MostLooked(kvlayers.DynamicLayer):
+    """Keeps the tokens to which the queries of the first pass give the highest scores."""
+
+    kept = 40
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        is_first = not self.length
+        keys, values = super().update(*args, **kwargs)
+        return observed(keys, values, self._look) if is_first else (keys, values)
+
+    def _look(self, queries: Tensor) -> None:
+        keys, values = self.peek()
+        assert keys is not None
+        assert values is not None
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        best = (grouped @ keys[:, :, None].mT).amax((2, 3)).topk(self.kept, -1).indices.sort(-1).values[..., None]
+        best = best.expand(-1, -1, -1, keys.shape[3])
+        self.keys, self.values = keys.gather(2, best), values.gather(2, best)
+
+
+def most_looked(model: Any, cache: str = "looks") -> Contender:
+    layers = model.config.num_hidden_layers
+    return Contender("package", cache, lambda: kvlayers.Cache([MostLooked() for _ in range(layers)]))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_cache_that_looks_at_queries_is_shown_those_of_the_context(
+    family: str, attention: str, passes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit as if it had read the context, which is read once more for all such caches."""
+    monkeypatch.setattr(MostLooked, "__module__", "kvlayers.made_up")
+    model = fresh_model(family)
+    model.set_attn_implementation(attention)
+    lengths, asked, looks = passes(model), sample(), most_looked(model)
+    run(model, [asked], [*named(model, "dynamic", "int4"), looks, most_looked(model, "looks too")])
+    assert lengths.count(CONTEXT) == 2
+
+    read, given = looks.make(), SampleReader(model, asked, None).read(looks.make)
+    assert torch.equal(given.logits, slow_prompt(model, read, asked, None))
+    assert given.cache.layers[0].length == MostLooked.kept + QUESTION
+    with pytest.raises(QueriesNeededError):
+        replay(context_states(model, asked.context_ids), looks.make())
 
 
 def test_a_cache_of_quanto_is_copied_and_reads_once(passes: Any) -> None:

@@ -7,13 +7,15 @@ A fused kernel attends to each, and returns the log-sum-exp of the scores, by wh
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention.fused_kernels import ALIGNED_NUMBERS, attend_dense, kernels_for
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.piece_columns import PieceColumns
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.triton_support import TritonKernel, runs_triton
 
@@ -58,7 +60,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     A number of an additive mask below -2.3e38 hides a token as `-inf` does.
     """
     parts = _attend_slabs(query, segments, mask, scale)
-    return _clear_hidden(_merged(parts, query.dtype).flatten(1, 2), mask).to(query.dtype)
+    return _clear_hidden(_merged(parts, query.dtype).flatten(1, 2), mask, segments).to(query.dtype)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -73,17 +75,20 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     return out.flatten(1, 2), logsumexp.flatten(1, 2)
 
 
-def attend_all(parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def attend_all(
+    parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None, segments: KVSegments, dtype: torch.dtype
+) -> Tensor:
     """Attention to several sets of tokens together, in a dtype, with zeros for queries that see none.
 
     Args:
         parts: what `attend_partly` returned for each set.
         mask: the mask of all tokens.
+        segments: all tokens.
         dtype: dtype of the result.
     """
     # All query heads as one group.
     grouped = [(out.unsqueeze(1), logsumexp.unsqueeze(1)) for out, logsumexp in parts]
-    return _clear_hidden(_merged(grouped, dtype).squeeze(1), mask).to(dtype)
+    return _clear_hidden(_merged(grouped, dtype).squeeze(1), mask, segments).to(dtype)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -129,24 +134,52 @@ def _attend_slabs(
     if query.stride(3) != 1 or any(stride % ALIGNED_NUMBERS for stride in query.stride()[:3]):
         query = query.contiguous()
     parts: list[tuple[Tensor, Tensor]] = []
-    position = 0
     for slab in _slabs(segments, query.dtype, 0 if mask is None else mask.shape[:3].numel()):
-        part = None if mask is None else mask[..., position : position + slab.tokens]
-        position += slab.tokens
-        parts.append(attend_dense(query, slab.keys, slab.values, part, scale))
+        parts.append(attend_dense(query, slab.keys, slab.values, slab.mask_of(query, mask), scale))
         if len(parts) == PARTS_AT_ONCE:
             parts = [_merged_partly(parts)]
     return parts
 
 
-def _clear_hidden(out: Tensor, mask: Tensor | None) -> Tensor:
+def _clear_hidden(out: Tensor, mask: Tensor | None, segments: KVSegments) -> Tensor:
     """Results with zeros, written in place, for queries that may attend to no token, as in torch."""
-    if mask is None:
+    hidden = _hidden_queries(None if mask is None else unexpanded(mask), segments)
+    if hidden is None:
         return out
-    mask = unexpanded(mask)
-    if mask.dtype == torch.bool:
-        return out.masked_fill_(mask.any(-1, keepdim=True).logical_not(), 0)
-    return out.masked_fill_(mask.amax(-1, keepdim=True) <= HIDDEN, 0)
+    if hidden.shape[1] not in (1, out.shape[1]):
+        hidden = hidden.repeat_interleave(out.shape[1] // hidden.shape[1], 1)
+    return out.masked_fill_(hidden, 0)
+
+
+def _hidden_queries(mask: Tensor | None, segments: KVSegments) -> Tensor | None:
+    """Which queries see no token, bool of four dimensions, with any number of heads that divides that of queries."""
+    if not segments.gathered:
+        if mask is None:
+            return None
+        if mask.dtype == torch.bool:
+            return mask.any(-1, keepdim=True).logical_not()
+        return mask.amax(-1, keepdim=True) <= HIDDEN
+    seen: Tensor | bool = False
+    position = 0
+    for segment in segments.in_order:
+        part = None if mask is None else mask[..., position : position + segment.tokens]
+        position += segment.tokens
+        if part is not None and part.dtype != torch.bool:
+            part = part > HIDDEN
+        if not isinstance(segment, GatheredSegment):
+            if part is None and segment.tokens:
+                return None
+            seen = seen | (False if part is None else part.any(-1, keepdim=True))
+            continue
+        held = segment.held
+        if part is not None and part.shape[1] > 1:
+            held = held.repeat_interleave(part.shape[1] // held.shape[1], 1)
+        if part is None:
+            found = held.any(-1)[..., None, None]
+        else:
+            found = torch.einsum("bhqc,bhc->bhq", part.float(), held.float())[..., None] > 0
+        seen = seen | found
+    return None if isinstance(seen, bool) else seen.logical_not()
 
 
 def _launch_merge(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
@@ -196,8 +229,21 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products with all keys; arguments and result are those of `reference.scores`."""
     batch, heads, queries, head_dim = query.shape
     rows = query.reshape(batch, segments.kv_heads, heads // segments.kv_heads * queries, head_dim)
-    products = [rows @ keys.transpose(2, 3) for keys in _slabs_of_side(segments, "keys", query.dtype)]
-    return torch.cat(products, dim=3).reshape(batch, heads, queries, segments.tokens)
+    products: dict[int, Tensor] = {}
+    for position, gathered in segments.gathered:
+        # Padding is written behind the last column.
+        products[position] = rows.new_full((*rows.shape[:3], gathered.width + 1), -torch.inf)
+    for slab in _slabs_of_side(segments, "keys", query.dtype):
+        found = rows @ slab.states.transpose(2, 3)
+        if slab.gathered is not None:
+            slab.gathered.write(found, products[slab.position], 0)
+        elif found.shape[3] or not products:
+            # An empty slab begins where the next one does.
+            products[slab.position] = found
+    for position, gathered in segments.gathered:
+        products[position] = products[position][..., : gathered.width]
+    in_order = [products[position] for position in sorted(products)]
+    return torch.cat(in_order, dim=3).reshape(batch, heads, queries, segments.tokens)
 
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
@@ -205,37 +251,90 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     batch, heads, queries, tokens = weights.shape
     rows = weights.reshape(batch, segments.kv_heads, heads // segments.kv_heads * queries, tokens)
     sums: list[Tensor] = []
-    position = 0
-    for values in _slabs_of_side(segments, "values", weights.dtype):
-        sums.append(rows.narrow(3, position, values.shape[2]) @ values)
-        position += values.shape[2]
+    for slab in _slabs_of_side(segments, "values", weights.dtype):
+        if slab.gathered is None:
+            part = rows.narrow(3, slab.position, slab.states.shape[2])
+        else:
+            part = slab.gathered.read(rows.narrow(3, slab.position, slab.gathered.width))
+            part = part.masked_fill(slab.gathered.is_padding, 0)
+        sums.append(part @ slab.states)
     result = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32).to(weights.dtype)
     return result.reshape(batch, heads, queries, result.shape[3])
 
 
-def _slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int) -> Iterator[DenseSegment]:
+@dataclass(frozen=True, eq=False)
+class _Slab:
+    """Keys and values of a few tokens in full precision.
+
+    Attributes:
+        position: column of the first token, or that of the gathered segment.
+        gathered: where the tokens stand in a gathered segment.
+    """
+
+    position: int
+    keys: Tensor
+    values: Tensor
+    gathered: PieceColumns | None = None
+
+    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Entries of the mask of all tokens for those of the slab, without padding."""
+        if self.gathered is None:
+            return None if mask is None else mask.narrow(3, self.position, self.keys.shape[2])
+        batch, heads = query.shape[:2]
+        hidden = self.gathered.is_padding.repeat_interleave(heads // self.keys.shape[1], 1)
+        if mask is None:
+            return hidden.logical_not()
+        part = self.gathered.read(mask.narrow(3, self.position, self.gathered.width).expand(batch, heads, -1, -1))
+        return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class _SlabOfSide:
+    """As `_Slab`, of keys or of values."""
+
+    position: int
+    states: Tensor
+    gathered: PieceColumns | None
+
+
+def _slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int) -> Iterator[_Slab]:
     """The segments in slabs of full precision. Dense states are divided only if a mask as long must be converted."""
     at_once = _slab_tokens(segments, dtype, mask_rows)
-    for segment in segments.in_order:
+    for segment, position, gathered in _parts(segments, at_once):
         if isinstance(segment, DenseSegment):
-            step = at_once if mask_rows else max(segment.tokens, 1)
+            step = at_once if mask_rows and gathered is None else max(segment.tokens, 1)
             for start in range(0, segment.tokens, step):
                 keys, values = (side[:, :, start : start + step].to(dtype) for side in (segment.keys, segment.values))
-                yield DenseSegment(keys, values)
+                yield _Slab(position + start, keys, values if gathered is None else gathered.cleared(values), gathered)
             continue
-        for piece in segment.pieces(max(at_once // segment.keys.block_tokens, 1)):
-            if piece.tokens:
-                yield DenseSegment(piece.states("keys", dtype), piece.states("values", dtype))
+        if segment.tokens:
+            keys, values = segment.states("keys", dtype), segment.states("values", dtype)
+            yield _Slab(position, keys, values if gathered is None else gathered.cleared(values), gathered)
 
 
-def _slabs_of_side(segments: KVSegments, side: Side, dtype: torch.dtype) -> Iterator[Tensor]:
-    at_once = _slab_tokens(segments, dtype, 0)
+def _slabs_of_side(segments: KVSegments, side: Side, dtype: torch.dtype) -> Iterator[_SlabOfSide]:
+    for segment, position, gathered in _parts(segments, _slab_tokens(segments, dtype, 0)):
+        states = segment.side(side).to(dtype) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
+        yield _SlabOfSide(position, states if gathered is None else gathered.cleared(states), gathered)
+
+
+def _parts(
+    segments: KVSegments, tokens: int
+) -> Iterator[tuple[DenseSegment | PackedSegment, int, PieceColumns | None]]:
+    """Dense segments as they are, others in parts of about so many tokens, with the column at which each begins."""
+    position = 0
     for segment in segments.in_order:
         if isinstance(segment, DenseSegment):
-            yield segment.side(side).to(dtype)
-            continue
-        for piece in segment.pieces(max(at_once // segment.keys.block_tokens, 1)):
-            yield piece.states(side, dtype)
+            yield segment, position, None
+        elif isinstance(segment, GatheredSegment):
+            for padded, columns in segment.padded_pieces(tokens):
+                yield padded, position, columns
+        else:
+            start = position
+            for piece in segment.pieces(max(tokens // segment.keys.block_tokens, 1)):
+                yield piece, start, None
+                start += piece.tokens
+        position += segment.tokens
 
 
 def _slab_tokens(segments: KVSegments, dtype: torch.dtype, mask_rows: int) -> int:

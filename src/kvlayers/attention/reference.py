@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.piece_columns import PieceColumns
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.hadamard import rotate
 
 CPU_SCORES_AT_ONCE = 1 << 15
@@ -70,16 +71,15 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     highest = scaled.new_full((batch, kv_heads, rows, 1), -torch.inf)
     total = torch.zeros_like(highest)
     sums: dict[bool, Tensor] = {}
-    position = 0
     # Products stay the same if both sides are rotated, so keys need not be rotated back.
     queries_for = {False: scaled, True: rotate(scaled)}
     for piece in _pieces(segments, rows):
-        tokens = piece.keys.shape[2]
         scores = queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3)
         if mask is not None:
-            part = mask[..., position : position + tokens].reshape(batch, kv_heads, rows, tokens)
+            part = piece.columns_of(mask).reshape(scores.shape)
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
-        position += tokens
+        if piece.gathered is not None:
+            scores = scores.masked_fill(piece.gathered.is_padding, -torch.inf)
         raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
         # A row that may attend to no token yet has -inf as its highest score, and -inf - -inf is not a number.
         reference = raised.masked_fill(raised == -torch.inf, 0.0)
@@ -120,25 +120,36 @@ def merge(outs: Sequence[Tensor], logsumexps: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
-    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
+    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`.
+
+    They are `-inf` where a column of a gathered segment stands for no token.
+    """
     batch, heads, queries, head_dim = query.shape
-    rows = heads // segments.kv_heads * queries
-    plain = query.reshape(batch, segments.kv_heads, rows, head_dim).float()
+    kv_heads, tokens = segments.kv_heads, segments.tokens
+    rows = heads // kv_heads * queries
+    plain = query.reshape(batch, kv_heads, rows, head_dim).float()
     queries_for = {False: plain, True: rotate(plain)}
-    products = [queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3) for piece in _pieces(segments, rows)]
-    return torch.cat(products, dim=3).reshape(batch, heads, queries, segments.tokens).to(query.dtype)
+    # Padding is written behind the last token.
+    products = plain.new_full((batch, kv_heads, rows, tokens + 1), -torch.inf)
+    for piece in _pieces(segments, rows):
+        piece.write(queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3), products)
+    return products[..., :tokens].reshape(batch, heads, queries, tokens).to(query.dtype)
 
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
-    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
+    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`.
+
+    Weights of columns that stand for no token do not count.
+    """
     batch, heads, queries, tokens = weights.shape
     rows = heads // segments.kv_heads * queries
     by_kv_head = weights.reshape(batch, segments.kv_heads, rows, tokens)
     sums: dict[bool, Tensor] = {}
-    position = 0
     for piece in _pieces(segments, rows):
-        _add(sums, by_kv_head.narrow(3, position, piece.values.shape[2]).float() @ piece.values, piece.values_rotated)
-        position += piece.values.shape[2]
+        part = piece.columns_of(by_kv_head).float()
+        if piece.gathered is not None:
+            part = part.masked_fill(piece.gathered.is_padding, 0.0)
+        _add(sums, part @ piece.values, piece.values_rotated)
     result = torch.stack([rotate(part) if rotated else part for rotated, part in sums.items()]).sum(0)
     return result.reshape(batch, heads, queries, result.shape[3]).to(weights.dtype)
 
@@ -150,25 +161,68 @@ def _add(sums: dict[bool, Tensor], part: Tensor, rotated: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Keys and values of a few tokens, float32."""
+    """Keys and values of a few tokens, float32.
 
+    Attributes:
+        position: column of the first token, or that of the gathered segment.
+        gathered: where the tokens stand in a gathered segment.
+    """
+
+    position: int
     keys: Tensor
     values: Tensor
     keys_rotated: bool = False
     values_rotated: bool = False
+    gathered: PieceColumns | None = None
+
+    def columns_of(self, rows: Tensor) -> Tensor:
+        """Entries of `[batch, heads, rows, all tokens]` for the tokens of the piece."""
+        if self.gathered is None:
+            return rows.narrow(3, self.position, self.keys.shape[2])
+        return self.gathered.read(rows.narrow(3, self.position, self.gathered.width))
+
+    def write(self, products: Tensor, rows: Tensor) -> None:
+        """Write products of the tokens to `[batch, kv_heads, rows, all tokens and one more]`."""
+        if self.gathered is None:
+            rows.narrow(3, self.position, self.keys.shape[2]).copy_(products)
+        else:
+            self.gathered.write(products, rows, self.position)
 
 
 def _pieces(segments: KVSegments, rows: int) -> Iterator[_Piece]:
+    """All segments in pieces small enough for so many queries."""
+    position = 0
     for segment in segments.in_order:
         if not segment.tokens:
             continue
-        block_tokens = CPU_MINIMUM_BLOCK_TOKENS if isinstance(segment, DenseSegment) else segment.keys.block_tokens
+        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        block_tokens = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
         tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), block_tokens), CPU_MAXIMUM_TOKENS_AT_ONCE)
-        if isinstance(segment, DenseSegment):
-            sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
-            for keys, values in zip(*sides, strict=True):
-                yield _Piece(keys.float(), values.float())
-            continue
-        for piece in segment.pieces(max(tokens // block_tokens, 1)):
-            keys, values = piece.dequantized("keys"), piece.dequantized("values")
-            yield _Piece(keys, values, segment.keys.format.rotated, segment.values.format.rotated)
+        if isinstance(segment, GatheredSegment):
+            for padded, columns in segment.padded_pieces(tokens):
+                yield from _in_float32(padded, tokens, position, columns)
+        else:
+            yield from _in_float32(segment, tokens, position)
+        position += segment.tokens
+
+
+def _in_float32(
+    segment: DenseSegment | PackedSegment, tokens: int, position: int, gathered: PieceColumns | None = None
+) -> Iterator[_Piece]:
+    """A segment in pieces of at most so many tokens, or one block. Padded pieces are one."""
+    if isinstance(segment, DenseSegment):
+        sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
+        for keys, values in zip(*sides, strict=True):
+            yield _Piece(
+                position,
+                keys.float(),
+                values.float() if gathered is None else gathered.cleared(values.float()),
+                gathered=gathered,
+            )
+            position += keys.shape[2]
+        return
+    rotated = segment.keys.format.rotated, segment.values.format.rotated
+    for piece in segment.pieces(max(tokens // segment.keys.block_tokens, 1)):
+        keys, values = piece.dequantized("keys"), piece.dequantized("values")
+        yield _Piece(position, keys, values if gathered is None else gathered.cleared(values), *rotated, gathered)
+        position += piece.tokens

@@ -1,5 +1,6 @@
 """The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.attention.piece_columns import PieceColumns
 from kvlayers.attention.segment_rows import SegmentRows
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.packed_side import PackedSide
 
@@ -124,6 +127,10 @@ def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
     )
 
 
+DENSE_PIECE_TOKENS = 64
+"""Most tokens of a piece of a dense segment: what kernels read at once."""
+
+
 @dataclass(frozen=True, eq=False)
 class GatheredSegment:
     """Tokens of another segment, of which each KV head of each sequence reads its own, in pieces.
@@ -132,11 +139,12 @@ class GatheredSegment:
 
     Attributes:
         source: the segment that is read. If all heads read from one flat buffer, its states are expanded: the batch and
-            head strides are 0.
+            head strides are 0. Its `rows` say which of its sequences each sequence of the batch reads.
         starts: first token of each piece in a dense source, or the block in a packed one, int64
-            `[batch, kv_heads, pieces]`.
+            `[batch, kv_heads, pieces]`. The `ends` of a packed source do not count.
         counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`: 0 to `DENSE_PIECE_TOKENS` of a dense source, or
-            to the end of the block.
+            0 to all tokens of the block, beginning with its first one that is not evicted. A piece of no token may
+            start anywhere.
         columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`. A mask has `width` columns
             for the segment, and a column that no piece covers stands for no token.
         width: columns of the segment.
@@ -155,16 +163,88 @@ class GatheredSegment:
         """Columns of the segment, which is what a mask and a score count."""
         return self.width
 
+    @property
+    def rows(self) -> SegmentRows | None:
+        """`None`: each sequence of the batch has its own pieces."""
+        return None
 
-DENSE_PIECE_TOKENS = 64
-"""Most tokens of a piece of a dense segment: what kernels read at once."""
+    @property
+    def held(self) -> Tensor:
+        """Which columns stand for a token, bool `[batch, kv_heads, width]`."""
+        held = torch.zeros((*self.starts.shape[:2], self.width + 1), dtype=torch.bool, device=self.starts.device)
+        return held.scatter_(2, self._token_columns(slice(None)), True)[..., :-1]
 
-Segment = DenseSegment | PackedSegment
+    def padded_pieces(self, tokens: int) -> Iterator[tuple[DenseSegment | PackedSegment, PieceColumns]]:
+        """The pieces of all heads, a few of each head at a time, side by side as if each had as many tokens as it may.
+
+        Args:
+            tokens: about so many tokens at a time, or one piece.
+        """
+        size = DENSE_PIECE_TOKENS if isinstance(self.source, DenseSegment) else self.source.keys.block_tokens
+        step = max(tokens // size, 1)
+        for first in range(0, self.starts.shape[2] if self.source.tokens and self.width else 0, step):
+            some = slice(first, first + step)
+            columns = self._token_columns(some)
+            starts = torch.where(self.counts[..., some] > 0, self.starts[..., some], 0)
+            if isinstance(self.source, DenseSegment):
+                tokens_of = (starts[..., None] + torch.arange(size, device=starts.device)).flatten(2)
+                starts = torch.where(columns < self.width, tokens_of, 0)
+            yield _chosen(self.source, starts), PieceColumns(columns, self.width)
+
+    def _token_columns(self, some: slice) -> Tensor:
+        """Column of each token of padded pieces, int64 `[batch, kv_heads, tokens]`: `width` if it is not read."""
+        starts, counts, columns = self.starts[..., some], self.counts[..., some], self.columns[..., some]
+        size, evicted = DENSE_PIECE_TOKENS, 0
+        if isinstance(self.source, PackedSegment):
+            size, evicted = self.source.keys.block_tokens, self.source.first
+        token = torch.arange(size, device=starts.device).expand(*starts.shape, size)
+        if evicted:
+            token = token - torch.where(starts == 0, evicted, 0)[..., None]
+        is_read = (token >= 0) & (token < counts[..., None])
+        return torch.where(is_read, columns[..., None] + token, self.width).flatten(2)
+
+    def states(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """States of one side, `[batch, kv_heads, width, head_dim]` of a dtype, rotated back.
+
+        Raises:
+            UnsupportedLayerError: a head has fewer tokens than there are columns.
+        """
+        if not bool(self.held.all()):
+            raise UnsupportedLayerError(UNEVEN_HEADS)
+        head_dim = _head_dims(self.source)[0 if side == "keys" else 1]
+        shape = (*self.starts.shape[:2], self.width + 1, head_dim)
+        states = torch.empty(shape, dtype=dtype, device=self.starts.device)
+        for padded, columns in self.padded_pieces(self.width):
+            found = padded.side(side) if isinstance(padded, DenseSegment) else padded.states(side, dtype)
+            states.scatter_(2, columns.of_tokens[..., None].expand(-1, -1, -1, head_dim), found.to(dtype))
+        return states[:, :, :-1]
+
+
+UNEVEN_HEADS = (
+    "These KV heads hold different numbers of tokens, which no tensor in full precision can have: use the attention "
+    "implementation 'sdpa', 'eager' or 'kvlayers', or the same budget for all heads."
+)
+
+
+def _chosen(source: DenseSegment | PackedSegment, index: Tensor) -> DenseSegment | PackedSegment:
+    """Tokens, or blocks, of each head, at int64 `[batch, kv_heads, any]`."""
+    batch, kv_heads, _ = index.shape
+    own = torch.arange(batch, device=index.device) if source.rows is None else source.rows.on(index.device)[0]
+    at = own[:, None, None], torch.arange(kv_heads, device=index.device)[None, :, None], index
+    if isinstance(source, DenseSegment):
+        return DenseSegment(source.keys[at], source.values[at])
+    keys, values = (
+        replace(side, codes=side.codes[at], parameters=side.parameters[at]) for side in (source.keys, source.values)
+    )
+    return PackedSegment(keys, values)
+
+
+Segment = DenseSegment | PackedSegment | GatheredSegment
 
 
 @dataclass(frozen=True, eq=False)
 class KVSegments:
-    """Segments in the order of their tokens, dense and packed ones in any order.
+    """Segments in the order of their tokens, of any kinds in any order.
 
     Attributes:
         in_order: the segments, at least one.
@@ -176,8 +256,15 @@ class KVSegments:
 
     @property
     def are_dense(self) -> bool:
-        """Whether no segment is packed."""
+        """Whether all segments are dense: none is packed, or gathered."""
         return all(isinstance(segment, DenseSegment) for segment in self.in_order)
+
+    @property
+    def gathered(self) -> list[tuple[int, GatheredSegment]]:
+        """The segments of which each head reads its own tokens, with the column at which each begins."""
+        first = itertools.accumulate((segment.tokens for segment in self.in_order), initial=0)
+        pairs = zip(first, self.in_order, strict=False)
+        return [(column, segment) for column, segment in pairs if isinstance(segment, GatheredSegment)]
 
     @property
     def only_dense(self) -> DenseSegment | None:
@@ -223,28 +310,32 @@ class KVSegments:
     @property
     def head_dims(self) -> tuple[int, int]:
         """Channels of a key, and of a value."""
-        first = self.in_order[0]
-        if isinstance(first, PackedSegment):
-            return first.keys.head_dim, first.values.head_dim
-        return first.keys.shape[3], first.values.shape[3]
+        return _head_dims(_source(self.in_order[0]))
 
     @property
     def device(self) -> torch.device:
         """Device of the states."""
-        first = self.in_order[0]
+        first = _source(self.in_order[0])
         return first.keys.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
     def _shape(self) -> torch.Size:
         first = self.in_order[0]
+        if isinstance(first, GatheredSegment):
+            return first.starts.shape
         return first.keys.shape if isinstance(first, DenseSegment) else first.keys.codes.shape
 
     def dense_states(self) -> list[Tensor]:
         """All tensors in full precision."""
-        dense = [segment for segment in self.in_order if isinstance(segment, DenseSegment)]
+        sources = map(_source, self.in_order)
+        dense = [segment for segment in sources if isinstance(segment, DenseSegment)]
         return [states for segment in dense for states in (segment.keys, segment.values)]
 
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
-        """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`."""
+        """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            UnsupportedLayerError: the heads of a segment hold different numbers of tokens.
+        """
         parts = []
         for segment in self.in_order:
             states = segment.side(side) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
@@ -252,7 +343,26 @@ class KVSegments:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
+def _source(segment: Segment) -> DenseSegment | PackedSegment:
+    """The segment that holds the states."""
+    return segment.source if isinstance(segment, GatheredSegment) else segment
+
+
+def _head_dims(segment: DenseSegment | PackedSegment) -> tuple[int, int]:
+    """Channels of a key, and of a value."""
+    if isinstance(segment, PackedSegment):
+        return segment.keys.head_dim, segment.values.head_dim
+    return segment.keys.shape[3], segment.values.shape[3]
+
+
+def without_rows(segment: Segment) -> Segment:
+    """The segment with as many sequences as it holds."""
+    return segment if isinstance(segment, GatheredSegment) else replace(segment, rows=None)
+
+
 def _of_sequence(segment: Segment, index: int) -> Segment:
+    if isinstance(segment, GatheredSegment):
+        raise ValueError("the sequences of a gathered segment are not shared: read all of them.")
     if segment.rows is not None:
         if segment.rows.known is None:
             raise ValueError("index must be that of a sequence whose rows the host knows: read all sequences.")

@@ -7,14 +7,14 @@ of the scores, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention import fused, reference
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segments import KVSegments, without_rows
 
 Compute = Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]]
 
@@ -35,7 +35,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         out, logsumexp = part.read(query, None if mask is None else mask[..., part.tokens], attended)
         pairs.append((out, logsumexp))
     if on_accelerator:
-        return fused.attend_all(pairs, mask, query.dtype)
+        return fused.attend_all(pairs, mask, segments, query.dtype)
     return reference.merge(*zip(*pairs, strict=True))[0].to(query.dtype)
 
 
@@ -65,7 +65,7 @@ def _parts(segments: KVSegments) -> Iterator["_Part"]:
     for _, group in itertools.groupby(segments.in_order, lambda segment: id(segment.rows)):
         same_rows = tuple(group)
         rows = same_rows[0].rows
-        held = KVSegments(same_rows if rows is None else tuple(replace(segment, rows=None) for segment in same_rows))
+        held = KVSegments(same_rows if rows is None else tuple(without_rows(segment) for segment in same_rows))
         start, position = position, position + held.tokens
         if position > start:
             yield _Part(held, rows, slice(start, position))

@@ -21,5 +21,6 @@ class KNorm(EvictionRule):
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(keys, dim=-1, dtype=wide)
         return -norms

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment, Segment
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
 from kvlayers.quantizers.packed_side import PackedSide
 from kvlayers.utils.native_library import compiled_library, once
 
@@ -88,6 +88,8 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
+    if segments.gathered:
+        return "the kernel does not read gathered segments"
     queries = rows.shape[1] // segments.kv_heads * rows.shape[2]
     # At most all sequences read one, so that a step of decoding need not look closer.
     if queries * rows.shape[0] > CPU_MAXIMUM_ROWS and not (segments.are_dense and segments.shares_rows):
@@ -144,7 +146,7 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     call.batch, call.kv_heads = segments.batch, segments.kv_heads
     call.key_dim, call.value_dim = segments.head_dims
     call.groups = heads // call.kv_heads
-    prepared = [_prepared(segment) for segment in segments.in_order]
+    prepared = [_prepared(segment) for segment in segments.in_order if not isinstance(segment, GatheredSegment)]
     count = call.segment_count = len(prepared)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, prepared))
     call.segments = ctypes.addressof(addresses)
@@ -157,7 +159,7 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     return call, [query, segments, prepared, addresses, rows]
 
 
-def _prepared(segment: Segment) -> _Segment:
+def _prepared(segment: DenseSegment | PackedSegment) -> _Segment:
     """The arguments that describe a segment. Its kernel cache keeps them."""
     prepared: _Segment | None = segment.kernel_cache.get("cpu")
     if prepared is None:

@@ -17,7 +17,7 @@ from kvlayers.attention.cuda.specs import (
 )
 from kvlayers.attention.cuda.support import supports
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
 
 
@@ -242,6 +242,8 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
                 dense.append((segment, column, readers, rows))
                 column += tokens
             continue
+        if isinstance(segment, GatheredSegment):
+            return "the kernel does not read gathered segments"
         plan = plan_of(segment, launch)
         if plan.obstacle is not None:
             return plan.obstacle

@@ -1,0 +1,289 @@
+"""What caches that evict, and caches that recall, hold and cost: bytes, decode steps, prefill and traffic.
+
+    python benchmarks/eviction.py                         # everything, on two cores
+    python benchmarks/eviction.py --quick                 # small shapes, to see that it runs
+    python benchmarks/eviction.py --only decode,recall    # parts: bytes, decode, recall, prefill, traffic
+    python benchmarks/record.py benchmarks/results/eviction-....json benchmarks/recorded/eviction-<date>.json
+
+| part | what it measures |
+|---|---|
+| bytes | `nbytes` after a prompt of 4,096 tokens, relative to transformers' `DynamicCache` |
+| decode | the attention of a decode step at 16,384 tokens, update and selection included, of caches that evict |
+| recall | the same for recall of 64 pages at 8,192, 16,384 and 32,768 tokens |
+| prefill | a forward pass over 4,096 tokens with each rule, relative to `kvlayers.DynamicCache` |
+| traffic | bytes that travel to the device in a step when recall is offloaded; `pages="all"` beside no recall |
+
+Attention is that of 32 heads and 8 KV heads of 128 in bfloat16, through the function of transformers that models call,
+without the rest of a model. Prefill runs layers of the shape of Llama 3.2 1B with random weights. Contenders take turns
+in an order that rotates; a ratio is the median of the trials' ratios.
+
+The exit code is 1 if an output is wrong, and if all parts ran, also if a target is missed.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+import kvlayers
+from kvlayers.eviction import eviction_rule, eviction_rule_names
+from lib import report
+from lib.contenders import Maker
+from lib.evicting import (
+    AttentionShape,
+    is_bit_equal,
+    measure_attention,
+    measure_bytes,
+    measure_prefill,
+    measure_traffic,
+    time_ratio,
+)
+from lib.workload import QUICK_SHAPE, RandomModel, Shape
+
+PARTS = ("bytes", "decode", "recall", "prefill", "traffic")
+
+TRANSFORMERS, DENSE = "transformers.DynamicCache", "kvlayers.DynamicCache"
+EVEN, PER_HEAD, BUDGET = "keep 0.25", "keep 0.25, per head", "budget of a quarter"
+RECALL = "recall"
+RULE = "keydiff"
+"""The rule of caches whose decode steps are timed: it looks at keys, so that caches can be filled without queries."""
+
+QUICK_ATTENTION = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=32)
+PREFILL_SHAPE = Shape(layers=2, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=1024)
+BYTES_SHAPE = Shape(layers=2, heads=16, kv_heads=8, head_dim=128, intermediate=1024, vocab=1024)
+TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
+
+DENSE_MAKERS: dict[str, Maker] = {
+    TRANSFORMERS: lambda config, length: transformers.DynamicCache(config=config),
+    DENSE: lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length),
+}
+
+
+def evicting(**options: Any) -> Maker:
+    """Makes caches that evict."""
+    return lambda config, length: kvlayers.EvictingCache(config=config, **{"rule": RULE, **options})
+
+
+def recalling(pages: int | str, **options: Any) -> Maker:
+    """Makes caches that recall."""
+    recall = kvlayers.Recall(pages=pages)
+    return lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length, recall=recall, **options)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas ({','.join(PARTS)})")
+    parser.add_argument("--rules", help="rules of the prefill, separated by commas (all)")
+    parser.add_argument("--trials", type=int, help="trials (5; of prefill 3)")
+    parser.add_argument("--steps", type=int, help="decode steps of a trial (192, three evictions of a budget)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/eviction-<date>.json)")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few tokens")
+    given = parser.parse_args(arguments)
+    given.only = given.only.split(",")
+    given.rules = eviction_rule_names() if given.rules is None else given.rules.split(",")
+    given.steps = given.steps or (32 if given.quick else 192)
+    given.prefill_trials = given.trials or (1 if given.quick else 3)
+    given.trials = given.trials or (1 if given.quick else 5)
+    given.output = given.output or report.output_path("eviction")
+    if unknown := set(given.only) - set(PARTS):
+        parser.error(f"--only takes {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    return given
+
+
+def bytes_makers() -> dict[str, Maker]:
+    """The caches whose bytes are compared."""
+    four_bits = {"keep": 0.5, "quantization": {"nbits": 4}}
+    return {
+        TRANSFORMERS: DENSE_MAKERS[TRANSFORMERS],
+        **{
+            f"keep {keep}{', per head' if per_head else ''}": evicting(keep=keep, per_head=per_head)
+            for keep in (0.5, 0.25)
+            for per_head in (False, True)
+        },
+        "keep 0.5, 4 bits": evicting(**four_bits, per_head=False),
+        "keep 0.5, 4 bits, per head": evicting(**four_bits, per_head=True),
+    }
+
+
+def decode_makers(length: int) -> dict[str, Maker]:
+    """The caches whose decode steps are timed."""
+    return {
+        **DENSE_MAKERS,
+        EVEN: evicting(keep=0.25, per_head=False),
+        PER_HEAD: evicting(keep=0.25, per_head=True),
+        BUDGET: evicting(budget=length // 4, per_head=False),
+    }
+
+
+def prefill_makers(rules: Sequence[str]) -> dict[str, Maker]:
+    """The caches whose prefill is timed, the dense one first."""
+    return {DENSE: DENSE_MAKERS[DENSE], **{rule: evicting(rule=rule, keep=0.5) for rule in rules}}
+
+
+def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The targets of the parts that ran, and whether they are met."""
+    found: list[dict[str, Any]] = []
+
+    def promise(what: str, value: float, **bounds: float) -> None:
+        found.append(report.promised(what, value, **bounds))
+
+    if "bytes" in results:
+        dense = results["bytes"][TRANSFORMERS]["held"]
+        for name, entry in results["bytes"].items():
+            if name != TRANSFORMERS:
+                most = 0.16 if "bits" in name else float(name.split()[1].rstrip(",")) + 0.03
+                promise(f"bytes relative to dense, {name}", entry["held"] / dense, at_most=most)
+    for at, measured in results.get("decode", {}).items():
+        for dense_name in DENSE_MAKERS:
+            ratio = time_ratio(measured[EVEN], measured[dense_name])
+            promise(f"attention at {at}, {EVEN} relative to {dense_name}", ratio, at_most=0.35)
+        promise(
+            f"attention at {at}, per head relative to even",
+            time_ratio(measured[PER_HEAD], measured[EVEN]),
+            at_most=1.15,
+        )
+    recall = results.get("recall", {})
+    if len(recall) > 1:
+        first, *_, last = recall
+        middle = list(recall)[len(recall) // 2]
+        for dense_name in DENSE_MAKERS:
+            ratio = time_ratio(recall[middle][RECALL], recall[middle][dense_name])
+            promise(f"attention at {middle}, recall relative to {dense_name}", ratio, at_most=0.45)
+        growth = time_ratio(recall[last][RECALL], recall[first][RECALL])
+        promise(f"recall at {last} relative to {first}", growth, at_most=1.2)
+    prefill = results.get("prefill", {})
+    for rule in prefill:
+        if rule != DENSE:
+            most = 1.2 if eviction_rule(rule).queries else 1.1
+            promise(f"prefill with {rule}", time_ratio(prefill[rule], prefill[DENSE]), at_most=most)
+    if "traffic" in results:
+        moved = [entry["to_device"] for entry in results["traffic"]["offloaded"].values()]
+        promise(
+            "bytes to the device in a step, longest context relative to shortest", moved[-1] / moved[0], at_most=1.01
+        )
+        promise('logits of pages="all" equal to those without recall', results["traffic"]["exact"], at_least=1)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code is 1 if an output is wrong, or a target of a whole run is missed."""
+    given = parse(arguments)
+    console = report.terminal()
+    torch.set_num_threads(given.threads)
+    environment = report.environment()
+    results: dict[str, Any] = {}
+    wrong: list[str] = []
+    with report.progress_bars(console) as progress:
+        ticking = report.ticking_in(progress)
+        for part in PARTS:
+            if part in given.only:
+                results[part], found = MEASURES[part](given, ticking)
+                wrong += found
+    show(console, results)
+    promises = targets(results)
+    report.show_targets(console, promises)
+    for each in wrong:
+        console.print(f"[red]wrong[/]: {each}")
+    report.write(console, given, environment, {"results": results, "targets": promises, "wrong": wrong})
+    is_whole = not given.quick and set(given.only) == set(PARTS)
+    return 1 if wrong or (is_whole and not all(each["met"] for each in promises)) else 0
+
+
+def _bytes(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+    makers, tokens = bytes_makers(), 1024 if given.quick else 4096
+    workload = RandomModel(BYTES_SHAPE)
+    found = measure_bytes(workload.model, workload.prompt(tokens), makers, ticking(f"bytes at {tokens}", len(makers)))
+    return found, [
+        f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens
+    ]
+
+
+def _decode(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+    tokens = 1024 if given.quick else 16384
+    shape = QUICK_ATTENTION if given.quick else AttentionShape()
+    tick = ticking(f"attention of decode steps at {tokens}", given.trials)
+    return measure_attention(shape, decode_makers(tokens), [tokens], given.steps, given.trials, tick)
+
+
+def _recall(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+    lengths = [512, 1024, 2048] if given.quick else [8192, 16384, 32768]
+    shape = QUICK_ATTENTION if given.quick else AttentionShape(layers=2)
+    makers = {**DENSE_MAKERS, RECALL: recalling(4 if given.quick else 64)}
+    tick = ticking(f"attention with recall at {lengths[0]} to {lengths[-1]}", given.trials)
+    return measure_attention(shape, makers, lengths, given.steps, given.trials, tick)
+
+
+def _prefill(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+    tokens, makers = 512 if given.quick else 4096, prefill_makers(given.rules)
+    workload = RandomModel(QUICK_SHAPE if given.quick else PREFILL_SHAPE)
+    tick = ticking(f"prefill of {tokens}", (given.prefill_trials + 1) * len(makers))
+    return measure_prefill(workload.model, workload.prompt(tokens), makers, given.prefill_trials, tick)
+
+
+def _traffic(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+    lengths, pages = ([512, 1024], 4) if given.quick else ([2048, 4096, 8192], 16)
+    workload = RandomModel(TRAFFIC_SHAPE)
+
+    def make(config: Any, offloading: bool) -> Any:
+        return recalling(pages, offloading=offloading)(config, 0)
+
+    offloaded, wrong = measure_traffic(workload, make, lengths, 8, ticking("offloaded recall", len(lengths)))
+    exact = is_bit_equal(workload, DENSE_MAKERS[DENSE], recalling("all"), lengths[0], 8)
+    return {"offloaded": offloaded, "pages": pages, "exact": int(exact)}, wrong
+
+
+MEASURES: dict[str, Callable[[argparse.Namespace, Any], tuple[Any, list[str]]]] = {
+    "bytes": _bytes,
+    "decode": _decode,
+    "recall": _recall,
+    "prefill": _prefill,
+    "traffic": _traffic,
+}
+
+
+def show(console: Any, results: Mapping[str, Any]) -> None:
+    """Print a table for each part that ran."""
+    if "bytes" in results:
+        table = report.new_table("Bytes after a prompt", "cache", "MB", "of dense")
+        dense = results["bytes"][TRANSFORMERS]["held"]
+        for name, entry in results["bytes"].items():
+            table.add_row(name, f"{entry['held'] / 1e6:.2f}", f"{entry['held'] / dense:.4f}")
+        console.print(table)
+    for part in ("decode", "recall"):
+        if part not in results:
+            continue
+        table = report.new_table(
+            "Attention of a decode step", "tokens, cache", "ms, mean", "median", "of dense", "MB held"
+        )
+        for at, measured in results[part].items():
+            for name, entry in measured.items():
+                table.add_row(
+                    f"{at:>6} {name}",
+                    f"{entry['mean'] * report.MILLI:.3f}",
+                    f"{entry['median'] * report.MILLI:.3f}",
+                    f"{time_ratio(entry, measured[DENSE]):.3f}",
+                    f"{entry['held'] / 1e6:.1f}",
+                )
+            table.add_section()
+        console.print(table)
+    if "prefill" in results:
+        table = report.new_table("Prefill", "rule", "seconds", "of dense")
+        for name, entry in results["prefill"].items():
+            table.add_row(name, f"{entry['median']:.3f}", f"{time_ratio(entry, results['prefill'][DENSE]):.3f}")
+        console.print(table)
+    if "traffic" in results:
+        table = report.new_table(
+            "Offloaded recall, bytes a step", "tokens", "to device", "to host", "peak there", "held"
+        )
+        for at, entry in results["traffic"]["offloaded"].items():
+            table.add_row(at, *(f"{entry[key]:,.0f}" for key in ("to_device", "to_host", "peak_on_device", "held")))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,407 @@
+"""The scores of every rule are those of its paper, computed slowly with whole matrices in float64."""
+
+import math
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from kvlayers.errors import ConfigError, OptionError, RegistryError, StateMismatchError
+from kvlayers.eviction import (
+    ALL_QUERIES,
+    EvictionRule,
+    ExpectedAttention,
+    HeavyHitters,
+    KeyDiff,
+    KNorm,
+    RandomEviction,
+    SnapKV,
+    Streaming,
+    Tova,
+    attention_sums,
+    eviction_rule,
+    eviction_rule_names,
+    expected_attention,
+    register_eviction_rule,
+    unregister_eviction_rule,
+)
+from kvlayers.eviction.contract import check_scores
+from kvlayers.eviction.for_model import rules_for
+from kvlayers.rope.rotary import Layout, Rotary
+from kvlayers.upstream.attention_scale import attention_scale
+
+BATCH, KV_HEADS, GROUPS, HEAD_DIM = 2, 3, 2, 8
+FREQUENCIES = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
+NAMES = ["expected_attention", "h2o", "keydiff", "knorm", "random", "snapkv", "streaming", "tova"]
+
+
+def states(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values (of another width) and queries of as many tokens."""
+    keys = torch.randn(BATCH, KV_HEADS, tokens, HEAD_DIM, dtype=torch.float64) * 2
+    values = torch.randn(BATCH, KV_HEADS, tokens, 5, dtype=torch.float64)
+    queries = torch.randn(BATCH, KV_HEADS * GROUPS, tokens, HEAD_DIM, dtype=torch.float64) * 2 + 1
+    return keys.to(dtype), values.to(dtype), queries.to(dtype)
+
+
+def probabilities(keys: Tensor, queries: Tensor, scale: float | None = None) -> Tensor:
+    """Whole causal attention, one query at a time, float64 `[batch, heads, observed, tokens]`."""
+    tokens, observed = keys.shape[2], queries.shape[2]
+    result = torch.zeros(*queries.shape[:3], tokens, dtype=torch.float64)
+    for row in range(keys.shape[0]):
+        for head in range(queries.shape[1]):
+            for number in range(observed):
+                seen = tokens - observed + number + 1
+                own = keys[row, head // (queries.shape[1] // keys.shape[1]), :seen].double()
+                logits = own @ queries[row, head, number].double()
+                logits = logits * (scale if scale is not None else 1 / math.sqrt(keys.shape[3]))
+                result[row, head, number, :seen] = logits.softmax(0)
+    return result
+
+
+def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    """The scores, with the queries that the rule asks for."""
+    shown = {0: None, ALL_QUERIES: queries}.get(rule.queries, queries[:, :, -rule.queries :])
+    return check_scores(rule, rule.scores(keys, values, shown), keys)
+
+
+def assert_near(found: Tensor, expected: Tensor, near: float = 1e-5) -> None:
+    assert torch.equal(found.isinf(), expected.isinf())
+    torch.testing.assert_close(found.double(), expected.double(), atol=near, rtol=near)
+
+
+def test_all_rules_are_registered() -> None:
+    assert eviction_rule_names() == NAMES
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_knorm(tokens: int) -> None:
+    keys, values, queries = states(tokens)
+    expected = -torch.stack([keys[..., token, :].double().square().sum(-1).sqrt() for token in range(tokens)], dim=-1)
+    assert_near(scores_of(KNorm(), keys, values, queries), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_keydiff(tokens: int) -> None:
+    keys, values, queries = states(tokens)
+    expected = torch.empty(BATCH, KV_HEADS, tokens, dtype=torch.float64)
+    for row in range(BATCH):
+        for head in range(KV_HEADS):
+            own = keys[row, head].double()
+            anchor = torch.stack([key / key.norm() for key in own]).mean(0)
+            for token in range(tokens):
+                expected[row, head, token] = -(own[token] @ anchor) / (own[token].norm() * anchor.norm())
+    assert_near(scores_of(KeyDiff(), keys, values, queries), expected)
+
+
+def test_keydiff_of_keys_of_zeros_is_finite() -> None:
+    keys, values, queries = states(5)
+    assert scores_of(KeyDiff(), torch.zeros_like(keys), values, queries).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize(("tokens", "observed"), [(1, 1), (7, 3), (7, 7), (50, 8), (3, 2)])
+def test_snapkv(tokens: int, observed: int, scale: float | None) -> None:
+    keys, values, queries = states(tokens)
+    whole = probabilities(keys, queries[:, :, -observed:], scale)[..., : tokens - observed].mean(2)
+    expected = torch.full((BATCH, KV_HEADS, tokens), torch.inf, dtype=torch.float64)
+    for token in range(tokens - observed):
+        near = [other for other in range(token - 2, token + 3) if 0 <= other < tokens - observed]
+        pooled = whole[..., near].sum(-1) / 5
+        expected[..., token] = pooled.unflatten(1, (KV_HEADS, GROUPS)).mean(2)
+    rule = SnapKV(queries=8).for_attention(None, scale)
+    assert_near(rule.scores(keys, values, queries[:, :, -observed:]), expected)
+
+
+def test_snapkv_looks_at_no_more_queries_than_its_window() -> None:
+    keys, values, queries = states(50)
+    rule = SnapKV(queries=8)
+    assert torch.equal(rule.scores(keys, values, queries), rule.scores(keys, values, queries[:, :, -8:]))
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_tova(tokens: int, scale: float | None) -> None:
+    keys, values, queries = states(tokens)
+    expected = probabilities(keys, queries[:, :, -1:], scale)[:, :, 0].mean(1)
+    found = scores_of(Tova().for_attention(None, scale), keys, values, queries)
+    assert_near(found, expected[:, None].expand(-1, KV_HEADS, -1))
+
+
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 21])
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize(("tokens", "observed"), [(1, 1), (30, 30), (30, 7)])
+def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_sums, "SCORES_AT_ONCE", at_once)
+    keys, values, queries = states(tokens)
+    shown = queries[:, :, -observed:]
+    whole = probabilities(keys, shown, scale)
+    expected = torch.empty(BATCH, KV_HEADS, tokens, dtype=torch.float64)
+    for token in range(tokens):
+        seen_by = [number for number in range(observed) if tokens - observed + number >= token]
+        mean = whole[:, :, seen_by, token].mean(2)
+        expected[..., token] = mean.unflatten(1, (KV_HEADS, GROUPS)).mean(2)
+    assert_near(HeavyHitters().for_attention(None, scale).scores(keys, values, shown), expected)
+
+
+def test_h2o_never_builds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_sums, "SCORES_AT_ONCE", 5000)
+    largest = 0
+    softmax = Tensor.softmax
+
+    def noting(scores: Tensor, dim: int) -> Tensor:
+        nonlocal largest
+        largest = max(largest, scores.numel())
+        return softmax(scores, dim=dim)
+
+    monkeypatch.setattr(Tensor, "softmax", noting)
+    HeavyHitters().scores(*states(300))
+    assert 0 < largest <= 5000
+
+
+def rotated(states: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    """States `[..., tokens, head_dim]` rotated pair by pair to their positions, by 2 x 2 matrices."""
+    result, pairs = states.clone(), len(FREQUENCIES)
+    for pair in range(pairs):
+        one, other = (pair, pair + pairs) if layout == "halves" else (2 * pair, 2 * pair + 1)
+        angles = positions * FREQUENCIES[pair]
+        result[..., one] = states[..., one] * angles.cos() - states[..., other] * angles.sin()
+        result[..., other] = states[..., one] * angles.sin() + states[..., other] * angles.cos()
+    return result
+
+
+def expected_scores(
+    keys: Tensor, values: Tensor, plain: Tensor, first: int, rule: ExpectedAttention, layout: Layout | None
+) -> Tensor:
+    """Expected attention from queries that were never rotated, with one rotation matrix for each later position."""
+    tokens, head_dim = keys.shape[2], keys.shape[3]
+    matrix = torch.eye(head_dim, dtype=torch.float64)
+    if layout is not None:
+        later = [torch.tensor(float(first + tokens + step)) for step in range(rule.future)]
+        matrix = torch.stack([rotated(matrix, position, layout).T for position in later]).mean(0)
+    factor = 1 / math.sqrt(head_dim) if rule.scale is None else rule.scale
+    scores = torch.full((keys.shape[0], KV_HEADS, tokens), torch.inf, dtype=torch.float64)
+    for row in range(keys.shape[0]):
+        for head in range(KV_HEADS):
+            own = keys[row, head, rule.sinks :].double()
+            chances = []
+            for member in range(GROUPS):
+                queries = plain[row, head * GROUPS + member].double()
+                mean = matrix @ queries.mean(0)
+                covariance = matrix @ queries.T.cov(correction=0).reshape(head_dim, head_dim) @ matrix.T
+                logits = [key @ mean * factor + key @ covariance @ key * factor**2 / 2 for key in own]
+                chances.append(torch.stack(logits).softmax(0))
+            norms = values[row, head, rule.sinks :].double().norm(dim=-1)
+            scores[row, head, rule.sinks :] = (torch.stack(chances).mean(0) + rule.epsilon) * norms
+    return scores
+
+
+@pytest.mark.parametrize("layout", ["halves", "pairs", None])
+@pytest.mark.parametrize(("tokens", "first", "at_once"), [(6, 0, 512), (60, 1000, 512), (60, 0, 16)])
+def test_expected_attention(
+    layout: Layout | None, tokens: int, first: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected_attention, "TOKENS_AT_ONCE", at_once)
+    keys, values, plain = states(tokens, torch.float64)
+    positions = torch.arange(first, first + tokens, dtype=torch.float64)
+    if layout is None:
+        turned_keys, turned_queries = keys, plain
+    else:
+        turned_keys, turned_queries = rotated(keys, positions, layout), rotated(plain, positions, layout)
+    rotary = None if layout is None else Rotary(FREQUENCIES, layout)
+    for scale, epsilon in ((None, 0.0), (0.05, 0.02)):
+        rule = ExpectedAttention(future=20, epsilon=epsilon).for_attention(rotary, scale)
+        expected = expected_scores(turned_keys, values, plain[:, :, rule.sinks :], first, rule, layout)
+        assert_near(scores_of(rule, turned_keys, values, turned_queries), expected, 1e-9)
+        found = scores_of(rule, turned_keys.float(), values.float(), turned_queries.float())
+        assert_near(found, expected, 1e-3)
+
+
+def test_expected_attention_takes_the_newest_queries_alone() -> None:
+    keys, values, plain = states(40, torch.float64)
+    positions = torch.arange(40, dtype=torch.float64)
+    rule = ExpectedAttention(future=20).for_attention(Rotary(FREQUENCIES, "halves"), None)
+    turned_keys, turned_queries = rotated(keys, positions, "halves"), rotated(plain, positions, "halves")
+    expected = expected_scores(turned_keys, values, plain[:, :, -9:], 0, rule, "halves")
+    assert_near(rule.scores(turned_keys, values, turned_queries[:, :, -9:]), expected, 1e-9)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5])
+def test_expected_attention_of_hardly_more_tokens_than_sinks(tokens: int) -> None:
+    keys, values, queries = states(tokens)
+    found = scores_of(ExpectedAttention(), keys, values, queries)
+    assert found[..., :4].isinf().all()
+    assert not found.isnan().any()
+    assert found[..., 4:].isfinite().all()
+
+
+def test_expected_attention_is_exact_if_the_mean_is_far_from_zero() -> None:
+    keys, values, queries = states(40, torch.float64)
+    rule, far = ExpectedAttention(), queries + 300
+    exact = rule.scores(keys * 0.01, values, far)
+    assert_near(rule.scores((keys * 0.01).float(), values.float(), far.float()), exact, 1e-3)
+
+
+def test_streaming_scores_the_newest_highest() -> None:
+    keys, values, queries = states(40)
+    found = scores_of(Streaming(), keys, values, queries)
+    assert torch.equal(found.argsort(dim=-1), torch.arange(40).expand(found.shape))
+
+
+def test_random_is_a_hash_of_the_key() -> None:
+    keys, values, queries = states(500)
+    before = torch.random.get_rng_state()
+    found = scores_of(RandomEviction(), keys, values, queries)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(found, scores_of(RandomEviction(), keys.clone(), values, queries))
+    assert torch.equal(found[:, :, 100:], scores_of(RandomEviction(), keys[:, :, 100:], values, queries))
+    low = keys.bfloat16()
+    assert torch.equal(RandomEviction().scores(low, values, None), RandomEviction().scores(low.float(), values, None))
+    assert not torch.equal(found, scores_of(RandomEviction(1), keys, values, queries))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5, 1 << 70])
+def test_random_is_spread_evenly_and_differs_by_head_and_sequence(seed: int) -> None:
+    keys = torch.randn(1, 1, 2000, HEAD_DIM).expand(2, 4, -1, -1).clone()
+    keys[1] += 1e-3
+    found = RandomEviction(seed).scores(keys, keys, None) / (1 << 24)
+    rows = [*found[0], found[1, 0]]
+    for number, row in enumerate(rows):
+        assert row.min() >= 0
+        assert row.max() < 1
+        assert abs(row.mean() - 0.5) < 0.03
+        assert abs(row.std() - 12**-0.5) < 0.02
+        for other in rows[:number]:
+            assert abs(torch.corrcoef(torch.stack((row, other)))[0, 1]) < 0.1
+
+
+def test_random_gives_equal_keys_other_scores_in_each_head() -> None:
+    keys = torch.zeros(1, 8, 3, HEAD_DIM)
+    assert len(set(RandomEviction().scores(keys, keys, None)[0, :, 0].tolist())) == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_is_exact_about_its_contract(name: str) -> None:
+    rule = eviction_rule(name)
+    for tokens in (1, 2, 5, 130):
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            keys, values, queries = states(tokens, dtype)
+            copies = keys.clone(), values.clone(), queries.clone()
+            found = scores_of(rule, keys, values, queries)
+            assert not found.isnan().any()
+            assert found.dtype in (torch.float32, torch.float64)
+            assert all(map(torch.equal, copies, (keys, values, queries)))
+            if rule.shares_heads:
+                assert torch.equal(found, found[:, :1].expand_as(found))
+            for row in range(BATCH):
+                alone = scores_of(rule, keys[row : row + 1], values[row : row + 1], queries[row : row + 1])
+                torch.testing.assert_close(alone[0], found[row], rtol=1e-4, atol=1e-6)
+    assert hash(rule) == hash(eviction_rule(name))
+    assert rule == eviction_rule(name)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "tova", "h2o", "expected_attention"])
+def test_a_rule_that_needs_queries_says_so(name: str) -> None:
+    keys, values, queries = states(5)
+    for missing in (None, queries[:, :, :0]):
+        with pytest.raises(StateMismatchError, match="needs the queries"):
+            eviction_rule(name).scores(keys, values, missing)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options"),
+    [
+        (SnapKV, {"queries": 0}),
+        (SnapKV, {"queries": 2.5}),
+        (SnapKV, {"kernel": 4}),
+        (SnapKV, {"kernel": -1}),
+        (ExpectedAttention, {"future": 0}),
+        (ExpectedAttention, {"sinks": -1}),
+        (ExpectedAttention, {"epsilon": -0.5}),
+        (ExpectedAttention, {"epsilon": math.nan}),
+        (RandomEviction, {"seed": 0.5}),
+    ],
+)
+def test_wrong_options_are_named(factory: type[EvictionRule], options: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        factory(**options)
+
+
+class Backwards(EvictionRule):
+    """A rule of another package: the oldest tokens are kept."""
+
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+        return -torch.arange(keys.shape[2], dtype=torch.float32).expand(keys.shape[:3])
+
+
+class Flat(EvictionRule):
+    """A rule with scores of a wrong shape."""
+
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+        return torch.zeros(keys.shape[2])
+
+
+def test_a_rule_of_another_package_has_a_name() -> None:
+    register_eviction_rule("backwards")(Backwards)
+    try:
+        assert isinstance(eviction_rule("backwards"), Backwards)
+        assert "backwards" in eviction_rule_names()
+        with pytest.raises(RegistryError, match="backwards"):
+            register_eviction_rule("backwards")
+    finally:
+        unregister_eviction_rule("backwards")
+    with pytest.raises(OptionError, match="backwards"):
+        eviction_rule("backwards")
+
+
+def test_scores_of_the_wrong_shape_are_named() -> None:
+    keys, values, queries = states(6)
+    with pytest.raises(StateMismatchError, match=r"Flat\.scores.*\[2, 3, 6\].*\[6\]"):
+        scores_of(Flat(), keys, values, queries)
+    for wrong in (torch.zeros(2, 3, 6, dtype=torch.int64), torch.zeros(2, 3, 6, device="meta"), None, [1.0]):
+        with pytest.raises(StateMismatchError, match=r"Flat\.scores"):
+            check_scores(Flat(), wrong, keys)
+
+
+LLAMA = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 16}
+
+
+def test_a_model_tells_its_rules_how_it_rotates_and_scales() -> None:
+    llama = rules_for(ExpectedAttention(), tf.LlamaConfig(**LLAMA))
+    assert [rule.rotary is None for rule in llama] == [False, False]
+    assert [rule.scale for rule in llama] == [None, None]
+    gemma = tf.Gemma2Config(**LLAMA, head_dim=8, query_pre_attn_scalar=64)
+    assert [rule.scale for rule in rules_for(SnapKV(), gemma)] == [1 / 8, 1 / 8]
+    assert [rule.scale for rule in rules_for(Tova(scale=0.3), gemma)] == [0.3, 0.3]
+    own = Rotary(FREQUENCIES, "pairs")
+    assert [rule.rotary for rule in rules_for(ExpectedAttention(), gemma, own)] == [own, own]
+
+
+def test_a_model_without_rope_has_no_rotation() -> None:
+    config = tf.GPT2Config(n_layer=2, n_embd=32, n_head=4)
+    assert [rule.rotary for rule in rules_for(ExpectedAttention(), config)] == [None, None]
+
+
+class RemoteConfig(tf.LlamaConfig):
+    """A model with its own code."""
+
+    model_type = "remote"
+
+
+def test_a_rule_that_needs_the_rotation_does_not_guess_it() -> None:
+    with pytest.raises(ConfigError, match="rotary"):
+        rules_for(ExpectedAttention(), RemoteConfig(**LLAMA))
+    assert rules_for(SnapKV(), RemoteConfig(**LLAMA)) == [SnapKV(), SnapKV()]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (tf.LlamaConfig(**LLAMA), None),
+        (tf.GraniteConfig(**LLAMA, attention_multiplier=0.25), 0.25),
+        (tf.Gemma3TextConfig(**LLAMA, query_pre_attn_scalar=16), 0.25),
+        (tf.OPTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4), 1.0),
+    ],
+)
+def test_the_scale_of_a_model(config: tf.PretrainedConfig, expected: float | None) -> None:
+    assert attention_scale(config) == expected

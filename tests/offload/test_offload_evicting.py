@@ -35,7 +35,8 @@ class Attended(EvictionRule):
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-        assert queries is not None and queries.device == keys.device
+        assert queries is not None
+        assert queries.device == keys.device
         grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
         return (grouped @ keys.transpose(2, 3)).amax(2)
 

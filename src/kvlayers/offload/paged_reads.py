@@ -10,12 +10,14 @@ from torch import Tensor
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, Segment
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.page_pool import NO_PAGE, Carry, PagePool
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.offload.traffic import Traffic
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.dense import DenseStore
+
 
 class PagedReads:
     """What one offloaded layer has on its device while each of its queries reads a few pages.
@@ -62,14 +64,16 @@ class PagedReads:
         """
         keys, values = states
         if not isinstance(keys, PackedStates) or keys.snapshot.choose is None:
-            raise TypeError(f"`states` must choose what is read, got a {type(keys).__name__}.")
+            raise UnsupportedLayerError(f"`update` must return keys that choose pages, got a {type(keys).__name__}.")
         device = new[0].device
         if prefetcher.queue(device) is not None:
             prefetcher.meter.count(layer.index, Traffic(to_host=sum(each.nbytes for each in new)))
+        if keys.shape[2] % page_tokens == 0:
+            # The layer has looked at the keys of a page that is full now.
+            nbytes = (page_tokens - 1) * new[0].nbytes
+            prefetcher.meter.count(layer.index, Traffic(to_device=nbytes))
         self._add(new, keys.shape[2])
-        bring = functools.partial(
-            self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device
-        )
+        bring = functools.partial(self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device)
         snapshot = replace(keys.snapshot, device=device, bring=bring)
         return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
@@ -82,29 +86,27 @@ class PagedReads:
     def _bring(self, page_tokens: int, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
         """Segments on the device, instead of where the states are held."""
         brought: list[Segment] = []
-        start, tokens = 0, segments.tokens
+        end, tokens = 0, segments.tokens
         for segment in segments.in_order:
-            end = start + segment.tokens
+            end += segment.tokens
             if isinstance(segment, GatheredSegment):
                 brought.append(self._pages(segment, page_tokens, device, carry))
             elif len(segments.in_order) == 1:
-                brought.append(DenseSegment(*carry(_contiguous(segment))))
+                brought.append(_carried(_dense(segment), carry))
             elif end == tokens:
-                brought.append(self._newest_tokens(segment, end, carry))
+                brought.append(self._newest_tokens(_dense(segment), end, carry))
             else:
-                brought.append(self._first_tokens(segment, carry))
-            start = end
+                brought.append(self._first_tokens(_dense(segment), carry))
         return KVSegments(tuple(brought))
 
-    def _pages(
-        self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry
-    ) -> GatheredSegment:
+    def _pages(self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry) -> GatheredSegment:
         """Chosen pages, from the pool."""
         starts, counts = torch.stack([segment.starts, segment.counts]).cpu()
         pages = starts.div(page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
+        source = _dense(segment.source)
         if self._pool is None or self._pool.places < pages.shape[2]:
-            self._pool = PagePool(segment.source, page_tokens, pages.shape[2], device)
-        places = self._pool.bring(segment.source, pages, carry)
+            self._pool = PagePool(source, page_tokens, pages.shape[2], device)
+        places = self._pool.bring(source, pages, carry)
         inside = places * page_tokens + starts % page_tokens
         return replace(segment, source=self._pool.segment, starts=inside.to(device))
 
@@ -112,10 +114,10 @@ class PagedReads:
         """The newest tokens, which end at position `end`."""
         newest = self._newest
         if self._newest_end != end or newest.length < segment.tokens:
+            carried = _carried(segment, carry)
             newest.clear()
-            keys, values = carry(_contiguous(segment))
-            newest.validate(keys, values)
-            newest.append(keys, values)
+            newest.validate(carried.keys, carried.values)
+            newest.append(carried.keys, carried.values)
             self._newest_end = end
         newest.drop_oldest(newest.length - segment.tokens)
         return DenseSegment(*newest.newest(segment.tokens))
@@ -123,9 +125,18 @@ class PagedReads:
     def _first_tokens(self, segment: DenseSegment, carry: Carry) -> DenseSegment:
         """The first tokens, which stay as they are."""
         if self._first is None or self._first.tokens != segment.tokens:
-            self._first = DenseSegment(*carry(_contiguous(segment)))
+            self._first = _carried(segment, carry)
         return self._first
 
 
-def _contiguous(segment: DenseSegment) -> list[Tensor]:
-    return [segment.keys.contiguous(), segment.values.contiguous()]
+def _carried(segment: DenseSegment, carry: Carry) -> DenseSegment:
+    keys, values = carry([segment.keys.contiguous(), segment.values.contiguous()])
+    return DenseSegment(keys, values)
+
+
+def _dense(segment: Segment) -> DenseSegment:
+    if not isinstance(segment, DenseSegment):
+        raise UnsupportedLayerError(
+            f"Pages can be brought to a device one by one in full precision, got a {type(segment).__name__}."
+        )
+    return segment

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gqa import kv_head_copies
+from kvlayers.attention.gqa import attend_dense, kv_head_copies
 from kvlayers.attention.packed_operators import attend_packed
 from kvlayers.attention.packed_tensor import (
     UNCHANGED,
@@ -106,11 +106,8 @@ def _attention(
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
     segments = snapshot.read_for(query, attn_mask)
     only = segments.only_dense
-    if only is not None and query.shape[2] > 1:
-        shares_heads = query.shape[1] != only.keys.shape[1]
-        return scaled_dot_product_attention(
-            query, only.keys, only.values, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=shares_heads
-        )
+    if only is not None:
+        return attend_dense(query, only.keys, only.values, attn_mask, is_causal, scale)
     if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
         return NEEDS_GRADIENTS
     if is_causal:

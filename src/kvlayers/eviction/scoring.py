@@ -38,7 +38,9 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
                 if count:
                     first = tokens - count
                     own = None if queries is None else _queries_of(queries[row], run, heads)[:, :, -count:]
-                    result[row, run, first:] = _scores(rule, keys[row, run, first:], values[row, run, first:], own).float()
+                    result[row, run, first:] = _scores(
+                        rule, keys[row, run, first:], values[row, run, first:], own
+                    ).float()
         return result
 
 

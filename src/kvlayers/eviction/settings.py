@@ -46,19 +46,19 @@ class EvictionSettings:
         recent_tokens: int,
         per_head: bool,
         rotary: Rotary | None,
+        scale: float | None,
     ) -> Self:
         """Settings from the arguments of a layer.
 
         Raises:
             OptionError: an argument has a wrong value, or both or neither of `keep` and `budget` are given.
-            ConfigError: the rule needs to know how keys are rotated, and cannot.
         """
         check_amounts(keep, budget, sink_tokens, recent_tokens)
         if not isinstance(per_head, bool):
             raise OptionError(f"`per_head` must be True or False, got {per_head!r}.")
         named, name = found_rule(rule)
         return cls(
-            named.for_rotary(rotary),
+            named.for_attention(rotary, scale),
             name,
             None if keep is None else float(keep),
             budget,
@@ -118,3 +118,18 @@ def found_rule(rule: object) -> tuple[EvictionRule, str | None]:
             f"{type(rule).__name__}."
         )
     return rule, next((name for name in eviction_rule_names() if eviction_rule(name) == rule), None)
+
+
+def name_of(rule: str | EvictionRule) -> str:
+    """The name of a rule.
+
+    Raises:
+        OptionError: the rule has no name, so that what has it can be neither saved nor described.
+    """
+    name = found_rule(rule)[1]
+    if name is None:
+        raise OptionError(
+            f"`rule` must be registered by a name to be described or saved, got a {type(rule).__name__} without one: "
+            "call register_eviction_rule()."
+        )
+    return name

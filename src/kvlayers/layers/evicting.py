@@ -9,12 +9,12 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import observed
 from kvlayers.attention.packed_tensor import as_dense
-from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, EvictionRule
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.eviction.scoring import scores_of
 from kvlayers.eviction.selection import select
-from kvlayers.eviction.settings import STEP, EvictionSettings
+from kvlayers.eviction.settings import STEP, EvictionSettings, name_of
 from kvlayers.layers.arguments import repeated_rows, whole_number
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.eviction_account import NAMES as ACCOUNT_NAMES
@@ -68,12 +68,12 @@ class EvictingLayer(TokenLayer):
         recent_tokens: newest tokens that an eviction always keeps.
         per_head: whether KV heads keep different numbers of tokens.
         rotary: how keys are rotated, for rules that need to know; `None` for keys that do not know positions.
+        scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
         store: how the tokens are held; a `DenseStore` if it is not given.
         left_padding: tokens of padding before each sequence, int64 `[batch]`. They are evicted first, and not counted.
 
     Raises:
         OptionError: an argument has a wrong value.
-        ConfigError: the rule needs to know how keys are rotated, and cannot.
 
     Example:
         >>> import torch, kvlayers
@@ -83,7 +83,7 @@ class EvictingLayer(TokenLayer):
         (torch.Size([1, 2, 400, 8]), 400, 100)
     """
 
-    described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head")
+    described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head", "scale")
     hints = ("left_padding",)
 
     @checks_options
@@ -96,12 +96,15 @@ class EvictingLayer(TokenLayer):
         recent_tokens: int = 64,
         per_head: bool = True,
         rotary: Rotary | None = None,
+        scale: float | None = None,
         store: TokenStore | None = None,
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
-        settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary)
-        self.settings, self.rotary = settings, rotary
-        self._empty = DenseStore(growth_divisor=GROWTH_DIVISOR, minimum_growth=MINIMUM_GROWTH) if store is None else store
+        settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary, scale)
+        self.settings, self.rotary, self.scale = settings, rotary, scale
+        self._empty = (
+            DenseStore(growth_divisor=GROWTH_DIVISOR, minimum_growth=MINIMUM_GROWTH) if store is None else store
+        )
         super().__init__(self._empty.fork())
         self.record_past = False
         self._start_over(EvictionAccount(settings, padding_of(left_padding)))
@@ -148,17 +151,10 @@ class EvictingLayer(TokenLayer):
             if is_due:
                 self._evict(None, self._queries, STEP - 1, seen)
             return attended
-        if not self._asks_for_queries(seen):
+        if self.settings.budget is None and not self.record_past:
             return attended
         self._expect(None, tokens, waits=is_due)
         return observed(*attended, functools.partial(self._observe, seen))
-
-    def _asks_for_queries(self, seen: int) -> bool:
-        """Whether an eviction that may come will ask for the queries of the newest of `seen` tokens."""
-        if self.record_past or self._next_eviction is None:
-            return self.record_past
-        wanted = self.settings.rule.queries
-        return wanted == ALL_QUERIES or seen > self._next_eviction - wanted
 
     def _update_and_evict(self, keys: Tensor, values: Tensor) -> KVPair:
         """Attend to everything, but store the kept tokens alone."""
@@ -387,7 +383,11 @@ class EvictingLayer(TokenLayer):
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
         rule = self.settings.rule
-        if self.record_past and self._account.is_due(self._seen, STEP - 1) and not (rule.queries and not self._queries.count):
+        if (
+            self.record_past
+            and self._account.is_due(self._seen, STEP - 1)
+            and not (rule.queries and not self._queries.count)
+        ):
             self._evict(None, self._queries, STEP - 1, self._seen)
 
     # The batch, copies and state
@@ -440,17 +440,20 @@ class EvictingLayer(TokenLayer):
             OptionError: the rule has no name, so that the layer can be neither saved nor described.
         """
         name = self.settings.rule_name
-        if name is None:
-            raise OptionError(
-                f"The rule must be registered by a name for a layer to be described, got a "
-                f"{type(self.settings.rule).__name__} without one: call register_eviction_rule()."
-            )
-        return name
+        return name_of(self.settings.rule) if name is None else name
 
     @override
     def described_arguments(self) -> dict[str, Fact]:
         settings = self.settings
-        return {"rule": self.rule, **{name: getattr(settings, name) for name in self.described[1:]}}
+        return {
+            "rule": self.rule,
+            "keep": settings.keep,
+            "budget": settings.budget,
+            "sink_tokens": settings.sink_tokens,
+            "recent_tokens": settings.recent_tokens,
+            "per_head": settings.per_head,
+            "scale": self.scale,
+        }
 
     @override
     def describe(self) -> dict[str, Fact]:
@@ -488,7 +491,9 @@ class EvictingLayer(TokenLayer):
             )
         account = self._account.of_state({name: own[name] for name in own if name in ACCOUNT_NAMES}, state.length)
         if not whole_from and bool(account.evicted.any()):
-            raise StateMismatchError(f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again.")
+            raise StateMismatchError(
+                f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
+            )
         self._queries.of_state(own)
 
     @override

@@ -1,12 +1,16 @@
 """How the evicting layers of a cache are made."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Self
 
 from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.settings import check_amounts, name_of
 from kvlayers.layers.evicting import EvictingLayer
+from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
@@ -36,16 +40,53 @@ class EvictingConfig:
     quantization: Quantization | None = None
     left_padding: Tensor | None = None
 
-    def layers(self, rotaries: Sequence[Rotary | None]) -> list[EvictingLayer]:
-        """A layer for each layer of full attention of a model, whose keys are rotated like this.
+    def with_padding(self, padding: Tensor | None) -> "EvictingConfig":
+        """The same behind other padding."""
+        return replace(self, left_padding=padding)
+
+    def facts(self) -> dict[str, Any]:
+        """The fields as plain values, from which `from_facts` makes an equal config.
+
+        Raises:
+            OptionError: the rule has no name.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            **values,
+            "rule": name_of(self.rule),
+            "quantization": None if self.quantization is None else self.quantization.facts(),
+            "left_padding": None if self.left_padding is None else self.left_padding.tolist(),
+        }
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """A config from what `facts` returned.
+
+        Raises:
+            OptionError: a fact has a value that the cache does not take.
+        """
+        config = cls(**{field.name: facts[field.name] for field in fields(cls)})
+        check_amounts(config.keep, config.budget, config.sink_tokens, config.recent_tokens)
+        quantization = facts["quantization"]
+        return replace(
+            config,
+            quantization=None if quantization is None else Quantization(**quantization),
+            left_padding=padding_of(facts["left_padding"]),
+        )
+
+    def layers(self, rotaries: Sequence[Rotary | None], scale: float | None) -> list[EvictingLayer]:
+        """A layer for each layer of full attention of a model.
+
+        Args:
+            rotaries: how each of these layers rotates its keys, if the rule needs to know.
+            scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
 
         Raises:
             OptionError: an argument has a wrong value.
-            ConfigError: the rule needs to know how keys are rotated, and cannot.
         """
-        return [self._layer(rotary) for rotary in rotaries]
+        return [self._layer(rotary, scale) for rotary in rotaries]
 
-    def _layer(self, rotary: Rotary | None) -> EvictingLayer:
+    def _layer(self, rotary: Rotary | None, scale: float | None) -> EvictingLayer:
         return EvictingLayer(
             self.rule,
             self.keep,
@@ -54,6 +95,7 @@ class EvictingConfig:
             self.recent_tokens,
             self.per_head,
             rotary,
+            scale,
             None if self.quantization is None else QuantizedStore(self.quantization),
             self.left_padding,
         )

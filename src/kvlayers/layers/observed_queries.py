@@ -41,8 +41,9 @@ class ObservedQueries:
 
     def without_newest(self, tokens: int) -> "ObservedQueries":
         """The same without the queries of the newest `tokens` tokens."""
-        left = self.count - tokens
-        return self if not tokens else replace(self, held=None if self.held is None or left <= 0 else self.held[:, :, :left])
+        if self.held is None or not tokens:
+            return self
+        return replace(self, held=self.held[:, :, :-tokens] if tokens < self.count else None)
 
     def selected(self, indices: Tensor) -> "ObservedQueries":
         """The queries of the sequences at `indices`, int64 `[new_batch]`."""
@@ -73,7 +74,7 @@ class ObservedQueries:
             return self.emptied()
         if queries.dim() != 4 or not queries.is_floating_point():
             raise StateMismatchError(
-                f"`{NAME}` must be [batch, heads, tokens, head_dim], got {list(queries.shape)} of {queries.dtype}: take "
-                "the state again."
+                f"`{NAME}` must be [batch, heads, tokens, head_dim], got {list(queries.shape)} of {queries.dtype}: "
+                "take the state again."
             )
         return replace(self, held=queries.clone())

@@ -7,6 +7,7 @@ from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.ragged import RaggedStore
 from kvlayers.stores.registry import register_store, store_names, unregister_store
 from kvlayers.stores.static import StaticStore
 
@@ -16,6 +17,7 @@ __all__ = [
     "DescriptionContext",
     "Quantization",
     "QuantizedStore",
+    "RaggedStore",
     "StateForm",
     "StaticStore",
     "TokenStore",

@@ -1,5 +1,6 @@
 """Tokens in full precision, in buffers that grow."""
 
+import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -152,3 +153,21 @@ class DenseStore(SegmentedStore):
     def hold(self, tokens: int) -> None:
         """Hold the tokens that were written to prepared slots."""
         self._advance(tokens)
+
+
+def without_spare_room(keys: Tensor, values: Tensor, growth_divisor: int = 1, minimum_growth: int = 0) -> DenseStore:
+    """A store of a copy of states `[batch, kv_heads, tokens, head_dim]`, which has no spare room yet.
+
+    Args:
+        keys: the keys.
+        values: the values.
+        growth_divisor: the store grows by its size divided by this when further tokens are appended.
+        minimum_growth: fewest tokens by which it grows then.
+    """
+    store = DenseStore(keys.shape[2], growth_divisor, minimum_growth)
+    store.validate(keys, values)
+    with torch.no_grad():
+        store.append(keys.detach(), values.detach())
+    # From now on it grows in its own steps.
+    store.length_hint = None
+    return store

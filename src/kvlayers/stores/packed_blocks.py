@@ -17,7 +17,7 @@ from kvlayers.quantizers.cuda.support import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, KVPair
-from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.dense import DenseStore, without_spare_room
 from kvlayers.utils.autocast import without_autocast
 
 GROWTH_DIVISOR = 128
@@ -57,7 +57,7 @@ class PackedBlocks:
             side: BlockLayout(quantizers[side].format, side, form.head_dim, block_tokens)
             for side, form in zip(SIDES, forms, strict=True)
         }
-        self._dtype, self._device = forms[0].dtype, forms[0].device
+        self.dtype, self._device = forms[0].dtype, forms[0].device
         self.block_tokens = block_tokens
         self._packed: dict[Side, DenseStore] = {}
         for side, form in zip(SIDES, forms, strict=True):
@@ -135,7 +135,7 @@ class PackedBlocks:
         if search is None:
             return "there is no kernel for this backend"
         partner = self._layouts["values" if side == "keys" else "keys"]
-        return pack_obstacle(self._layouts[side], partner.head_dim, self._dtype, self._device, search)
+        return pack_obstacle(self._layouts[side], partner.head_dim, self.dtype, self._device, search)
 
     def packing_paths(self) -> Iterator[str]:
         """How each side is packed, in words; nothing on a CPU that has no such choice."""
@@ -216,6 +216,35 @@ class PackedBlocks:
     def selected(self, indices: Tensor) -> Self:
         """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
         return self._twin({side: store.selected(indices) for side, store in self._packed.items()})
+
+    def held_counts(self) -> list[int]:
+        """Tokens that are held of each block."""
+        return [end - (self._first if number == 0 else 0) for number, end in enumerate(self._ends)]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others hold the same memory."""
+        return any(store.is_shared for store in self._packed.values())
+
+    def with_codes(self, packed: dict[Side, KVPair]) -> Self:
+        """Full blocks of these quantizers that were packed before, of any batch size and number of heads.
+
+        Args:
+            packed: codes and parameters of each side, `[batch, kv_heads, blocks, bytes or numbers]`, which are copied.
+        """
+        twin = self._twin({side: without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES})
+        blocks = packed["keys"][0].shape[2]
+        twin._ends, twin._first, twin._tokens = [self.block_tokens] * blocks, 0, self.block_tokens * blocks
+        twin._sides_differ = False
+        return twin
+
+    def taken(self, blocks: Tensor) -> Self:
+        """A copy of full blocks alone, those with the numbers `blocks`, int64 `[count]`."""
+        packed: dict[Side, KVPair] = {}
+        for side, store in self._packed.items():
+            codes, parameters = store.newest(len(self))
+            packed[side] = codes.index_select(2, blocks), parameters.index_select(2, blocks)
+        return self.with_codes(packed)
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""

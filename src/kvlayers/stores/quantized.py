@@ -110,6 +110,11 @@ class QuantizedStore(TokenStore):
         return self.packing.counts
 
     @property
+    def parts(self) -> QuantizedParts:
+        """The held tokens: sinks, packed blocks, and the residual."""
+        return self._parts
+
+    @property
     def _missing_sinks(self) -> int:
         """Tokens at the front of the residual that become sinks when the first block is packed."""
         return 0 if self._parts.blocks else self.quantization.sink_tokens - self._parts.sinks.length

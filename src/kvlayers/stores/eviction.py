@@ -1,0 +1,120 @@
+"""What is left of a store after an eviction: a store of the kept tokens, in memory of its own."""
+
+import torch
+from torch import Tensor
+
+from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.attention.segments import DENSE_PIECE_TOKENS
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.kept import KeptTokens
+from kvlayers.stores.contract import KVPair, TokenStore
+from kvlayers.stores.dense import DenseStore, without_spare_room
+from kvlayers.stores.flat_tokens import DenseFlatTokens
+from kvlayers.stores.held_tokens import HeldTokens, held_tokens, taken
+from kvlayers.stores.piece_tables import PieceTables
+from kvlayers.stores.ragged import RaggedStore
+
+
+def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens) -> TokenStore:
+    """A store that holds only the kept tokens of a store and of new states. The store does not change.
+
+    Kept tokens are held as they were: states in full precision as they came, and codes as they were packed. If each
+    sequence and head keeps as many, the result is a store of the same kind. If not, it is a `RaggedStore`, which has
+    the newest tokens that all heads keep in its tail.
+
+    Args:
+        store: a `DenseStore`, a `QuantizedStore` or a `RaggedStore`, empty or not.
+        new: keys and values `[batch, kv_heads, new, head_dim]` of tokens behind those of the store, `None` for none.
+        kept: the tokens to keep. Their numbers are those of the columns of `held_tokens(store)`, and then of the new
+            tokens. The tokens of a packed block are kept or evicted together.
+
+    Raises:
+        StateMismatchError: the numbers are not those of tokens that there are, or only a part of a block is kept.
+        UnsupportedLayerError: the store is of another kind.
+    """
+    held = held_tokens(store)
+    states = _joined(held, new)
+    _check_kept(kept, states)
+    with torch.inference_mode(False), torch.no_grad():
+        return _dense(_growth_of(store), isinstance(store, RaggedStore), states, kept)
+
+
+def _growth_of(store: TokenStore) -> tuple[int, int]:
+    """How a store grows: `growth_divisor` and `minimum_growth`."""
+    dense = store.tail if isinstance(store, RaggedStore) else store
+    if not isinstance(dense, DenseStore):
+        raise UnsupportedLayerError("Tokens of packed stores cannot be evicted yet: use a DenseStore.")
+    return dense.growth_divisor, dense.minimum_growth
+
+
+def _joined(held: HeldTokens | None, new: KVPair | None) -> KVPair:
+    """Keys and values of the held tokens, and then of the new ones."""
+    pairs = [] if held is None or not held.keys.shape[2] else [(held.keys, held.values)]
+    if new is not None:
+        pairs.append((as_dense(new[0]), as_dense(new[1])))
+    if not pairs:
+        raise StateMismatchError("`new` must have tokens if the store has none: evict when there are tokens.")
+    if len(pairs) == 1:
+        return pairs[0]
+    keys, values = (torch.cat(side, 2) for side in zip(*pairs, strict=True))
+    return keys, values
+
+
+def _check_kept(kept: KeptTokens, states: KVPair) -> None:
+    keys, values = states
+    shape, most = keys.shape[:2], kept.indices.shape[-1]
+    if kept.indices.shape[:-1] != shape or kept.counts.shape != shape or values.shape[1] != shape[1]:
+        raise StateMismatchError(
+            f"Kept tokens must be [batch, kv_heads, most] = [{shape[0]}, {shape[1]}, most] for keys of {shape[1]} and "
+            f"values of {values.shape[1]} kv_heads, got {list(kept.indices.shape)}: choose them from `held_tokens`."
+        )
+    if not 0 <= int(kept.counts.min()) <= int(kept.counts.max()) <= most or not 0 < most <= keys.shape[2]:
+        raise StateMismatchError(
+            f"Heads must keep 0 to {keys.shape[2]} tokens, got counts from {int(kept.counts.min())} to "
+            f"{int(kept.counts.max())} with {most} indices: choose them from `held_tokens`."
+        )
+
+
+def _common_run(kept: KeptTokens, tokens: int) -> int:
+    """How many of the newest of `tokens` tokens every head keeps."""
+    most = kept.indices.shape[2]
+    newest = torch.arange(tokens - most, tokens, device=kept.indices.device)
+    are_newest = (kept.indices == newest).flip(-1).flatten(0, 1).all(0)
+    return min(int(are_newest.long().cumprod(0).sum()), int(kept.counts.min()))
+
+
+def _dense(growth: tuple[int, int], stays_ragged: bool, states: KVPair, kept: KeptTokens) -> TokenStore:
+    """A store in full precision of kept tokens among `states`."""
+    keys, values = (side.detach() for side in states)
+    if kept.are_even:
+        store = without_spare_room(taken(keys, kept.indices), taken(values, kept.indices), *growth)
+        return RaggedStore(store) if stays_ragged else store
+    run = _common_run(kept, keys.shape[2])
+    first = keys.shape[2] - run
+    tail = without_spare_room(keys[:, :, first:], values[:, :, first:], *growth)
+    counts = kept.counts - run
+    places = taken_places(kept.indices, kept.counts, counts)
+    tables = PieceTables.of_heads(counts, DENSE_PIECE_TOKENS)
+    flat = DenseFlatTokens.of(flat_states(keys, places), flat_states(values, places), tables)
+    return RaggedStore.of(tail, flat)
+
+
+def taken_places(indices: Tensor, held: Tensor, counts: Tensor, skipped: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences, heads and tokens, each int64 `[sum of counts]`, of some kept tokens of each head.
+
+    Args:
+        indices: as `KeptTokens.indices`.
+        held: as `KeptTokens.counts`.
+        counts: how many to take of each head, int64 `[batch, kv_heads]` on the host.
+        skipped: first kept tokens of each head that are not taken.
+    """
+    first = (indices.shape[2] - held + skipped)[..., None]
+    columns = torch.arange(indices.shape[2])
+    sequences, heads, places = ((columns >= first) & (columns < first + counts[..., None])).nonzero(as_tuple=True)
+    sequences, heads, places = (part.to(indices.device) for part in (sequences, heads, places))
+    return sequences, heads, indices[sequences, heads, places]
+
+
+def flat_states(states: Tensor, places: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The states of single tokens, `[1, 1, tokens, head_dim]`."""
+    return states[places][None, None]

@@ -1,0 +1,115 @@
+"""The tokens that a store holds, as the selection of tokens to keep looks at them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.stores.contract import KVPair, TokenStore
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.flat_tokens import FlatTokens
+from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.ragged import RaggedStore
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """The tokens of each sequence and KV head, right-aligned in the order of the text.
+
+    The columns are those that `KeptTokens.indices` counts. There are as many as the `length` of the store.
+
+    Attributes:
+        keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, zeros where a head holds no token. Packed
+            keys are brought to full precision for scores alone: their codes stay as they are.
+        values: `[batch, kv_heads, columns, value_head_dim]`, likewise.
+        counts: tokens of each head, int64 `[batch, kv_heads]` on the host. They are in its last columns.
+        blocks: int64 `[batch, kv_heads, columns]`, number of the packed block that each token is in, and -1 for tokens
+            in full precision. The tokens of a block are kept or evicted together. `None` if no token is packed.
+    """
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+    blocks: Tensor | None = None
+
+    def of_head(self, sequence: int, kv_head: int) -> KVPair:
+        """Keys and values of the tokens of one head, `[1, 1, tokens, head_dim]`."""
+        first = self.keys.shape[2] - int(self.counts[sequence, kv_head])
+        one = slice(sequence, sequence + 1), slice(kv_head, kv_head + 1), slice(first, None)
+        return self.keys[one], self.values[one]
+
+
+def held_tokens(store: TokenStore) -> HeldTokens | None:
+    """The tokens of a store, `None` before the first states.
+
+    Raises:
+        UnsupportedLayerError: the store is of a kind from which no tokens can be evicted.
+    """
+    store = store.complete
+    if store.key_form is None:
+        return None
+    if isinstance(store, RaggedStore):
+        return _of_ragged(store, store.flat) if store.flat is not None else held_tokens(store.tail)
+    if not isinstance(store, DenseStore | QuantizedStore):
+        raise UnsupportedLayerError(
+            f"It is impossible to evict tokens from a {type(store).__name__}: use a DenseStore, a QuantizedStore or a "
+            "RaggedStore."
+        )
+    keys, values = map(as_dense, store.newest(store.length))
+    counts = torch.full(keys.shape[:2], store.length)
+    return HeldTokens(keys, values, counts, _blocks_of(store, keys))
+
+
+def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | None:
+    """The blocks of a store that is not ragged."""
+    parts = store.parts if isinstance(store, QuantizedStore) else None
+    if parts is None or not parts.blocks:
+        return None
+    numbers = torch.full((store.length,), -1, device=keys.device)
+    start = parts.sinks.length
+    for number, tokens in enumerate(parts.blocks.held_counts()):
+        numbers[start : start + tokens] = number
+        start += tokens
+    return numbers.expand(*keys.shape[:2], -1)
+
+
+def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
+    tail = held_tokens(store.tail)
+    if tail is None:
+        raise UnsupportedLayerError("The tail of a RaggedStore must know its form: make the store with `evicted`.")
+    order = columns_in_order(store, flat)
+    states = zip(flat.padded(), (tail.keys, tail.values), strict=True)
+    keys, values = (taken(torch.cat(parts, 2), order) for parts in states)
+    counts = flat.tables.tokens.cpu() + store.tail.length
+    numbers = flat.block_numbers()
+    if numbers is None:
+        return HeldTokens(keys, values, counts)
+    of_tail = torch.full_like(order[..., flat.width :], -1) if tail.blocks is None else tail.blocks
+    # Blocks of the tail have numbers behind those of the flat part.
+    of_tail = torch.where(of_tail < 0, of_tail, of_tail + flat.tables.counts.shape[2])
+    return HeldTokens(keys, values, counts, torch.cat([numbers, of_tail], 2).gather(2, order))
+
+
+def columns_in_order(store: RaggedStore, flat: FlatTokens) -> Tensor:
+    """The columns of a store in the order of the text, int64 `[batch, kv_heads, length]`.
+
+    The sinks, which are in the tail, come first. Columns without a token come in front of them.
+    """
+    tokens = flat.tables.tokens[..., None]
+    columns = torch.arange(store.length, device=tokens.device).expand(*tokens.shape[:2], -1)
+    if not store.sinks:
+        return columns
+    first = flat.width - tokens
+    of_flat = torch.where(columns < first + store.sinks, columns + tokens, columns - store.sinks)
+    return torch.where((columns < first) | (columns >= flat.width + store.sinks), columns, of_flat)
+
+
+def taken(states: Tensor, columns: Tensor) -> Tensor:
+    """The states `[batch, kv_heads, tokens, head_dim]` in these columns, int64 `[batch, kv_heads, chosen]`."""
+    batch, kv_heads, _ = columns.shape
+    device = states.device
+    sequences = torch.arange(batch, device=device)[:, None, None]
+    heads = torch.arange(kv_heads, device=device)[:, None]
+    return states[sequences, heads, columns.to(device)]

@@ -1,0 +1,412 @@
+"""Tokens of which each sequence and KV head holds its own number, and further tokens behind them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NoReturn
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.attention.packed_ops import packed_pair
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, KVSegments
+from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
+from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.flat_tokens import FlatTokens
+from kvlayers.stores.piece_tables import tables_nbytes
+from kvlayers.stores.quantized_checks import in_one_dtype
+from kvlayers.stores.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
+from kvlayers.stores.registry import register_store
+from kvlayers.stores.returned_states import ReturnedStates
+from kvlayers.stores.validation import checked_forms, mismatch
+
+TAIL_GROWTH_DIVISOR = 40
+"""A full tail grows by its size divided by this. Evicted tokens are to leave memory, so there is little spare room;
+copying a token 40 times on average costs less than attention reading it at every step."""
+
+TAIL_MINIMUM_GROWTH = 16
+"""Fewest tokens by which a tail grows."""
+
+UNREAD_DIVISOR = 8
+"""`trim` copies the flat part if more than this part of it is no longer read."""
+
+
+@register_store
+class RaggedStore(TokenStore):
+    """A flat part, of which each KV head of each sequence holds its own tokens, and an ordinary store behind it.
+
+    The flat part never changes. It begins to exist when heads keep different numbers of tokens (`evicted` makes it);
+    until then the store is its tail. Forks share the flat part, and `select` and `expand` only change which pieces of
+    it each sequence reads.
+
+    Columns are right-aligned: `length` counts the columns that a mask has, which are the most tokens of any head in the
+    flat part and the tokens of the tail. A head with fewer tokens has them in the last columns of the flat part.
+
+    Args:
+        tail: the store behind the flat part, a `DenseStore` or a `QuantizedStore`, without tokens; a `DenseStore` that
+            grows in small steps if it is not given.
+    """
+
+    is_opaque = True
+
+    def __init__(self, tail: TokenStore | None = None) -> None:
+        self._tail = tail_in_small_steps() if tail is None else tail
+        self._flat: FlatTokens | None = None
+        self._columns = RaggedColumns()
+        self._returned = ReturnedStates()
+        self._length = self._tail.length
+
+    @classmethod
+    def of(cls, tail: TokenStore, flat: FlatTokens, sinks: int = 0, own: int = 0) -> Self:
+        """A store with a flat part.
+
+        Args:
+            tail: the store behind the flat part. Its form is known.
+            flat: the tokens of which each head holds its own number.
+            sinks: how many of the oldest tokens of the tail are older than those in the flat part.
+            own: how many of the oldest tokens of the tail may be other tokens of the text for each head. The tail is
+                not truncated below them.
+        """
+        store = cls(tail)
+        store._hold(flat, RaggedColumns(flat.width, sinks, own))
+        return store
+
+    @property
+    def tail(self) -> TokenStore:
+        """The tokens that every head holds, behind the flat part."""
+        return self._tail
+
+    @property
+    def flat(self) -> FlatTokens | None:
+        """The tokens of which each head holds its own number, `None` if there are none."""
+        return self._flat
+
+    @property
+    def first_common(self) -> int:
+        """Column from which on all heads hold the same tokens of the text. The store is not truncated below it."""
+        return 0 if self._flat is None else self._columns.first_common(0)
+
+    @property
+    def sinks(self) -> int:
+        """How many of the oldest tokens of the tail are older than those in the flat part."""
+        return self._columns.sinks
+
+    def _hold(self, flat: FlatTokens | None, columns: RaggedColumns) -> None:
+        self._flat, self._columns, self._length = flat, columns, columns.width + self._tail.length
+
+    def _note_tail(self) -> None:
+        """Count the tokens after the tail has changed."""
+        self._length = self._columns.width + self._tail.length
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._length
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._length += tokens
+
+    @property
+    def holds_tokens_apart(self) -> bool:  # type: ignore[override]
+        """Whether `state()` is `keys` and `values` alone."""
+        return self._flat is None and self._tail.holds_tokens_apart
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self._tail.sized_for
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return self._tail.fidelity
+
+    @property
+    @override
+    def exact_from(self) -> int | None:
+        in_tail = self._tail.exact_from
+        return in_tail if self._flat is None or in_tail is None else self._columns.first_common(in_tail)
+
+    @property
+    @override
+    def bits(self) -> tuple[int, int] | None:
+        return self._tail.bits
+
+    @property
+    @override
+    def key_form(self) -> StateForm | None:
+        return self._tail.key_form
+
+    @property
+    @override
+    def value_form(self) -> StateForm | None:
+        return self._tail.value_form
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return {**self._tail.attention_paths, **self._returned.paths.counts}
+
+    @property
+    @override
+    def packing_paths(self) -> Mapping[str, int]:
+        return self._tail.packing_paths
+
+    @override
+    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
+        """The bytes if all tokens are in the flat part, `tokens` of an average head, and there is no spare room."""
+        if not tokens:
+            return 0
+        tables = tables_nbytes(key_form, tokens, DENSE_PIECE_TOKENS)
+        if self._tail.bits is not None:
+            return tables + self._tail.planned_nbytes(key_form, value_form, tokens, sized_for)
+        return tables + nbytes_of(key_form, tokens) + nbytes_of(value_form, tokens)
+
+    @override
+    def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
+        return self._tail.planned_bits(key_form, value_form)
+
+    # Taking in states
+
+    @override
+    def validate(self, keys: Tensor, values: Tensor) -> int:
+        if self._flat is not None and not self._tail.length:
+            # The tail is empty, and would take any form.
+            forms, held = checked_forms(keys, values), self._forms()
+            if self._tail.bits is not None:
+                forms = in_one_dtype(*forms)
+            if forms != held:
+                raise mismatch(forms, held, self.length)
+        return self._tail.validate(keys, values)
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        self._tail.reserve_form(key_form, value_form)
+
+    @override
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self._tail.append(keys, values)
+        self._note_tail()
+
+    @override
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        past = self.length if past is None else past
+        flat = self._flat if past == self.length else None
+        if flat is None:
+            self._check_common(past)
+            attended = self._tail.extend(keys, values, past, prefix_states)
+        else:
+            attended = self._tail.extend(keys, values)
+        self._note_tail()
+        return attended if flat is None else self._with_flat(flat, attended, prefix_states)
+
+    def _with_flat(self, flat: FlatTokens, tail: KVPair, prefix_states: KVPair | None) -> KVPair:
+        """Keys and values of a prefix (if any), of the flat part, and of the tail, which the tail has returned."""
+        keys, values = tail
+        before = (flat.gathered(),) if prefix_states is None else (DenseSegment(*prefix_states), flat.gathered())
+        if not isinstance(keys, PackedStates):
+            segments = KVSegments((*before, DenseSegment(keys.as_subclass(Tensor), values)))
+            return self._returned.attended(segments, self._forms(), self.length)
+        # The tail knows when the states become stale, because the flat part never changes.
+        snapshot = keys.snapshot
+        segments = KVSegments((*before, *snapshot.segments.in_order))
+        whole = replace(snapshot, segments=segments, length=self.length, paths=self._returned.paths)
+        return packed_pair(whole, keys.shape[1], (keys.shape[3], values.shape[3]))
+
+    def _forms(self) -> tuple[StateForm, StateForm]:
+        key_form, value_form = self._tail.key_form, self._tail.value_form
+        if key_form is None or value_form is None:
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        return key_form, value_form
+
+    @override
+    def extend_and_evict(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        if self._flat is not None:
+            self._refuse("evict the oldest tokens")
+        attended = self._tail.extend_and_evict(keys, values, past, kept, prefix_states)
+        self._note_tail()
+        return attended
+
+    # Reading
+
+    @override
+    def newest_keys(self, count: int) -> Tensor:
+        self._check_common(count)
+        return self._tail.newest_keys(count)
+
+    @override
+    def newest_values(self, count: int) -> Tensor:
+        self._check_common(count)
+        return self._tail.newest_values(count)
+
+    @override
+    def newest(self, count: int) -> KVPair:
+        self._check_common(count)
+        return self._tail.newest(count)
+
+    @override
+    def caller_views(self) -> KVPair:
+        self._check_common(self.length)
+        return self._tail.caller_views()
+
+    def attended_states(self) -> KVPair:
+        """Keys and values of all tokens, for attention alone: heads that hold different tokens cannot be read."""
+        tail = self._tail.newest(self._tail.length)
+        return tail if self._flat is None else self._with_flat(self._flat, tail, None)
+
+    def _check_common(self, count: int) -> None:
+        """Raise `UnsupportedLayerError` if heads hold different tokens among the newest `count`."""
+        if self._flat is not None and count > self._tail.length - self._columns.own:
+            self._refuse(f"read the newest {count} tokens as one tensor")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedLayerError(
+            f"It is impossible to {what}, because heads hold different tokens since tokens were evicted per head: "
+            f"read at most the newest {self._tail.length - self._columns.own} tokens, or evict with per_head=False."
+        )
+
+    # Dropping, cropping and the batch
+
+    @override
+    def drop_oldest(self, count: int) -> None:
+        if self._flat is not None and count:
+            self._refuse("drop the oldest tokens")
+        self._tail.drop_oldest(count)
+        self._note_tail()
+
+    @override
+    def truncate(self, length: int) -> None:
+        if length < self.first_common:
+            raise RollbackError(
+                f"`length` must be at least {self.first_common}, from where on every head holds the same "
+                f"tokens, got {length}: reset the cache, or keep a fork of it."
+            )
+        self._returned.invalidate()
+        self._tail.truncate(length - self._columns.width)
+        self._note_tail()
+
+    @override
+    def reserve(self, tokens: int) -> None:
+        self._tail.reserve(max(tokens - self._columns.width, 0))
+
+    @override
+    def shrink(self, tokens: int) -> None:
+        self._tail.shrink(max(tokens - self._columns.width, 0))
+
+    @override
+    def check_batch(self, batch_size: int) -> None:
+        self._tail.check_batch(batch_size)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        flat = None if self._flat is None else self._flat.selected(indices)
+        self._tail.select(indices)
+        self._flat = flat
+        self._returned.invalidate()
+
+    @override
+    def expand(self, repeats: int) -> None:
+        flat = None if self._flat is None else self._flat.expanded(repeats)
+        self._tail.expand(repeats)
+        self._flat = flat
+        self._returned.invalidate()
+
+    @override
+    def clear(self) -> None:
+        self._tail.clear()
+        self._returned.invalidate()
+        self._hold(None, RaggedColumns())
+
+    # Sharing
+
+    def _twin(self, tail: TokenStore, flat: FlatTokens | None) -> Self:
+        twin = self.__class__(tail)
+        twin._hold(flat, self._columns)
+        return twin
+
+    @override
+    def fork(self) -> Self:
+        return self._twin(self._tail.fork(), None if self._flat is None else self._flat.fork())
+
+    @override
+    def snapshot(self) -> Self:
+        return self._twin(self._tail.snapshot(), None if self._flat is None else self._flat.snapshot())
+
+    @override
+    def share_prefix(self, other: TokenStore, tokens: int) -> None:
+        if isinstance(other, RaggedStore) and self._flat is None and other._flat is None:
+            self._tail.share_prefix(other._tail, tokens)
+
+    @override
+    def trim(self) -> None:
+        self._tail.trim()
+        if self._flat is not None and not self._flat.is_shared:
+            read = self._flat.places_read()
+            if (self._flat.places - read) * UNREAD_DIVISOR > self._flat.places:
+                self._flat = self._flat.without_unread()
+
+    @override
+    def compact(self) -> None:
+        self._tail.compact()
+        if self._flat is not None and (self._flat.is_shared or self._flat.places_read() < self._flat.places):
+            self._flat = self._flat.without_unread()
+
+    @override
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        if self._flat is not None:
+            self._flat.swap_buffers(swap)
+        self._tail.swap_buffers(swap)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        if self._flat is not None:
+            yield from self._flat.held_tensors()
+        yield from self._tail.held_tensors()
+
+    # State
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {**self._tail.describe(), "store": self.kind, "tail": self._tail.kind}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        if facts["tail"] == DenseStore.__name__:
+            return cls()
+        return cls(context.store({**facts, "store": facts["tail"]}, context.length_hint))
+
+    @override
+    def state(self) -> dict[str, Tensor]:
+        tensors = self._tail.state()
+        if self._flat is None:
+            return tensors
+        device = tensors["keys"].device
+        tables = {"piece_starts": self._flat.tables.starts, "piece_counts": self._flat.tables.counts}
+        copies = {name: table.to(device, copy=True) for name, table in tables.items()}
+        return {**tensors, **self._flat.state(), **copies, **self._columns.state(device)}
+
+    @override
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        tokens = self._tail.check_state(tail_state(tensors))
+        return check_ragged_state(tensors, self._tail, tokens) if is_ragged(tensors) else tokens
+
+    @override
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        self.clear()
+        flat = flat_tokens_of(tensors, self._tail) if is_ragged(tensors) else None
+        self._tail.load_state(tail_state(tensors))
+        self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())
+
+
+def tail_in_small_steps() -> DenseStore:
+    """An empty `DenseStore` with next to no spare room."""
+    return DenseStore(growth_divisor=TAIL_GROWTH_DIVISOR, minimum_growth=TAIL_MINIMUM_GROWTH)

@@ -1,0 +1,154 @@
+"""Tokens of each sequence and KV head in a list, and attention to them by its definition."""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments
+from kvlayers.eviction.kept import KeptTokens
+
+HEADS = 4
+"""Query heads, two of which share a KV head."""
+
+KV_HEADS = 2
+KEY_DIM = 64
+VALUE_DIM = 32
+
+
+class RaggedLists:
+    """Keys and values of each token of each sequence and head, and the numbers of the tokens in the text.
+
+    Attributes:
+        keys: for each sequence and head a list of keys `[key_head_dim]`.
+        values: for each sequence and head a list of values `[value_head_dim]`.
+        texts: for each sequence and head the numbers of these tokens in the text.
+        seen: tokens of the text.
+    """
+
+    def __init__(self, batch: int, padding: list[int] | None = None) -> None:
+        self.keys: list[list[list[Tensor]]] = [[[] for _ in range(KV_HEADS)] for _ in range(batch)]
+        self.values: list[list[list[Tensor]]] = copy.deepcopy(self.keys)
+        self.texts: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(batch)]
+        self.seen = 0
+
+    @property
+    def batch(self) -> int:
+        return len(self.texts)
+
+    @property
+    def counts(self) -> Tensor:
+        return torch.tensor([[len(head) for head in heads] for heads in self.texts])
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        for sequence in range(self.batch):
+            for head in range(KV_HEADS):
+                self.keys[sequence][head] += keys[sequence, head].unbind()
+                self.values[sequence][head] += values[sequence, head].unbind()
+                self.texts[sequence][head] += range(self.seen, self.seen + keys.shape[2])
+        self.seen += keys.shape[2]
+
+    def keep(self, places: list[list[list[int]]]) -> None:
+        """Keep the tokens at these places of each list."""
+        for side in (self.keys, self.values, self.texts):
+            for sequence, heads in enumerate(places):
+                for head, kept in enumerate(heads):
+                    side[sequence][head] = [side[sequence][head][place] for place in kept]  # type: ignore[index]
+
+    def crop(self, removed: int) -> None:
+        """Forget the newest tokens, which every head holds."""
+        assert removed <= self.common
+        self.keep([[list(range(len(head) - removed)) for head in heads] for heads in self.texts])
+        self.seen -= removed
+
+    @property
+    def common(self) -> int:
+        """How many of the newest tokens every head holds."""
+        count = 0
+        every = [head for heads in self.texts for head in heads]
+        while all(len(head) > count and head[-1 - count] == self.seen - 1 - count for head in every):
+            count += 1
+        return count
+
+    def select(self, chosen: list[int]) -> None:
+        self.keys, self.values, self.texts = (
+            [copy.copy([list(head) for head in side[row]]) for row in chosen]  # type: ignore[misc]
+            for side in (self.keys, self.values, self.texts)
+        )
+
+    def copy(self) -> "RaggedLists":
+        twin = RaggedLists(0)
+        twin.keys, twin.values, twin.texts, twin.seen = self.keys, self.values, self.texts, self.seen
+        twin.select(list(range(self.batch)))
+        return twin
+
+    def attention(self, query: Tensor) -> Tensor:
+        """Attention of one query of each head, `[batch, HEADS, 1, KEY_DIM]`, to all tokens of its KV head."""
+        out = torch.zeros(self.batch, HEADS, 1, VALUE_DIM, dtype=torch.float64)
+        for sequence in range(self.batch):
+            for head in range(HEADS):
+                kv_head = head // (HEADS // KV_HEADS)
+                keys, values = (torch.stack(side[sequence][kv_head]).double() for side in (self.keys, self.values))
+                scores = keys @ query[sequence, head, 0].double() * KEY_DIM**-0.5
+                out[sequence, head, 0] = torch.softmax(scores, 0) @ values
+        return out
+
+
+def kept_tokens(places: list[list[list[int]]], counts: Tensor, columns: int) -> KeptTokens:
+    """The tokens at these places of the list of each head, which has `counts` tokens in the last of the columns."""
+    lengths = torch.tensor([[len(head) for head in heads] for heads in places])
+    indices = torch.zeros(*lengths.shape, int(lengths.max()), dtype=torch.int64)
+    for sequence, heads in enumerate(places):
+        for head, kept in enumerate(heads):
+            if kept:
+                first = columns - int(counts[sequence, head])
+                indices[sequence, head, -len(kept) :] = torch.tensor(kept) + first
+    return KeptTokens(indices, lengths)
+
+
+def segments_of(keys: Tensor, values: Tensor) -> KVSegments:
+    """What a store has returned, as segments."""
+    if isinstance(keys, PackedStates):
+        return keys.snapshot.read()
+    return KVSegments((DenseSegment(keys, values),))
+
+
+def loop_attention(query: Tensor, segments: KVSegments) -> Tensor:
+    """Attention of one query of each head to segments, token by token as `GatheredSegment` defines it."""
+    batch, heads = query.shape[:2]
+    out = torch.zeros(batch, heads, 1, segments.head_dims[1], dtype=torch.float64)
+    for sequence in range(batch):
+        for head in range(heads):
+            keys, values = _states_of_head(segments, sequence, head // (heads // KV_HEADS))
+            scores = keys.double() @ query[sequence, head, 0].double() * query.shape[3] ** -0.5
+            out[sequence, head, 0] = torch.softmax(scores, 0) @ values.double()
+    return out
+
+
+def _states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
+    keys, values = [], []
+    for segment in segments.in_order:
+        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        row = sequence if source.rows is None else source.rows.on(torch.device("cpu"))[0][sequence]
+        if isinstance(source, DenseSegment):
+            states, size = (source.keys[row, kv_head], source.values[row, kv_head]), 1
+        else:
+            states = tuple(source.states(side, torch.float32)[row, kv_head] for side in ("keys", "values"))
+            size = source.keys.block_tokens
+        if not isinstance(segment, GatheredSegment):
+            keys.append(states[0].float())
+            values.append(states[1].float())
+            continue
+        taken = torch.zeros(segment.width, dtype=torch.bool)
+        tables = (table[sequence, kv_head].tolist() for table in (segment.starts, segment.counts, segment.columns))
+        for start, count, column in zip(*tables, strict=True):
+            assert not taken[column : column + count].any()
+            assert column + count <= segment.width
+            assert count <= max(size, 64)
+            taken[column : column + count] = True
+            keys.append(states[0][start * size : start * size + count].float())
+            values.append(states[1][start * size : start * size + count].float())
+        # The tokens of a head are right-aligned.
+        assert taken[segment.width - int(taken.sum()) :].all()
+    return torch.cat(keys), torch.cat(values)

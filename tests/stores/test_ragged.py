@@ -1,0 +1,399 @@
+"""Stores whose heads hold different numbers of tokens, against lists of tokens."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlayers import DenseStore, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StaleStatesError
+from kvlayers.stores import StaticStore
+from kvlayers.stores.buffer import StateForm
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.eviction import evicted
+from kvlayers.stores.held_tokens import held_tokens
+from kvlayers.stores.ragged import RaggedStore, tail_in_small_steps
+from kvlayers.stores.registry import store_from_description
+from ragged_reference import (
+    HEADS,
+    KEY_DIM,
+    KV_HEADS,
+    VALUE_DIM,
+    RaggedLists,
+    kept_tokens,
+    loop_attention,
+    segments_of,
+)
+
+RECENT = 5
+
+generator = torch.Generator().manual_seed(0)
+
+
+def states(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
+        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
+    )
+
+
+def places_of(counts: list[list[int]], held: Tensor, recent: int = RECENT) -> list[list[list[int]]]:
+    """Places to keep: the newest, and random ones before them, `counts` in all."""
+    places = []
+    for sequence, of_heads in enumerate(counts):
+        row = []
+        for head, count in enumerate(of_heads):
+            length = int(held[sequence, head])
+            newest = list(range(max(length - recent, 0), length))[-count:] if count else []
+            others = torch.randperm(length - len(newest), generator=generator)[: count - len(newest)]
+            row.append([*sorted(others.tolist()), *newest])
+        places.append(row)
+    return places
+
+
+def evict(
+    store: TokenStore,
+    lists: RaggedLists,
+    counts: list[list[int]],
+    new: tuple[Tensor, Tensor] | None = None,
+    recent: int = RECENT,
+) -> TokenStore:
+    """The store after an eviction, which the lists follow."""
+    if new is not None:
+        lists.append(*new)
+    columns = store.length + (0 if new is None else new[0].shape[2])
+    places = places_of(counts, lists.counts, recent)
+    kept = kept_tokens(places, lists.counts, columns)
+    lists.keep(places)
+    return evicted(store, new, kept)
+
+
+def check(store: TokenStore, lists: RaggedLists) -> None:
+    """Compare what a store holds with the lists, without a change to it."""
+    held = held_tokens(store)
+    assert held is not None
+    assert held.keys.shape[2] == store.length
+    assert torch.equal(held.counts, lists.counts)
+    for sequence in range(lists.batch):
+        for head in range(KV_HEADS):
+            for side, seen in zip((lists.keys, lists.values), held.of_head(sequence, head), strict=True):
+                expected = side[sequence][head]
+                assert torch.equal(seen[0, 0], torch.stack(expected) if expected else seen[0, 0])
+
+
+def step(store: TokenStore, lists: RaggedLists, tokens: int = 1) -> None:
+    """Take in tokens, and compare attention of the last one."""
+    new = states(lists.batch, tokens)
+    store.validate(*new)
+    returned = store.extend(*new)
+    lists.append(*new)
+    query = torch.randn(lists.batch, HEADS, 1, KEY_DIM, generator=generator)
+    torch.testing.assert_close(loop_attention(query, segments_of(*returned)), lists.attention(query))
+    assert returned[0].shape[2] == store.length
+    check(store, lists)
+
+
+def ragged(counts: list[list[int]] | None = None, tokens: int = 200) -> tuple[RaggedStore, RaggedLists]:
+    """A store of uneven heads: the second sequence has very few tokens."""
+    counts = [[150, 70], [9, 30]] if counts is None else counts
+    lists = RaggedLists(len(counts))
+    store = evict(tail_in_small_steps(), lists, counts, states(len(counts), tokens))
+    assert isinstance(store, RaggedStore)
+    assert store.flat is not None
+    return store, lists
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[[150, 70], [9, 30]], [[64, 128]], [[5, 6]], [[200, 5]], [[129, 65], [64, 63]]],
+)
+def test_heads_attend_to_the_tokens_that_they_keep(counts: list[list[int]]) -> None:
+    store, lists = ragged(counts)
+    check(store, lists)
+    assert store.length == int(lists.counts.max())
+    assert store.tail.length == RECENT
+    for tokens in (1, 1, 3, 40, 1):
+        step(store, lists, tokens)
+
+
+def test_a_head_may_hold_nothing_at_all() -> None:
+    lists = RaggedLists(2)
+    store = evict(DenseStore(), lists, [[0, 30], [3, 0]], states(2, 50))
+    assert isinstance(store, RaggedStore)
+    assert store.tail.length == 0
+    check(store, lists)
+    for _ in range(3):
+        step(store, lists)
+
+
+def test_heads_that_keep_as_many_tokens_stay_in_a_dense_store_without_spare_room() -> None:
+    lists = RaggedLists(2)
+    store = evict(DenseStore(growth_divisor=40, minimum_growth=16), lists, [[80, 80]] * 2, states(2, 160))
+    assert type(store) is DenseStore
+    assert store.nbytes == 2 * KV_HEADS * 80 * (KEY_DIM + VALUE_DIM) * 4
+    check(store, lists)
+    for _ in range(40):
+        step(store, lists)
+    assert store.nbytes <= 2 * KV_HEADS * (120 + 16) * (KEY_DIM + VALUE_DIM) * 4
+
+
+def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
+    store, lists = ragged()
+    flat = int(lists.counts.sum()) - 4 * RECENT
+    assert store.flat is not None
+    pieces = store.flat.tables.counts.shape[2]
+    tail = 2 * KV_HEADS * RECENT
+    assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
+    step(store, lists)
+    grown = 2 * KV_HEADS * (RECENT + 1 + 16)
+    assert store.nbytes == (flat + grown) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
+
+
+def test_planned_bytes_are_those_of_a_store_without_spare_room() -> None:
+    store, _ = ragged([[133, 123]])
+    forms = (StateForm(1, KV_HEADS, dim, torch.float32, torch.device("cpu")) for dim in (KEY_DIM, VALUE_DIM))
+    planned = store.planned_nbytes(*forms, 128, None)
+    assert abs(planned - store.nbytes) <= 3 * 2 * 8
+    assert store.planned_nbytes(store.key_form, store.value_form, 0, None) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("start", ["dense", "ragged"])
+def test_tokens_are_evicted_again_and_again(start: str) -> None:
+    lists = RaggedLists(2)
+    store: TokenStore = DenseStore() if start == "dense" else RaggedStore()
+    for round_ in range(4):
+        counts = [[30 + 20 * round_, 40], [60, 25]]
+        store = evict(store, lists, counts, states(2, 100))
+        check(store, lists)
+        for _ in range(20):
+            step(store, lists)
+        store = evict(store, lists, [[41, 20], [33, 40]])
+        for _ in range(3):
+            step(store, lists)
+    store = evict(store, lists, [[20, 20], [20, 20]])
+    assert type(store) is (RaggedStore if start == "ragged" else type(store))
+    if isinstance(store, RaggedStore):
+        assert store.flat is None
+    step(store, lists)
+
+
+OPERATIONS = ["fork", "select", "drop", "expand", "truncate", "state", "copy", "compact", "trim", "offload"]
+
+
+def operated(operation: str, store: RaggedStore, lists: RaggedLists) -> tuple[RaggedStore, RaggedLists]:
+    if operation == "fork":
+        return store.fork(), lists.copy()
+    if operation == "select":
+        last = lists.batch - 1
+        store.select(torch.tensor([last, 0, last]))
+        lists.select([last, 0, last])
+    elif operation == "drop":
+        store.select(torch.tensor([lists.batch - 1]))
+        lists.select([lists.batch - 1])
+    elif operation == "expand":
+        store.expand(2)
+        lists.select([row for row in range(lists.batch) for _ in range(2)])
+    elif operation == "truncate":
+        store.truncate(store.length - 3)
+        lists.crop(3)
+    elif operation == "state":
+        store = loaded(store)
+    elif operation == "copy":
+        store = copy.deepcopy(store)
+    elif operation == "compact":
+        store.compact()
+    elif operation == "trim":
+        store.trim()
+    else:
+        store.swap_buffers(lambda buffer, start, end: buffer.reallocated(0, end, buffer.capacity))
+    return store, lists
+
+
+def loaded(store: RaggedStore) -> RaggedStore:
+    """A store with the same state, made from its description."""
+
+    def no_layer(*_: object) -> None:
+        raise AssertionError
+
+    context = DescriptionContext(no_layer, store_from_description)
+    twin = store_from_description(store.describe(), context)
+    assert isinstance(twin, RaggedStore)
+    state = store.state()
+    assert twin.check_state(state) == store.length
+    twin.load_state(state)
+    assert twin.length == store.length
+    return twin
+
+
+@pytest.mark.parametrize("second", OPERATIONS)
+@pytest.mark.parametrize("first", OPERATIONS)
+def test_decoding_goes_on_after_operations(first: str, second: str) -> None:
+    store, lists = ragged()
+    step(store, lists)
+    for operation in (first, second):
+        store, lists = operated(operation, store, lists)
+        check(store, lists)
+        step(store, lists, 2)
+    counts = (lists.counts - 5).tolist()
+    other = evict(store, lists, counts)
+    for _ in range(2):
+        step(other, lists)
+
+
+def test_forks_share_the_flat_part_and_go_their_own_ways() -> None:
+    store, lists = ragged()
+    twins = [(store.fork(), lists.copy()) for _ in range(3)]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in store.flat.held_tensors()}  # type: ignore[union-attr]
+    for twin, own in twins:
+        assert {t.untyped_storage().data_ptr() for t in twin.flat.held_tensors()} == storages  # type: ignore[union-attr]
+        step(twin, own, 3)
+        twin.truncate(twin.length - 5)
+        own.crop(5)
+    for twin, own in [*twins, (store, lists)]:
+        step(twin, own)
+
+
+def test_sequences_are_repeated_and_reordered_without_a_copy_of_the_flat_part() -> None:
+    store, _ = ragged()
+    before = store.nbytes
+    store.expand(3)
+    store.select(torch.tensor([5, 0, 0, 3]))
+    states_of_flat = (150 + 70 + 9 + 30 - 4 * RECENT) * (KEY_DIM + VALUE_DIM) * 4
+    assert store.nbytes - before < states_of_flat / 4
+
+
+@pytest.mark.parametrize("operation", ["trim", "compact"])
+def test_memory_of_dropped_sequences_is_given_back(operation: str) -> None:
+    store, lists = ragged()
+    fork, fork_lists = store.fork(), lists.copy()
+    store.select(torch.tensor([1]))
+    lists.select([1])
+    del fork, fork_lists
+    getattr(store, operation)()
+    assert store.flat is not None
+    assert store.flat.places == 9 + 30 - 2 * RECENT
+    check(store, lists)
+    step(store, lists)
+
+
+def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -> None:
+    store, lists = ragged()
+    step(store, lists, 4)
+    returned = store.attended_states()
+    with pytest.raises(RollbackError, match="at least 145"):
+        store.truncate(store.length - 4 - RECENT - 1)
+    check(store, lists)
+    segments_of(*returned)
+    store.truncate(store.length - 4 - RECENT)
+    with pytest.raises(StaleStatesError):
+        segments_of(*returned)
+    lists.crop(4 + RECENT)
+    step(store, lists)
+
+
+def test_heads_that_hold_different_tokens_are_not_read_as_one_tensor() -> None:
+    store, lists = ragged()
+    for read in (
+        lambda: store.newest(store.length),
+        lambda: store.newest_keys(RECENT + 1),
+        lambda: store.newest_values(store.length),
+        store.caller_views,
+        lambda: store.drop_oldest(1),
+        lambda: store.extend_and_evict(*states(2, 1), past=3, kept=4),
+        lambda: store.extend(*states(2, 1), past=RECENT + 1),
+    ):
+        with pytest.raises(UnsupportedLayerError, match="different tokens"):
+            read()
+    check(store, lists)
+    newest = store.newest(RECENT)
+    assert torch.equal(newest[0][1, 1], torch.stack(lists.keys[1][1][-RECENT:]))
+
+
+def test_a_window_within_the_tail_and_a_prefix_are_attended_to() -> None:
+    store, lists = ragged()
+    new, prefix = states(2, 1), states(2, 7)
+    keys, values = store.fork().extend(*new, past=RECENT)
+    assert keys.shape[2] == values.shape[2] == RECENT + 1
+    returned = store.extend(*new, prefix_states=prefix)
+    lists.append(*new)
+    whole = lists.copy()
+    for sequence in range(2):
+        for head in range(KV_HEADS):
+            whole.keys[sequence][head] += prefix[0][sequence, head].unbind()
+            whole.values[sequence][head] += prefix[1][sequence, head].unbind()
+    query = torch.randn(2, HEADS, 1, KEY_DIM, generator=generator)
+    torch.testing.assert_close(loop_attention(query, segments_of(*returned)), whole.attention(query))
+
+
+def test_other_states_are_refused() -> None:
+    store, lists = ragged([[3, 40], [20, 6]])
+    store.truncate(store.length - store.tail.length)
+    lists.crop(3)
+    with pytest.raises(StateMismatchError, match="batch size 2"):
+        store.validate(*states(3, 1))
+    with pytest.raises(StateMismatchError, match="dtype"):
+        store.validate(*(side.half() for side in states(2, 1)))
+    step(store, lists)
+
+
+def test_a_cleared_store_starts_anew() -> None:
+    store, _ = ragged()
+    store.clear()
+    assert store.length == 0
+    assert store.flat is None
+    lists = RaggedLists(1)
+    step(store, lists, 30)
+    store = evict(store, lists, [[10, 12]])
+    step(store, lists)
+
+
+def test_no_token_is_evicted_from_other_stores() -> None:
+    store = StaticStore(20)
+    new = states(1, 10)
+    store.validate(*new)
+    store.append(*new)
+    with pytest.raises(UnsupportedLayerError, match="StaticStore"):
+        held_tokens(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("piece_counts", lambda table: table - 1000, "0 to 64"),
+        ("piece_counts", lambda table: table * 0, "column"),
+        ("piece_counts", lambda table: table.int(), "int64"),
+        ("piece_counts", lambda table: table.float(), "int64"),
+        ("piece_counts", lambda table: table[:1], "int64"),
+        ("piece_counts", lambda table: table.clamp(max=3) + 62, "0 to 64"),
+        ("piece_starts", lambda table: table - 1, "within"),
+        ("piece_starts", lambda table: table + 2**62, "within"),
+        ("piece_starts", lambda table: table + 30, "within"),
+        ("piece_starts", lambda table: table[:, :, :1], "int64"),
+        ("ragged_columns", lambda numbers: numbers * 0, "column"),
+        ("ragged_columns", lambda numbers: numbers * 1000, "column"),
+        ("ragged_columns", lambda numbers: numbers + 100, "tail"),
+        ("ragged_columns", lambda numbers: -numbers - 1, "tail"),
+        ("ragged_columns", lambda numbers: numbers[:2], "three numbers"),
+        ("ragged_columns", lambda numbers: numbers.double(), "three numbers"),
+        ("flat_keys", lambda keys: keys[:, :, :5], "same tokens"),
+        ("flat_keys", lambda keys: keys.half(), "form"),
+        ("flat_values", lambda values: values[..., :4], "form"),
+        ("keys", lambda keys: keys[:1], "same tokens"),
+    ],
+)
+def test_states_of_damaged_files_are_refused(name: str, change: object, message: str) -> None:
+    store, _ = ragged()
+    state = store.state()
+    state[name] = change(state[name])  # type: ignore[operator]
+    with pytest.raises(StateMismatchError, match=message):
+        RaggedStore().check_state(state)
+
+
+@pytest.mark.parametrize("missing", ["piece_counts", "ragged_columns", "flat_keys", "keys"])
+def test_states_that_lack_a_tensor_are_refused(missing: str) -> None:
+    state = ragged()[0].state()
+    del state[missing]
+    with pytest.raises(StateMismatchError, match="take the state again"):
+        RaggedStore().check_state(state)

@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     )
     from kvlayers.evaluation.requests import ContinuationScore
     from kvlayers.evaluation.score import score
+    from kvlayers.eviction import (
+        EvictionRule,
+        eviction_rule_names,
+        register_eviction_rule,
+        unregister_eviction_rule,
+    )
     from kvlayers.generation.generate import generate
     from kvlayers.generation.install import install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
@@ -181,6 +187,7 @@ _NAMES = {
     ),
     "evaluation.requests": ("ContinuationScore",),
     "evaluation.score": ("score",),
+    "eviction": ("EvictionRule", "eviction_rule_names", "register_eviction_rule", "unregister_eviction_rule"),
     "caches.export": ("ExportableDecoder",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
@@ -281,6 +288,7 @@ __all__ = [
     "EvictingCache",
     "EvictingLayer",
     "EvictionPolicy",
+    "EvictionRule",
     "Explanation",
     "ExportableDecoder",
     "StaticStore",
@@ -352,6 +360,7 @@ __all__ = [
     "cache_class_names",
     "cache_names",
     "calibrate",
+    "eviction_rule_names",
     "free_reservations",
     "generate",
     "inspect_cache",
@@ -365,6 +374,7 @@ __all__ = [
     "quantizer_names",
     "register",
     "register_cache_class",
+    "register_eviction_rule",
     "register_export_support",
     "register_layer",
     "register_quantizer",
@@ -376,6 +386,7 @@ __all__ = [
     "uninstall",
     "unregister",
     "unregister_cache_class",
+    "unregister_eviction_rule",
     "unregister_layer",
     "unregister_quantizer",
     "unregister_store",

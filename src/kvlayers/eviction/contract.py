@@ -14,7 +14,7 @@ ALL_QUERIES = -1
 
 
 class EvictionRule(ABC):
-    """Scores tokens. Those with the lowest scores are evicted first.
+    """Scores tokens; the tokens with the lowest scores are evicted first.
 
     A rule has no state: equal inputs give equal scores. The layer decides how many tokens are kept, and always keeps
     the sinks and the newest tokens; it never passes padding. A rule need not know any of that.

@@ -55,7 +55,7 @@ class PageBounds:
         self._is_shared = False
         """Whether a fork may hold the same buffer, in which case nobody writes to it."""
         self._places: Tensor | None = None
-        """Starts and ends of all pages, int64 `[2, pages]`, made when pages of different lengths are first asked for."""
+        """Starts and ends of all pages, int64 `[2, pages]`, made when they are first asked for."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -144,12 +144,12 @@ class PageBounds:
 
         Args:
             length: tokens that are left.
-            packed: tokens, counted from the beginning, that cannot be taken apart. A page of them is cut, and keeps its
+            packed: tokens, counted from the beginning, that are in blocks. A page of them is cut, and keeps its
                 bounds. Any other page is forgotten, since its tokens can be put into a page again.
         """
         kept = self.pages_within(length)
         start = self.start_of(kept)
-        is_cut = kept < len(self._ends) and start < length < packed
+        is_cut = kept < len(self._ends) and start < length <= packed
         if is_cut or kept < len(self._ends):
             self._places = None
             self._ends[kept:] = [length] if is_cut else []
@@ -171,7 +171,7 @@ class PageBounds:
         """
         if self._buffer is None:
             raise StateMismatchError("There are no pages to choose from: update the layer first.")
-        batch, heads, _, head_dim = query.shape
+        batch, _, _, head_dim = query.shape
         bounds = self._buffer.read(first, last - first)
         rows = query.reshape(batch, bounds.shape[1], -1, head_dim)
         if query.device.type == "cpu":

@@ -1,0 +1,220 @@
+"""Selections are those of a loop over sequences, heads and tokens."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlayers.errors import OptionError
+from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
+from kvlayers.eviction.highest import highest
+from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import select
+
+
+def kept_sets(kept: KeptTokens) -> list[list[list[int]]]:
+    """The kept tokens of each sequence and head, after a check of the form of the result."""
+    batch, heads, most = kept.indices.shape
+    assert kept.indices.dtype == kept.counts.dtype == torch.int64
+    assert kept.counts.device.type == "cpu"
+    assert kept.counts.shape == (batch, heads)
+    assert most == int(kept.counts.max())
+    result = []
+    for row in range(batch):
+        result.append([])
+        for head in range(heads):
+            count = int(kept.counts[row, head])
+            numbers = kept.indices[row, head].tolist()
+            assert numbers[: most - count] == [0] * (most - count)
+            assert numbers[most - count :] == sorted(set(numbers[most - count :]))
+            result[-1].append(numbers[most - count :])
+    return result
+
+
+def order(scores: list[float], always: set[int], padding: int) -> list[int]:
+    """The tokens of one head from the best to the worst, without padding; the first of equal ones first."""
+
+    def key(token: int) -> tuple[bool, float]:
+        score = scores[token]
+        return token not in always, math.inf if math.isnan(score) else -score
+
+    return sorted(range(padding, len(scores)), key=key)
+
+
+def slow_even(scores: Tensor, keep: list[int], sinks: int, recent: int, padding: list[int]) -> list[list[list[int]]]:
+    tokens = scores.shape[2]
+    result = []
+    for row in range(scores.shape[0]):
+        front = padding[row]
+        always = {token for token in range(front, tokens) if token < front + sinks or token >= tokens - recent}
+        count = min(max(keep[row], sinks + recent), tokens - front)
+        result.append([sorted(order(head.tolist(), always, front)[:count]) for head in scores[row]])
+    return result
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_even_heads_keep_the_best_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    batch, heads, tokens = rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 40)
+    # Few different scores, so that many are equal.
+    scores = torch.randint(-2, 3, (batch, heads, tokens)).float()
+    if seed % 3 == 0:
+        hostile = [math.nan, math.inf, -math.inf]
+        scores = torch.where(torch.rand(scores.shape) < 0.3, torch.tensor(rng.choices(hostile, k=tokens)), scores)
+    keep = [rng.randint(0, tokens + 5) for _ in range(batch)]
+    padding = [rng.randint(0, tokens) for _ in range(batch)]
+    sinks, recent = rng.randint(0, 4), rng.randint(0, 6)
+    # Minus infinity is as low as NaN, and infinity as high as the largest number.
+    plain = scores.nan_to_num(nan=-1e9, neginf=-1e9)
+    found = kept_sets(select(scores, keep, sinks=sinks, recent=recent, padding=padding))
+    assert found == slow_even(plain, keep, sinks, recent, padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_scores_of_every_dtype_select(dtype: torch.dtype) -> None:
+    scores = torch.randn(2, 3, 50).to(dtype)
+    found = select(scores, 20, sinks=4, recent=8)
+    assert found.are_even
+    assert kept_sets(found) == slow_even(scores.double(), [20, 20], 4, 8, [0, 0])
+
+
+def test_close_scores_of_float64_are_told_apart() -> None:
+    scores = 1 + torch.arange(8, dtype=torch.float64).flip(0)[None, None] * 1e-12
+    assert kept_sets(select(scores, 3)) == [[[0, 1, 2]]]
+
+
+def test_scores_are_not_written_to() -> None:
+    scores = torch.tensor([[[math.nan, 1.0, -math.inf, 3.0]]])
+    before = scores.clone()
+    select(scores, 2, sinks=1, head_budgets=AdaptiveHeads())
+    torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
+
+
+def slow_adaptive(scores: Tensor, keep: int, always: set[int], front: int, floor: float) -> list[int]:
+    """Tokens of each head: the safe ones of each head, and then the best of all heads until there are enough."""
+    heads, tokens = scores.shape
+    keep = min(keep, tokens - front)
+    orders = [order(scores[head].tolist(), always, front) for head in range(heads)]
+    chosen = {(head, token) for head in range(heads) for token in orders[head][: int(keep * floor)]}
+    chosen |= {(head, token) for head in range(heads) for token in always}
+    rest = [(-float(scores[head, token]), head, token) for head in range(heads) for token in range(front, tokens)]
+    for _, head, token in sorted(rest):
+        if len(chosen) < keep * heads:
+            chosen.add((head, token))
+    return [sum(own == head for own, _ in chosen) for head in range(heads)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_adaptive_heads_keep_the_best_tokens_of_all_heads(seed: int) -> None:
+    rng = random.Random(seed)
+    heads, tokens = rng.randint(1, 5), rng.randint(10, 60)
+    padding, sinks, recent = [0, rng.randint(0, tokens)], rng.randint(0, 3), rng.randint(0, 5)
+    # Heads with higher scores than others, and scores that no two tokens share.
+    scores = torch.randn(2, heads, tokens) + torch.randn(2, heads, 1) * 2
+    keep = [rng.randint(sinks + recent, tokens) for _ in range(2)]
+    floor = rng.choice([0.0, 0.2, 1.0])
+    found = select(scores, keep, sinks=sinks, recent=recent, padding=padding, head_budgets=AdaptiveHeads(floor))
+    sets = kept_sets(found)
+    for row in range(2):
+        front = padding[row]
+        always = {token for token in range(front, tokens) if token < front + sinks or token >= tokens - recent}
+        expected = slow_adaptive(scores[row], keep[row], always, front, floor)
+        assert found.counts[row].tolist() == expected
+        for head in range(heads):
+            best = order(scores[row, head].tolist(), always, front)[: expected[head]]
+            assert sets[row][head] == sorted(best)
+
+
+def test_a_floor_of_one_is_even() -> None:
+    scores = torch.randn(1, 4, 50) + torch.arange(4)[:, None] * 10.0
+    assert select(scores, 20, head_budgets=AdaptiveHeads(1)).counts.tolist() == [[20] * 4]
+    assert select(scores, 20, head_budgets=AdaptiveHeads(0)).counts.tolist() == [[0, 0, 30, 50]]
+    assert select(scores, 20, head_budgets=AdaptiveHeads()).counts.tolist() == [[4, 4, 22, 50]]
+
+
+def test_heads_with_equal_scores_keep_as_many() -> None:
+    scores = torch.randn(2, 1, 100).expand(2, 4, 100)
+    found = select(scores, 30, sinks=4, recent=8, padding=[0, 80], head_budgets=AdaptiveHeads())
+    assert found.counts.tolist() == [[30] * 4, [20] * 4]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("budgets", [EvenHeads(), AdaptiveHeads()], ids=["even", "adaptive"])
+def test_heads_keep_whole_multiples_or_all(budgets: HeadBudgets, seed: int) -> None:
+    rng = random.Random(seed)
+    heads, tokens, multiple = rng.randint(1, 5), rng.randint(1, 200), rng.choice([1, 8, 16])
+    front, sinks, recent = rng.randint(0, tokens), rng.randint(0, 4), rng.randint(0, 12)
+    keep = rng.randint(0, tokens)
+    scores = torch.randn(1, heads, tokens) + torch.randn(1, heads, 1) * 2
+    found = select(scores, keep, sinks=sinks, recent=recent, padding=[front], head_budgets=budgets, multiple=multiple)
+    sets, most = kept_sets(found), tokens - front
+    least = min(-(-(sinks + recent) // multiple) * multiple, most)
+    for head, count in enumerate(found.counts[0].tolist()):
+        assert count % multiple == 0 or count == most
+        assert least <= count <= most
+        always = {token for token in range(front, tokens) if token < front + sinks or token >= tokens - recent}
+        assert sets[0][head] == sorted(order(scores[0, head].tolist(), always, front)[:count])
+    # Never more than was asked for, unless every head keeps the least; and hardly less.
+    total = int(found.counts.sum())
+    assert total <= max(keep, least) * heads
+    assert total > min(keep, most) * heads - multiple * (heads if isinstance(budgets, EvenHeads) else 1)
+
+
+def test_a_short_sequence_keeps_all_and_padding_counts_for_nothing() -> None:
+    scores = torch.randn(3, 2, 100)
+    for budgets in (EvenHeads(), AdaptiveHeads()):
+        found = select(scores, [50, 50, 50], sinks=4, recent=8, padding=[0, 90, 100], head_budgets=budgets)
+        assert found.counts.sum(1).tolist() == [100, 20, 0]
+        assert kept_sets(found)[1] == [list(range(90, 100))] * 2
+
+
+def test_nothing_but_padding_keeps_nothing() -> None:
+    found = select(torch.randn(2, 3, 10), 5, padding=[10, 10], head_budgets=AdaptiveHeads())
+    assert found.indices.shape == (2, 3, 0)
+    assert found.are_even
+
+
+def test_the_same_tokens_are_kept_with_and_without_padding() -> None:
+    scores = torch.randn(1, 3, 80)
+    for budgets in (EvenHeads(), AdaptiveHeads()):
+        plain = select(scores, 30, sinks=2, recent=5, head_budgets=budgets)
+        longer = torch.cat((torch.full((1, 3, 20), 99.0), scores), dim=2)
+        padded = select(longer, 30, sinks=2, recent=5, padding=[20], head_budgets=budgets)
+        assert torch.equal(plain.counts, padded.counts)
+        assert kept_sets(plain) == [[[token - 20 for token in head] for head in kept_sets(padded)[0]]]
+
+
+def test_highest_takes_the_first_of_equal_scores() -> None:
+    scores = torch.tensor([[[1.0, 2.0, 2.0, 2.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0]]])
+    assert highest(scores, torch.tensor([[2, 3]])).tolist() == [
+        [[False, True, True, False, False], [True, True, True, False, False]]
+    ]
+    assert not highest(scores, torch.tensor([[0, 0]])).any()
+    assert highest(scores, torch.tensor([[5, 0]])).sum(-1).tolist() == [[5, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("keep", {"keep": -1}),
+        ("keep", {"keep": [3]}),
+        ("keep", {"keep": [3, -1]}),
+        ("sinks", {"sinks": -1}),
+        ("recent", {"recent": -1}),
+        ("multiple", {"multiple": 0}),
+        ("padding", {"padding": [0]}),
+        ("padding", {"padding": [0, 9]}),
+        ("padding", {"padding": [0, -1]}),
+    ],
+)
+def test_wrong_numbers_are_named(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=f"`{name}`"):
+        select(torch.zeros(2, 1, 8), **{"keep": 3, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.1, math.nan, True, "a", None])
+def test_a_wrong_floor_is_named(floor: object) -> None:
+    with pytest.raises(OptionError, match="floor"):
+        AdaptiveHeads(floor)  # type: ignore[arg-type]

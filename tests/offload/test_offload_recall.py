@@ -1,9 +1,10 @@
 """Recall over offloaded states: what a query reads is that of a layer on its device, and little travels."""
 
 import copy
+import gc
 import pathlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvlayers import OffloadedLayer, Prefetcher, Quantization, Recall, RecallLay
 from kvlayers.offload import DiskMemory, Traffic
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.stores.quantized import QuantizedStore
+from race_detector import RaceDetector
 
 KV_HEADS, HEAD_DIM = 2, 8
 HEADS = 2 * KV_HEADS
@@ -221,6 +223,39 @@ def test_the_device_holds_a_bounded_part(tmp_path: pathlib.Path) -> None:
     assert held < pair.plain.nbytes / 4
     pair.both(lambda layer: layer.reset())
     assert sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE) == 0
+
+
+@pytest.fixture
+def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
+    with RaceDetector().installed(monkeypatch) as detector:
+        yield detector
+        gc.collect()
+
+
+@on_a_device
+def test_nothing_races(detector: RaceDetector) -> None:
+    prefetcher = Prefetcher()
+    layers = [OffloadedLayer(RecallLayer(RECALL), prefetcher) for _ in range(3)]
+
+    def forward(*chunks: int) -> None:
+        for tokens in chunks:
+            for layer in layers:
+                keys, values = (torch.ones(2, KV_HEADS, tokens, HEAD_DIM, device=DEVICE) for _ in range(2))
+                query = torch.ones(2, HEADS, tokens, HEAD_DIM, device=DEVICE)
+                scaled_dot_product_attention(query, *layer.update(keys, values), enable_gqa=True)
+
+    forward(150, *[1] * 40, 7, 1, 1)
+    for layer in layers:
+        layer.crop(-2)
+        layer.batch_select_indices([1, 0])
+    forward(1, 1)
+    read = [layer.keys for layer in layers]
+    forward(1)
+    twins = [layer.fork() for layer in layers]
+    forward(1)
+    del twins, read
+    layers.clear()
+    gc.collect()
 
 
 def test_a_pickle_has_nothing_that_is_on_the_device(tmp_path: pathlib.Path) -> None:

@@ -257,6 +257,11 @@ class EvictingLayer(TokenLayer):
 
     @property
     @override
+    def batch_size(self) -> int | None:
+        return super().batch_size if self._new is None else int(self._new[0].shape[0])
+
+    @property
+    @override
     def capacity(self) -> int | None:
         return None
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvlayers.caches.base import Cache
     from kvlayers.caches.dynamic import DynamicCache
     from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+    from kvlayers.caches.evicting import EvictingCache
     from kvlayers.caches.export import ExportableDecoder
     from kvlayers.caches.operations import CacheState
     from kvlayers.caches.pytrees import register_export_support
@@ -75,12 +76,15 @@ if TYPE_CHECKING:
         CacheLayer,
         Checkpoints,
         DynamicLayer,
+        EvictingLayer,
         HybridLayer,
         LayerOperations,
         LayerState,
         LinearAttentionLayer,
         OffloadedLayer,
         QuantizedLayer,
+        Recall,
+        RecallLayer,
         SinkLayer,
         SlidingLayer,
         StaticLayer,
@@ -196,12 +200,15 @@ _NAMES = {
         "CacheLayer",
         "Checkpoints",
         "DynamicLayer",
+        "EvictingLayer",
         "HybridLayer",
         "LayerOperations",
         "LayerState",
         "LinearAttentionLayer",
         "OffloadedLayer",
         "QuantizedLayer",
+        "Recall",
+        "RecallLayer",
         "SinkLayer",
         "SlidingLayer",
         "StaticLayer",
@@ -228,6 +235,7 @@ _NAMES = {
     "caches.quantized": ("QuantizedCache", "QuantizedCacheConfig"),
     "quantizers": ("quantizer_names", "register_quantizer", "unregister_quantizer"),
     "rope.rotary": ("Rotary",),
+    "caches.evicting": ("EvictingCache",),
     "caches.sink": ("SinkCache",),
     "caches.static": ("StaticCache",),
     "stores": (
@@ -277,6 +285,8 @@ __all__ = [
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
+    "EvictingCache",
+    "EvictingLayer",
     "EvictionPolicy",
     "EvictionRule",
     "Explanation",
@@ -323,6 +333,8 @@ __all__ = [
     "QuantizedStore",
     "QuantoQuantizedCache",
     "ReadOnlyStatesError",
+    "Recall",
+    "RecallLayer",
     "RegistryError",
     "RollbackError",
     "Rotary",

@@ -11,10 +11,11 @@ from kvlayers.errors import StaleStatesError
 from kvlayers.stores import StaticStore
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
-from kvlayers.stores.ragged import RaggedStore, tail_in_small_steps
+from kvlayers.stores.ragged import RaggedStore
 from kvlayers.stores.registry import store_from_description
 from ragged_reference import (
     HEADS,
@@ -99,7 +100,7 @@ def ragged(counts: list[list[int]] | None = None, tokens: int = 200) -> tuple[Ra
     """A store of uneven heads: the second sequence has very few tokens."""
     counts = [[150, 70], [9, 30]] if counts is None else counts
     lists = RaggedLists(len(counts))
-    store = evict(tail_in_small_steps(), lists, counts, states(len(counts), tokens))
+    store = evict(dense_in_small_steps(), lists, counts, states(len(counts), tokens))
     assert isinstance(store, RaggedStore)
     assert store.flat is not None
     return store, lists

@@ -80,7 +80,7 @@ def attend_packed(
         if is_causal:
             mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=query.device).tril()
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-        return dispatch.attend(query, snapshot.read(), mask, scale, snapshot.paths).contiguous()
+        return dispatch.attend(query, snapshot.read_for(query, mask), mask, scale, snapshot.paths).contiguous()
 
 
 @attend_packed.register_fake

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gqa import kv_head_copies
+from kvlayers.attention.gqa import attend_dense, kv_head_copies
 from kvlayers.attention.packed_operators import attend_packed
 from kvlayers.attention.packed_tensor import (
     UNCHANGED,
@@ -56,6 +56,31 @@ def observed(keys: Tensor, values: Tensor, observe: Callable[[Tensor], None]) ->
     return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
 
+def choosing(
+    keys: Tensor,
+    values: Tensor,
+    choose: Callable[[Tensor, KVSegments, Tensor | None], KVSegments],
+    version: Version,
+    paths: PathCounter,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values that an update returns, of which each query chooses what it attends to.
+
+    Args:
+        keys: `[batch, kv_heads, tokens, key_head_dim]`, plain or packed.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
+        choose: see `Snapshot.choose`.
+        version: version of plain states. Packed ones have that of their store.
+        paths: counts the paths of attention on plain states.
+    """
+    if isinstance(keys, PackedStates):
+        snapshot = replace(keys.snapshot, choose=choose)
+    else:
+        plain = DenseSegment(keys.as_subclass(Tensor), values)
+        segments, count = KVSegments((plain,)), keys.shape[2]
+        snapshot = Snapshot(segments, keys.dtype, keys.device, version, version.number, count, paths, choose=choose)
+    return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
+
+
 NEEDS_GRADIENTS = "autograd follows what is computed"
 
 
@@ -74,13 +99,10 @@ def _attention(
     if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
         return obstacle
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
-    segments = snapshot.read_for(query)
+    segments = snapshot.read_for(query, attn_mask)
     only = segments.only_dense
-    if only is not None and query.shape[2] > 1:
-        shares_heads = query.shape[1] != only.keys.shape[1]
-        return scaled_dot_product_attention(
-            query, only.keys, only.values, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=shares_heads
-        )
+    if only is not None:
+        return attend_dense(query, only.keys, only.values, attn_mask, is_causal, scale)
     if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
         return NEEDS_GRADIENTS
     if is_causal:

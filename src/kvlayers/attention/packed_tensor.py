@@ -57,7 +57,7 @@ class Snapshot:
         length: tokens that the store held at that time.
         paths: counts the paths that attention on the segments takes.
         observe: called with the queries that attend, `[batch, heads, queries, head_dim]`, before attention is computed.
-        choose: replaces the segments by those that these queries attend to.
+        choose: given queries, the segments and the mask, the segments that these queries attend to.
     """
 
     segments: KVSegments
@@ -68,7 +68,7 @@ class Snapshot:
     length: int
     paths: PathCounter
     observe: Callable[[Tensor], None] | None = None
-    choose: Callable[[Tensor, KVSegments], KVSegments] | None = None
+    choose: Callable[[Tensor, KVSegments, Tensor | None], KVSegments] | None = None
 
     def __post_init__(self) -> None:
         self.version.handle.newest = weakref.ref(self)
@@ -86,10 +86,15 @@ class Snapshot:
             )
         return self.segments
 
-    def read_for(self, query: Tensor) -> KVSegments:
-        """The segments that queries `[batch, heads, queries, head_dim]` attend to; raises as `read`."""
+    def read_for(self, query: Tensor, mask: Tensor | None = None) -> KVSegments:
+        """The segments that queries attend to; raises as `read`.
+
+        Args:
+            query: `[batch, heads, queries, head_dim]`.
+            mask: mask of all tokens, broadcast to `[batch, heads, queries, tokens]`; `None` if it is not known yet.
+        """
         segments = self.read()
-        return segments if self.choose is None else self.choose(query, segments)
+        return segments if self.choose is None else self.choose(query, segments, mask)
 
     def dense(self, side: Side) -> Tensor:
         """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""

@@ -15,7 +15,7 @@ from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
-from kvlayers.layers import Checkpoints
+from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.static import check_reserved
 from kvlayers.stores import Buckets
 from kvlayers.upstream import model_layers, model_types
@@ -85,6 +85,7 @@ class OffloadedCache(DynamicCache):
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        recall: Recall | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             ddp_cache_data,
@@ -95,6 +96,7 @@ class OffloadedCache(DynamicCache):
             offload_device,
             offload_directory,
             checkpoints,
+            recall,
         )
 
 

@@ -61,7 +61,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     is_pair = False
     """Whether the cache has one part for self-attention and one for cross-attention."""
     rotates_keys = False
-    """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE and the padding."""
+    """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE."""
+    learns_padding = False
+    """Whether the cache must know the model and the padding before the first tokens; see `prepare`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
     _traces: Mapping[int, int] = MappingProxyType({})

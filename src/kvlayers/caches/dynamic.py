@@ -12,10 +12,10 @@ from typing_extensions import Self, override
 
 from kvlayers.caches import nested_tuples
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import dynamic_layers
+from kvlayers.caches.from_config import dynamic_layers, full_attention_layer
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
-from kvlayers.layers import Checkpoints, DynamicLayer, SlidingLayer
+from kvlayers.layers import Checkpoints, DynamicLayer, Recall, SlidingLayer
 from kvlayers.layers.arguments import whole_number
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import model_types
@@ -49,6 +49,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         offload_directory: the directory of these files, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments.
+        recall: how a single query chooses the pages that it attends to in layers of full attention, `Recall` or a
+            mapping of its arguments. Without it, a query attends to every token.
         ddp_cache_data: states to begin with. For each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
             and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
 
@@ -58,6 +60,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
         LegacyFormatError: the states are nested in another way.
     """
+
+    recall: Recall | None = None
 
     @checks_options
     def __init__(
@@ -70,7 +74,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        recall: Recall | Mapping[str, Any] | None = None,
     ) -> None:
+        self.recall = None if recall is None else Recall.of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
                 f"expected states as the first argument, but saw a {type(ddp_cache_data).__name__}: pass it as "
@@ -85,14 +91,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         given = nested_tuples.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
-            layers = dynamic_layers(config, length_hint, checkpoints)
+            layers = dynamic_layers(config, length_hint, checkpoints, self.recall)
             if len(given) > len(layers):
                 raise LayerIndexError(
                     f"expected states for at most {len(layers)} layers, as the config has, but saw {len(given)}."
                 )
         else:
-            layers = [_layer_for(states, length_hint) for states in given]
-        make_layer = None if layers else functools.partial(DynamicLayer, length_hint=length_hint)
+            layers = [_layer_for(states, length_hint, self.recall) for states in given]
+        make_layer = None if layers else functools.partial(full_attention_layer, length_hint, self.recall)
         super().__init__(
             layers or None, make_layer, offloading, offload_only_non_sliding, offload_device, offload_directory
         )
@@ -113,13 +119,23 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         """False: shapes change at every token, and transformers does not compile around such a cache."""
         return False
 
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), **({} if self.recall is None else self.recall.facts())}
+
     @classmethod
     @override
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         cache = super().from_description(options, layers, context)
+        cache.recall = Recall.in_facts(options)
         if options["grows"]:
-            cache.make_more_with(DynamicLayer)
+            cache.make_more_with(functools.partial(full_attention_layer, recall=cache.recall))
         return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return dynamic_layers(config, recall=Recall.in_facts(options))
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:
@@ -152,10 +168,12 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         return cache
 
 
-def _layer_for(states: tuple[Tensor | None, ...], length_hint: int | None) -> DynamicLayer | SlidingLayer:
+def _layer_for(
+    states: tuple[Tensor | None, ...], length_hint: int | None, recall: Recall | None
+) -> DynamicLayer | SlidingLayer:
     if isinstance(states, nested_tuples.WindowedStates):
         return SlidingLayer(states.sliding_window)
     sliding_window = states[2] if len(states) == 3 else None
-    return (
-        DynamicLayer(length_hint) if sliding_window is None else SlidingLayer(whole_number(sliding_window, "a window"))
-    )
+    if sliding_window is None:
+        return full_attention_layer(length_hint, recall)
+    return SlidingLayer(whole_number(sliding_window, "a window"))

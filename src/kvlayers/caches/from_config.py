@@ -5,12 +5,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from kvlayers.errors import ConfigError, UnsupportedLayerError
+from kvlayers.eviction.for_model import rotaries_for
+from kvlayers.eviction.settings import found_rule
 from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.evicting_config import EvictingConfig
 from kvlayers.layers.hybrid import HybridLayer
 from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
+from kvlayers.layers.recall import RecallLayer
+from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
 from kvlayers.layers.static import StaticLayer
@@ -23,12 +28,17 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
 from kvlayers.stores.masking import MaskExtent
+from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.upstream import compat, model_layers, model_types
+from kvlayers.upstream.attention_scale import attention_scale
 from kvlayers.upstream.model_layers import LayerSpec
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""
+
+FULL = "full_attention"
+"""The layer type that attends to every token."""
 
 RECURRENT = ("linear_attention", "conv")
 """Layer types that have states of a fixed size and do not attend."""
@@ -54,19 +64,39 @@ class Reservation:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def dynamic_layers(config: object, length_hint: int | None = None, checkpoints: CheckpointOptions = None) -> list[Any]:
+def dynamic_layers(
+    config: object,
+    length_hint: int | None = None,
+    checkpoints: CheckpointOptions = None,
+    recall: Recall | None = None,
+) -> list[Any]:
     """A layer that grows for each layer of a model; transformers' layer if kvlayers has no kind for the layer type.
 
     Args:
         config: config of the model.
         length_hint: the most tokens that are expected, if known.
         checkpoints: see `Checkpoints`, for layers with recurrent states.
+        recall: how single queries choose the pages that they attend to in layers of full attention, if they do.
     """
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: DynamicLayer(length_hint=length_hint),
+        "full_attention": lambda spec: full_attention_layer(length_hint, recall),
         **dict.fromkeys(WINDOWED, lambda spec: SlidingLayer(spec.options["sliding_window"])),
     }
     return _layers(config, kinds, checkpoints)
+
+
+def full_attention_layer(length_hint: int | None = None, recall: Recall | None = None) -> DynamicLayer:
+    """A layer that keeps every token in full precision; single queries choose pages of it if `recall` is given."""
+    return DynamicLayer(length_hint) if recall is None else RecallLayer(recall, length_hint)
+
+
+def packed_attention_layer(
+    quantization: Quantization, length_hint: int | None = None, recall: Recall | None = None
+) -> DynamicLayer:
+    """As `full_attention_layer`, with most tokens in packed codes."""
+    if recall is None:
+        return quantized_layer(quantization, length_hint)
+    return RecallLayer(recall, store=QuantizedStore(quantization, length_hint))
 
 
 def every_token_layers(
@@ -199,6 +229,7 @@ def quantized_layers(
     quantize_sliding: bool,
     length_hint: int | None = None,
     checkpoints: CheckpointOptions = None,
+    recall: Recall | None = None,
 ) -> list[Any]:
     """As `dynamic_layers`, with full attention quantized, and windows too if `quantize_sliding` is true.
 
@@ -217,7 +248,7 @@ def quantized_layers(
         return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: quantized_layer(quantization.of_layer(spec.index), length_hint),
+        "full_attention": lambda spec: packed_attention_layer(quantization.of_layer(spec.index), length_hint, recall),
         **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
     }
     return _layers(config, kinds, checkpoints)
@@ -240,14 +271,8 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
         if not _attends_beyond(spec, sink_config.window_length):
             continue
         forgetful = False
-        layer = adapted(layers[index])
-        if layer.is_recurrent and layer.is_upstream:
-            raise ConfigError(
-                f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
-                f"{type(layers[index]).__name__}: use a DynamicCache, or a newer transformers."
-            )
         sinks = sink_config.layer(rotary if rotations is None else rotations[index])
-        layers[index] = HybridLayer(sinks, layers[index].linear) if layer.is_recurrent else sinks
+        layers[index] = _beside_recurrent(layers[index], sinks)
     if forgetful:
         raise ConfigError(
             f"expected a layer that attends to more than {sink_config.window_length} tokens, but saw "
@@ -255,6 +280,53 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
             "DynamicCache."
         )
     return layers
+
+
+def evicting_layers(config: object, evicting: EvictingConfig, rotary: Rotary | None = None) -> list[Any]:
+    """As `dynamic_layers`, with full attention that evicts tokens. Layers with a window stay as they are.
+
+    Args:
+        config: config of the model.
+        evicting: how evicting layers are made.
+        rotary: how the keys of all layers are rotated; as the config says if it is not given.
+
+    Raises:
+        ConfigError: no layer has full attention, attention depends on the columns of tokens, or the rule needs to know
+            how keys are rotated, and kvlayers does not know that.
+    """
+    if model_types.goes_by_columns(config):
+        raise ConfigError(
+            f"The attention of '{model_types.decoder_config(config).model_type}' depends on how many tokens the cache "
+            "holds before a token (ALiBi, relative positions, or local attention), so none of them may be evicted: use "
+            "a DynamicCache."
+        )
+    specs, layers = model_layers.layer_specs(config), dynamic_layers(config)
+    full = [index for index, spec in enumerate(specs) if HYBRID.get(spec.layer_type, spec.layer_type) == FULL]
+    if not full:
+        raise ConfigError(
+            f"A cache evicts tokens of full attention, but the layers of the model are "
+            f"{', '.join(sorted({spec.layer_type for spec in specs}))}: use a DynamicCache."
+        )
+    rotations = rotaries_for(found_rule(evicting.rule)[0], config, rotary)
+    made = evicting.layers([rotations[index] for index in full], attention_scale(config))
+    for index, layer in zip(full, made, strict=True):
+        layers[index] = _beside_recurrent(layers[index], layer)
+    return layers
+
+
+def _beside_recurrent(dynamic: Any, attention: TokenLayer) -> Any:
+    """A layer with this attention, and with the recurrent part of `dynamic` if it has one.
+
+    Raises:
+        ConfigError: kvlayers does not hold the recurrent states of the layer.
+    """
+    layer = adapted(dynamic)
+    if layer.is_recurrent and layer.is_upstream:
+        raise ConfigError(
+            f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
+            f"{type(dynamic).__name__}: use a DynamicCache, or a newer transformers."
+        )
+    return HybridLayer(attention, dynamic.linear) if layer.is_recurrent else attention
 
 
 def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:

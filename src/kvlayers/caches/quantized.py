@@ -9,12 +9,11 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import quantized_layers
+from kvlayers.caches.from_config import packed_attention_layer, quantized_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
-from kvlayers.layers import Checkpoints
+from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.quantized import quantized_layer
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 from kvlayers.upstream import model_types
@@ -130,12 +129,16 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         offload_directory: the directory of these files, for "disk".
         checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
             arguments.
+        recall: how a single query chooses the pages that it attends to in layers of full attention, `Recall` or a
+            mapping of its arguments. A page is a packed block. Without it, a query attends to every token.
 
     Raises:
         OptionError: an option that does not exist, a value that the backend does not accept, bits for another number
             of layers, or a backend whose package is missing.
         ConfigError: the config does not describe the model's layers.
     """
+
+    recall: Recall | None = None
 
     @checks_options
     def __init__(
@@ -159,7 +162,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        recall: Recall | Mapping[str, Any] | None = None,
     ) -> None:
+        self.recall = None if recall is None else Recall.of(recall)
         if not isinstance(backend, str):
             raise OptionError(
                 f"expected the name of a backend as the first argument, but saw a {type(backend).__name__}: pass the "
@@ -188,32 +193,36 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         )
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
-            bare, make_layer = bare_layers(self.quantization, length_hint)
+            bare, make_layer = bare_layers(self.quantization, length_hint, self.recall)
             super().__init__(bare, make_layer, *placement)
             return
         head_dims = model_types.head_dims(config)
         if head_dims is not None:
             self.quantization.quantizers(*head_dims)
-        layers = quantized_layers(config, self.quantization, quantize_sliding, length_hint, checkpoints)
+        layers = quantized_layers(config, self.quantization, quantize_sliding, length_hint, checkpoints, self.recall)
         super().__init__(layers, None, *placement)
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "quantization": self.quantization.facts()}
+        recall = {} if self.recall is None else self.recall.facts()
+        return {**super().describe(), "quantization": self.quantization.facts(), **recall}
 
     @classmethod
     @override
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         cache = super().from_description(options, layers, context)
         cache.quantization = quantization_of_layers(options["quantization"])
+        cache.recall = Recall.in_facts(options)
         if options["grows"] and cache.quantization.count is None:
-            cache.make_more_with(functools.partial(quantized_layer, cache.quantization.of_layer(0)))
+            quantization = cache.quantization.of_layer(0)
+            cache.make_more_with(functools.partial(packed_attention_layer, quantization, recall=cache.recall))
         return cache
 
     @classmethod
     @override
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        return quantized_layers(config, quantization_of_layers(options["quantization"]), quantize_sliding=False)
+        quantization, recall = quantization_of_layers(options["quantization"]), Recall.in_facts(options)
+        return quantized_layers(config, quantization, quantize_sliding=False, recall=recall)
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
@@ -226,7 +235,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
 
 def bare_layers(
-    quantization: QuantizationOfLayers, length_hint: int | None = None
+    quantization: QuantizationOfLayers, length_hint: int | None = None, recall: Recall | None = None
 ) -> tuple[list[Any] | None, Callable[[], Any] | None]:
     """Layers of full attention for a cache without a config.
 
@@ -234,5 +243,8 @@ def bare_layers(
         All layers if each has its own bits, and otherwise a function that makes a layer.
     """
     if quantization.count is None:
-        return None, functools.partial(quantized_layer, quantization.of_layer(0), length_hint)
-    return [quantized_layer(quantization.of_layer(index), length_hint) for index in range(quantization.count)], None
+        return None, functools.partial(packed_attention_layer, quantization.of_layer(0), length_hint, recall)
+    layers = [
+        packed_attention_layer(quantization.of_layer(index), length_hint, recall) for index in range(quantization.count)
+    ]
+    return layers, None

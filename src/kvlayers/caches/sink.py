@@ -13,7 +13,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import sink_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from kvlayers.layers import LayerOperations, SinkLayer
+from kvlayers.layers import SinkLayer
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sink_tokens import check_sinks, padding_of
 from kvlayers.layers.upstream_adapter.adapter import adapted
@@ -63,6 +63,7 @@ class SinkCache(Cache):
     """
 
     rotates_keys = True
+    learns_padding = True
 
     @checks_options
     def __init__(
@@ -130,7 +131,7 @@ class SinkCache(Cache):
         except Exception:
             self._padding = before
             raise
-        if _settings(map(adapted, layers)) == _settings(self.adapted_layers()):
+        if settings_of(layers) == settings_of(self.layers):
             # The memory stays reserved, and recording goes on.
             for layer in self.adapted_layers():
                 layer.note_left_padding(padding)
@@ -220,9 +221,9 @@ def left_padding_of(attention_mask: Tensor) -> Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def _settings(layers: Iterable[LayerOperations]) -> list[Any]:
+def settings_of(layers: Iterable[Any]) -> list[Any]:
     """The settings of layers, as far as two caches for one model can differ in them."""
-    parts = [layer.parts[0].unwrapped for layer in layers]
+    parts = [adapted(layer).parts[0].unwrapped for layer in layers]
     return [(type(part.original), part.describe()) for part in parts]
 
 

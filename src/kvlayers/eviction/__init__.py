@@ -7,6 +7,7 @@ from kvlayers.eviction.keydiff import KeyDiff
 from kvlayers.eviction.knorm import KNorm
 from kvlayers.eviction.random_eviction import RandomEviction
 from kvlayers.eviction.registry import (
+    added_rule_names,
     eviction_rule,
     eviction_rule_names,
     register_eviction_rule,
@@ -16,8 +17,12 @@ from kvlayers.eviction.snapkv import SnapKV
 from kvlayers.eviction.streaming import Streaming
 from kvlayers.eviction.tova import Tova
 
+BUILTIN_RULES = tuple(added_rule_names())
+"""Names of the rules of kvlayers, which the imports above have registered."""
+
 __all__ = [
     "ALL_QUERIES",
+    "BUILTIN_RULES",
     "EvictionRule",
     "ExpectedAttention",
     "HeavyHitters",

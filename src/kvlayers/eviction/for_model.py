@@ -20,7 +20,14 @@ def rules_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) 
             kvlayers does not know that.
     """
     scale = attention_scale(config)
-    found: list[Rotary | None] = [rotary] * len(layer_specs(config))
+    return [rule.for_attention(own, scale) for own in rotaries_for(rule, config, rotary)]
+
+
+def rotaries_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[Rotary | None]:
+    """How each layer that has a cache rotates its keys, in order; `None` if the rule does not need to know.
+
+    The arguments and errors are those of `rules_for`.
+    """
     if rule.needs_rotary and rotary is None and rotates_keys(config):
-        found = rotaries(config)
-    return [rule.for_attention(own, scale) for own in found]
+        return rotaries(config)
+    return [rotary] * len(layer_specs(config))

@@ -42,6 +42,11 @@ def unregister_eviction_rule(name: str) -> None:
         raise RegistryError(f"`name` must be that of a rule ({', '.join(eviction_rule_names())}), got {name!r}.")
 
 
+def added_rule_names() -> list[str]:
+    """The names of the rules that were registered by a call, without those of entry points."""
+    return _rules.own_names()
+
+
 def eviction_rule_names() -> list[str]:
     """All names of rules, including those of entry points in other packages."""
     return _rules.names()

@@ -1,5 +1,6 @@
 """The caches that kvlayers registers under a name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -13,12 +14,15 @@ from kvlayers.caches.aliases import (
 )
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.caches.evicting import EvictingCache
 from kvlayers.caches.from_config import every_token_layers
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.sink import SinkCache, left_padding_of
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
+from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation.registry import CacheRequest, register
+from kvlayers.layers import Recall
 from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 
@@ -31,6 +35,12 @@ def _static_options(request: CacheRequest) -> dict[str, Any]:
 @register("dynamic")
 def _dynamic(request: CacheRequest) -> DynamicCache:
     return DynamicCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
+
+
+@register("recall")
+def _recall(request: CacheRequest) -> DynamicCache:
+    options = {"length_hint": request.length_hint, "recall": Recall(), **request.options}
+    return DynamicCache(config=request.config, **options)
 
 
 @register("dynamic_full")
@@ -65,13 +75,18 @@ def _hybrid_chunked(request: CacheRequest) -> HybridChunkedCache:
     return HybridChunkedCache(request.config, **_static_options(request))
 
 
-def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:
+def _check_preset(request: CacheRequest, preset: Mapping[str, Any], general: str) -> None:
+    """Raise `OptionError` if options contradict those that a name stands for; `general` is the name for any."""
     for option, value in preset.items():
         if request.options.get(option, value) != value:
             raise OptionError(
                 f"`{option}` is {value!r} for a cache of this name, got {request.options[option]!r}: use the name "
-                "'quantized', or leave the option out."
+                f"{general!r}, or leave the option out."
             )
+
+
+def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:
+    _check_preset(request, preset, "quantized")
     return QuantizedCache(**{"length_hint": request.length_hint, **preset, **request.options, "config": request.config})
 
 
@@ -114,6 +129,33 @@ def _sink(request: CacheRequest) -> SinkCache:
     mask = request.attention_mask
     padding = {} if mask is None else {"left_padding": left_padding_of(mask)}
     return SinkCache(**{"window_length": SINK_WINDOW, **padding, **request.options, "config": request.config})
+
+
+def _evicting_cache(request: CacheRequest, **preset: Any) -> EvictingCache:
+    _check_preset(request, preset, "evicting")
+    mask = request.attention_mask
+    padding = {} if mask is None else {"left_padding": left_padding_of(mask)}
+    return EvictingCache(**{**padding, **preset, **request.options, "config": request.config})
+
+
+@register("evicting")
+def _evicting(request: CacheRequest) -> EvictingCache:
+    return _evicting_cache(request)
+
+
+def _register_rule(name: str) -> None:
+    """Register the caches whose tokens are evicted by a rule of kvlayers under the rule's name.
+
+    A rule of another package has no such name, which might be that of a cache: it is an option of "evicting".
+    """
+
+    @register(name)
+    def evicting_by_rule(request: CacheRequest) -> EvictingCache:
+        return _evicting_cache(request, rule=name)
+
+
+for _name in BUILTIN_RULES:
+    _register_rule(_name)
 
 
 @register("fp8")

@@ -69,6 +69,7 @@ def validate(
         )
     if self_attention.rotates_keys:
         check_rope_dtype(model)
+    if self_attention.learns_padding:
         if attention_mask is not None:
             left_padding_of(attention_mask)
         if not self_attention.get_seq_length():

@@ -113,6 +113,16 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         return None
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens that are packed together and cannot be taken apart again; 1 if each token lies by itself."""
+        return 1
+
+    @property
+    def first_block(self) -> int:
+        """Number of the first token that may be packed: blocks follow one another from there on."""
+        return 0
+
+    @property
     def complete(self) -> Self:
         """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
         return self

@@ -16,6 +16,13 @@ MINIMUM_GROWTH = 128
 TAIL_MINIMUM_GROWTH = 16
 """The same for a tail behind segments: there may be many sequences, and their tails are short."""
 
+SMALL_STEP_DIVISOR = 40
+"""What a store grows by if it must have next to no spare room, since evicted tokens are to leave memory. A token is
+then copied 40 times on average, which costs less than attention reading it at every step."""
+
+SMALL_STEP = 16
+"""Fewest tokens by which such a store grows."""
+
 
 @register_store
 class DenseStore(SegmentedStore):
@@ -171,3 +178,8 @@ def without_spare_room(keys: Tensor, values: Tensor, growth_divisor: int = 1, mi
     # From now on it grows in its own steps.
     store.length_hint = None
     return store
+
+
+def dense_in_small_steps() -> DenseStore:
+    """An empty `DenseStore` with next to no spare room."""
+    return DenseStore(growth_divisor=SMALL_STEP_DIVISOR, minimum_growth=SMALL_STEP)

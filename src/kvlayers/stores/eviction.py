@@ -5,13 +5,15 @@ from torch import Tensor
 
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import DENSE_PIECE_TOKENS
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore, without_spare_room
 from kvlayers.stores.flat_tokens import DenseFlatTokens
-from kvlayers.stores.held_tokens import HeldTokens, held_tokens, taken
+from kvlayers.stores.held_tokens import HeldTokens, cannot_evict_from, held_tokens, taken
+from kvlayers.stores.packed_eviction import packed_evicted, packed_pieces
 from kvlayers.stores.piece_tables import PieceTables
+from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.ragged import RaggedStore
 
 
@@ -33,18 +35,27 @@ def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens) -> TokenSto
         UnsupportedLayerError: the store is of another kind.
     """
     held = held_tokens(store)
-    states = _joined(held, new)
-    _check_kept(kept, states)
+    inner = store.tail if isinstance(store, RaggedStore) else store
     with torch.inference_mode(False), torch.no_grad():
-        return _dense(_growth_of(store), isinstance(store, RaggedStore), states, kept)
+        states = _joined(held, new)
+        _check_kept(kept, states)
+        run = 0 if kept.are_even else _common_run(kept, states[0].shape[2])
+        if isinstance(inner, QuantizedStore):
+            states = _in_one_dtype(states, held)
+            numbers = None if held is None else held.blocks
+            left = packed_evicted(inner.quantization, states, kept, numbers, packed_pieces(store), run)
+        elif isinstance(inner, DenseStore):
+            left = _dense((inner.growth_divisor, inner.minimum_growth), states, kept, run)
+        else:
+            raise cannot_evict_from(inner)
+    return RaggedStore(left) if isinstance(store, RaggedStore) and not isinstance(left, RaggedStore) else left
 
 
-def _growth_of(store: TokenStore) -> tuple[int, int]:
-    """How a store grows: `growth_divisor` and `minimum_growth`."""
-    dense = store.tail if isinstance(store, RaggedStore) else store
-    if not isinstance(dense, DenseStore):
-        raise UnsupportedLayerError("Tokens of packed stores cannot be evicted yet: use a DenseStore.")
-    return dense.growth_divisor, dense.minimum_growth
+def _in_one_dtype(states: KVPair, held: HeldTokens | None) -> KVPair:
+    """The states in the dtype of the held ones; if there are none, in the wider one of keys and values."""
+    keys, values = states
+    dtype = torch.promote_types(keys.dtype, values.dtype) if held is None else held.keys.dtype
+    return keys.to(dtype), values.to(dtype)
 
 
 def _joined(held: HeldTokens | None, new: KVPair | None) -> KVPair:
@@ -83,13 +94,11 @@ def _common_run(kept: KeptTokens, tokens: int) -> int:
     return min(int(are_newest.long().cumprod(0).sum()), int(kept.counts.min()))
 
 
-def _dense(growth: tuple[int, int], stays_ragged: bool, states: KVPair, kept: KeptTokens) -> TokenStore:
-    """A store in full precision of kept tokens among `states`."""
+def _dense(growth: tuple[int, int], states: KVPair, kept: KeptTokens, run: int) -> TokenStore:
+    """A store in full precision of kept tokens among `states`, of which every head keeps the newest `run`."""
     keys, values = (side.detach() for side in states)
     if kept.are_even:
-        store = without_spare_room(taken(keys, kept.indices), taken(values, kept.indices), *growth)
-        return RaggedStore(store) if stays_ragged else store
-    run = _common_run(kept, keys.shape[2])
+        return without_spare_room(taken(keys, kept.indices), taken(values, kept.indices), *growth)
     first = keys.shape[2] - run
     tail = without_spare_room(keys[:, :, first:], values[:, :, first:], *growth)
     counts = kept.counts - run

@@ -53,13 +53,18 @@ def held_tokens(store: TokenStore) -> HeldTokens | None:
     if isinstance(store, RaggedStore):
         return _of_ragged(store, store.flat) if store.flat is not None else held_tokens(store.tail)
     if not isinstance(store, DenseStore | QuantizedStore):
-        raise UnsupportedLayerError(
-            f"It is impossible to evict tokens from a {type(store).__name__}: use a DenseStore, a QuantizedStore or a "
-            "RaggedStore."
-        )
+        raise cannot_evict_from(store)
     keys, values = map(as_dense, store.newest(store.length))
     counts = torch.full(keys.shape[:2], store.length)
     return HeldTokens(keys, values, counts, _blocks_of(store, keys))
+
+
+def cannot_evict_from(store: TokenStore) -> UnsupportedLayerError:
+    """The error for a store of a kind from which no token can be evicted."""
+    return UnsupportedLayerError(
+        f"It is impossible to evict tokens from a {type(store).__name__}: use a DenseStore, a QuantizedStore or a "
+        "RaggedStore."
+    )
 
 
 def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | None:

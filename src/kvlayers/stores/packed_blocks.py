@@ -57,7 +57,7 @@ class PackedBlocks:
             side: BlockLayout(quantizers[side].format, side, form.head_dim, block_tokens)
             for side, form in zip(SIDES, forms, strict=True)
         }
-        self.dtype, self._device = forms[0].dtype, forms[0].device
+        self.dtype, self.device = forms[0].dtype, forms[0].device
         self.block_tokens = block_tokens
         self._packed: dict[Side, DenseStore] = {}
         for side, form in zip(SIDES, forms, strict=True):
@@ -83,7 +83,7 @@ class PackedBlocks:
     @property
     def blocks_at_once(self) -> int:
         """Blocks to quantize together."""
-        return CPU_BLOCKS_AT_ONCE if self._device.type == "cpu" else ACCELERATOR_BLOCKS_AT_ONCE
+        return CPU_BLOCKS_AT_ONCE if self.device.type == "cpu" else ACCELERATOR_BLOCKS_AT_ONCE
 
     def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
@@ -135,7 +135,7 @@ class PackedBlocks:
         if search is None:
             return "there is no kernel for this backend"
         partner = self._layouts["values" if side == "keys" else "keys"]
-        return pack_obstacle(self._layouts[side], partner.head_dim, self.dtype, self._device, search)
+        return pack_obstacle(self._layouts[side], partner.head_dim, self.dtype, self.device, search)
 
     def packing_paths(self) -> Iterator[str]:
         """How each side is packed, in words; nothing on a CPU that has no such choice."""
@@ -143,7 +143,7 @@ class PackedBlocks:
             obstacle = self.obstacle(side)
             if obstacle is None:
                 yield f"{side} by a Triton kernel"
-            elif self._device.type != "cpu":
+            elif self.device.type != "cpu":
                 yield f"{side} in plain torch, as {obstacle}"
 
     def _quantized(self, side: Side, states: Tensor, finite: Tensor) -> KVPair:
@@ -240,10 +240,11 @@ class PackedBlocks:
 
     def taken(self, blocks: Tensor) -> Self:
         """A copy of full blocks alone, those with the numbers `blocks`, int64 `[count]`."""
-        packed: dict[Side, KVPair] = {}
-        for side, store in self._packed.items():
-            codes, parameters = store.newest(len(self))
-            packed[side] = codes.index_select(2, blocks), parameters.index_select(2, blocks)
+        held = self.state()
+        packed: dict[Side, KVPair] = {
+            side: (held[f"{side}_codes"].index_select(2, blocks), held[f"{side}_parameters"].index_select(2, blocks))
+            for side in SIDES
+        }
         return self.with_codes(packed)
 
     def snapshot(self) -> Self:

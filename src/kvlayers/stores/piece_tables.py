@@ -96,6 +96,11 @@ class PieceTables:
         found[1].scatter_(2, columns, pieces.expand_as(columns))
         return found[0][..., :-1], found[1][..., :-1]
 
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Copies from which the tables can be made again, by `TABLE_NAMES`."""
+        tables = (self.starts, self.counts)
+        return {name: table.to(device, copy=True) for name, table in zip(TABLE_NAMES, tables, strict=True)}
+
     def held_tensors(self) -> Iterator[Tensor]:
         """The tables."""
         yield from (self.starts, self.counts, self.columns)

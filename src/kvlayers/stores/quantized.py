@@ -79,6 +79,18 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
+    def block_tokens(self) -> int:
+        # Of the states that were validated last, which need not be taken in yet.
+        forms = self._validated or self._forms
+        return 1 if forms is None else block_tokens(checked_quantizers(self.quantization, *forms))
+
+    @property
+    @override
+    def first_block(self) -> int:
+        return self.quantization.sink_tokens
+
+    @property
+    @override
     def key_form(self) -> StateForm | None:
         return None if self._forms is None else self._forms[0]
 

@@ -13,7 +13,7 @@ from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, KVSegm
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
-from kvlayers.stores.dense import DenseStore
+from kvlayers.stores.dense import DenseStore, dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.flat_tokens import FlatTokens
 from kvlayers.stores.piece_tables import tables_nbytes
@@ -22,13 +22,6 @@ from kvlayers.stores.ragged_state import RaggedColumns, check_ragged_state, flat
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.validation import checked_forms, mismatch
-
-TAIL_GROWTH_DIVISOR = 40
-"""A full tail grows by its size divided by this. Evicted tokens are to leave memory, so there is little spare room;
-copying a token 40 times on average costs less than attention reading it at every step."""
-
-TAIL_MINIMUM_GROWTH = 16
-"""Fewest tokens by which a tail grows."""
 
 UNREAD_DIVISOR = 8
 """`trim` copies the flat part if more than this part of it is no longer read."""
@@ -53,7 +46,7 @@ class RaggedStore(TokenStore):
     is_opaque = True
 
     def __init__(self, tail: TokenStore | None = None) -> None:
-        self._tail = tail_in_small_steps() if tail is None else tail
+        self._tail = dense_in_small_steps() if tail is None else tail
         self._flat: FlatTokens | None = None
         self._columns = RaggedColumns()
         self._returned = ReturnedStates()
@@ -390,9 +383,7 @@ class RaggedStore(TokenStore):
         if self._flat is None:
             return tensors
         device = tensors["keys"].device
-        tables = {"piece_starts": self._flat.tables.starts, "piece_counts": self._flat.tables.counts}
-        copies = {name: table.to(device, copy=True) for name, table in tables.items()}
-        return {**tensors, **self._flat.state(), **copies, **self._columns.state(device)}
+        return {**tensors, **self._flat.state(), **self._flat.tables.state(device), **self._columns.state(device)}
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
@@ -405,8 +396,3 @@ class RaggedStore(TokenStore):
         flat = flat_tokens_of(tensors, self._tail) if is_ragged(tensors) else None
         self._tail.load_state(tail_state(tensors))
         self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())
-
-
-def tail_in_small_steps() -> DenseStore:
-    """An empty `DenseStore` with next to no spare room."""
-    return DenseStore(growth_divisor=TAIL_GROWTH_DIVISOR, minimum_growth=TAIL_MINIMUM_GROWTH)

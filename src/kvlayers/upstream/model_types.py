@@ -17,6 +17,9 @@ SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
 HAS_RELATIVE_POSITIONS = ("bloom", "mpt")
 """Model types without `position_ids`: their attention depends on the distance between tokens (ALiBi)."""
 
+BIASED_BY_COLUMN = ("bloom", "mpt", "prophetnet", "xlm-prophetnet")
+"""Model types that add a bias to the scores of attention, or hide tokens, by the column of a token in the cache."""
+
 SCALES_BY_SLOT = ("llama4_text",)
 """Model types that scale queries by their slots in the sequence, whatever their `position_ids`."""
 
@@ -112,6 +115,18 @@ def replaces_cross_attention_cache(model: Any) -> bool:
     from transformers.generation.utils import GenerationMixin
 
     return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
+
+
+def goes_by_columns(config: object) -> bool:
+    """Whether attention depends on the column of a token in the cache, so that no token before it may be missing."""
+    decoder = decoder_config(config)
+    fields = vars(decoder)
+    return (
+        decoder.model_type in BIASED_BY_COLUMN
+        or bool(fields.get("alibi"))
+        or "relative_attention_num_buckets" in fields
+        or "local" in fields.get("attention_layers", ())
+    )
 
 
 def counts_on_the_whole_reservation(config: object) -> bool:

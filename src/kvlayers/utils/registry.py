@@ -57,6 +57,10 @@ class Registry(Generic[Entry]):
         with self._changing:
             return self._entries.pop(name, None) is not None
 
+    def own_names(self) -> list[str]:
+        """The names that were added by a call, sorted."""
+        return sorted(self._entries)
+
     def names(self) -> list[str]:
         """All names, including those of entry points, sorted."""
         return sorted({*self._entries, *(point.name for point in self._entry_points)})

@@ -1,0 +1,214 @@
+"""The cache that keeps the tokens which a rule scores highest."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.caches.base import Cache
+from kvlayers.caches.from_config import evicting_layers
+from kvlayers.caches.registry import register_cache_class
+from kvlayers.caches.sink import left_padding_of, settings_of
+from kvlayers.errors import ConfigError, OptionError, StateMismatchError
+from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.settings import check_amounts, found_rule
+from kvlayers.layers import EvictingLayer
+from kvlayers.layers.evicting_config import EvictingConfig
+from kvlayers.layers.sink_tokens import padding_of
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.quantization import Quantization
+from kvlayers.upstream.model_types import config_of
+from kvlayers.utils.options import checks_options
+from kvlayers.utils.units import tokens
+
+DEFAULT_RULE = "keydiff"
+"""The rule if none is given. It looks at keys alone, so it serves any attention."""
+
+DEFAULT_KEEP = 0.5
+"""The part of the tokens that is kept if neither `keep` nor `budget` is given."""
+
+
+@register_cache_class
+class EvictingCache(Cache):
+    """Holds a part of the tokens: the sinks, the newest tokens, and those that a rule scores highest.
+
+    What is evicted leaves memory. `EvictingLayer` says when tokens are evicted. Positions stay those of the text.
+    Layers of the model that slide a window keep their own window, and recurrent layers their states.
+
+    The config says which layers have full attention, and for some rules how keys are rotated. It may also come later:
+    `prepare` takes it, and `generate()` under `install()` passes it to a cache without a config.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> kvlayers.EvictingCache(config, rule="knorm", keep=0.25)
+        EvictingCache(2 x EvictingLayer, 0 tokens, 0 B)
+        >>> kvlayers.EvictingCache(config, rule="knorm", budget="4k", keep=0.5)
+        Traceback (most recent call last):
+        kvlayers.errors.OptionError: ...
+
+    Args:
+        config: config of the model, or the model.
+        rule: which tokens are evicted first: the name of a rule, or an `EvictionRule`.
+        keep: part of the tokens that is kept, larger than 0 and at most 1; a half if no `budget` is given either.
+        budget: tokens that are kept, whatever the length of the text: 4096, or "4k".
+        sink_tokens: first tokens of each sequence that are always kept.
+        recent_tokens: newest tokens that an eviction always keeps. A cache can be cropped within them.
+        per_head: whether KV heads keep different numbers of tokens, as many on average.
+        rotary: how the model's keys are rotated, for a model that kvlayers does not know and a rule that needs it.
+        left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
+        quantization: how kept tokens are held in packed codes: a `Quantization`, or a mapping of its options. Without
+            it, they are held in full precision.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: the directory of these files, for "disk".
+
+    Raises:
+        OptionError: an option that does not exist or has a wrong value, an unknown rule, or `keep` beside `budget`.
+        ConfigError: no layer has full attention, attention depends on the columns of tokens, or the rule needs to know
+            how keys are rotated, and kvlayers does not know that.
+    """
+
+    learns_padding = True
+
+    @checks_options
+    def __init__(
+        self,
+        config: object | None = None,
+        rule: str | EvictionRule = DEFAULT_RULE,
+        keep: float | None = None,
+        budget: int | str | None = None,
+        sink_tokens: int = 4,
+        recent_tokens: int = 64,
+        per_head: bool = True,
+        rotary: Rotary | None = None,
+        left_padding: Sequence[int] | Tensor | None = None,
+        quantization: Quantization | Mapping[str, Any] | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if config is not None:
+            config = config_of(config)
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise OptionError(f"`rotary` must be a kvlayers.Rotary, got a {type(rotary).__name__}.")
+        budget = None if budget is None else tokens(budget, "budget")
+        keep = DEFAULT_KEEP if keep is None and budget is None else keep
+        check_amounts(keep, budget, sink_tokens, recent_tokens)
+        found_rule(rule)
+        self._evicting = EvictingConfig(
+            rule,
+            keep,
+            budget,
+            sink_tokens,
+            recent_tokens,
+            per_head,
+            _checked_quantization(quantization),
+            padding_of(left_padding),
+        )
+        self._rotary = rotary
+        placement = offloading, offload_only_non_sliding, offload_device, offload_directory
+        if config is None:
+            super().__init__(None, self._layer_without_config, *placement)
+        else:
+            super().__init__(evicting_layers(config, self._evicting, rotary), None, *placement)
+
+    @property
+    def rule(self) -> str | EvictionRule:
+        """Which tokens are evicted first."""
+        return self._evicting.rule
+
+    def _layer_without_config(self) -> EvictingLayer:
+        if found_rule(self.rule)[0].needs_rotary and self._rotary is None:
+            raise ConfigError(
+                f"The eviction rule {self.rule!r} needs to know how the model rotates its keys, but the cache has no "
+                "config: make it with config=model.config, call prepare(model.config), or generate() under "
+                "kvlayers.install()."
+            )
+        return self._evicting.layers([self._rotary], None)[0]
+
+    @override
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+
+        Raises:
+            StateMismatchError: tokens are held, or there is padding that is not on the left.
+            ConfigError: as for the cache itself.
+        """
+        if self.get_seq_length():
+            raise StateMismatchError(
+                f"The cache must be empty, but it has seen {self.get_seq_length()} tokens: reset it first."
+            )
+        padding = self._evicting.left_padding if attention_mask is None else left_padding_of(attention_mask)
+        evicting = self._evicting.with_padding(padding)
+        layers = evicting_layers(config_of(config), evicting, self._rotary)
+        if settings_of(layers) == settings_of(self.layers):
+            # Memory stays reserved, and recording goes on.
+            for layer in self.adapted_layers():
+                layer.note_left_padding(padding)
+        else:
+            is_recording = any(layer.is_recording for layer in self.adapted_layers())
+            Cache.__init__(self, layers, None, **self.offloading_options())
+            if is_recording:
+                self.activate_past_recording()
+        self._evicting = evicting
+
+    @property
+    @override
+    def rotaries(self) -> tuple[Rotary, ...]:
+        return super().rotaries if self._rotary is None else (self._rotary, *super().rotaries)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {
+            **super().describe(),
+            "evicting": self._evicting.facts(),
+            "rotary": None if self._rotary is None else self._rotary.fingerprint,
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache._evicting = EvictingConfig.from_facts(options["evicting"])
+        cache._rotary = context.rotary(options["rotary"])
+        if options["grows"]:
+            cache.make_more_with(cache._layer_without_config)
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        evicting = EvictingConfig.from_facts(options["evicting"])
+        return evicting_layers(config, evicting, context.rotary(options["rotary"]))
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
+        super().reset()
+        self._evicting = self._evicting.with_padding(None)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: which tokens are kept depends on their states."""
+        return False
+
+
+def _checked_quantization(given: object) -> Quantization | None:
+    if given is None or isinstance(given, Quantization):
+        return given
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            "`quantization` must be a kvlayers.Quantization or a mapping of its options, got a "
+            f"{type(given).__name__}: pass, for example, quantization={'nbits': 4}."
+        )
+    return Quantization(**given)

@@ -1,0 +1,135 @@
+"""How a layer evicts: its rule, how many tokens it keeps, and which tokens it always keeps."""
+
+import math
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from kvlayers.errors import OptionError
+from kvlayers.eviction.contract import EvictionRule
+from kvlayers.eviction.registry import eviction_rule, eviction_rule_names
+from kvlayers.rope.rotary import Rotary
+
+STEP = 64
+"""While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
+
+
+@dataclass(frozen=True)
+class EvictionSettings:
+    """How a layer evicts. Either `keep` or `budget` is given.
+
+    Attributes:
+        rule: says which tokens are evicted first.
+        rule_name: name that the rule is registered by; `None` for a rule without a name.
+        keep: part of the tokens that are kept, larger than 0 and at most 1.
+        budget: tokens that are kept.
+        sink_tokens: first tokens of each sequence that are always kept.
+        recent_tokens: newest tokens of each sequence that an eviction always keeps.
+        per_head: whether KV heads keep different numbers of tokens.
+    """
+
+    rule: EvictionRule
+    rule_name: str | None
+    keep: float | None = None
+    budget: int | None = None
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+    per_head: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        rule: str | EvictionRule,
+        keep: float | None,
+        budget: int | None,
+        sink_tokens: int,
+        recent_tokens: int,
+        per_head: bool,
+        rotary: Rotary | None,
+        scale: float | None,
+    ) -> Self:
+        """Settings from the arguments of a layer.
+
+        Raises:
+            OptionError: an argument has a wrong value, or both or neither of `keep` and `budget` are given.
+        """
+        check_amounts(keep, budget, sink_tokens, recent_tokens)
+        if not isinstance(per_head, bool):
+            raise OptionError(f"`per_head` must be True or False, got {per_head!r}.")
+        named, name = found_rule(rule)
+        return cls(
+            named.for_attention(rotary, scale),
+            name,
+            None if keep is None else float(keep),
+            budget,
+            sink_tokens,
+            recent_tokens,
+            per_head,
+        )
+
+    @property
+    def protected(self) -> int:
+        """Tokens that an eviction always keeps."""
+        return self.sink_tokens + self.recent_tokens
+
+    def allowed(self, tokens: int) -> int:
+        """Tokens that an average KV head keeps of `tokens` tokens of a sequence."""
+        if self.budget is not None:
+            return self.budget
+        return max(math.ceil((1.0 if self.keep is None else self.keep) * tokens), self.protected)
+
+
+def check_amounts(keep: object, budget: object, sink_tokens: object, recent_tokens: object) -> None:
+    """Raise `OptionError` if these do not say how many tokens are kept."""
+    for name, number in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
+    if (keep is None) == (budget is None):
+        raise OptionError(
+            f"Either `keep` or `budget` must be given, got {'neither' if keep is None else 'both'}: pass keep=0.5 to "
+            "keep half of the tokens, or budget=4096 to keep as many, whatever the length of the text."
+        )
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1):
+        raise OptionError(f"`keep` must be a number larger than 0 and at most 1, got {keep!r}.")
+    if budget is not None:
+        least = sink_tokens + recent_tokens  # type: ignore[operator]
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < least:
+            raise OptionError(
+                f"`budget` must be a whole number of at least the {least} sinks and recent tokens "
+                f"(sink_tokens={sink_tokens}, recent_tokens={recent_tokens}), got {budget!r}: pass a larger budget, or "
+                "protect fewer tokens."
+            )
+
+
+def found_rule(rule: object) -> tuple[EvictionRule, str | None]:
+    """A rule, and the name that it is registered by.
+
+    Args:
+        rule: a name, or a rule.
+
+    Raises:
+        OptionError: it is neither, or no rule has this name.
+    """
+    if isinstance(rule, str):
+        return eviction_rule(rule), rule
+    if not isinstance(rule, EvictionRule):
+        raise OptionError(
+            f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}) or an EvictionRule, got a "
+            f"{type(rule).__name__}."
+        )
+    return rule, next((name for name in eviction_rule_names() if eviction_rule(name) == rule), None)
+
+
+def name_of(rule: str | EvictionRule) -> str:
+    """The name of a rule.
+
+    Raises:
+        OptionError: the rule has no name, so that what has it can be neither saved nor described.
+    """
+    name = found_rule(rule)[1]
+    if name is None:
+        raise OptionError(
+            f"`rule` must be registered by a name to be described or saved, got a {type(rule).__name__} without one: "
+            "call register_eviction_rule()."
+        )
+    return name

@@ -1,0 +1,84 @@
+"""The segments that a query attends to if it reads some pages of a layer, and what is before and behind them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
+from kvlayers.layers.page_bounds import PagePlaces
+
+
+def chosen_segments(segments: KVSegments, places: PagePlaces, first: int, last: int) -> KVSegments:
+    """Segments with the same columns, of which the tokens from `first` to `last` are read in the chosen pages alone.
+
+    Nothing is copied. Pages may reach from one dense segment into the next. The pages of packed segments are their
+    blocks, one by one from the first page on.
+
+    Args:
+        segments: all tokens of a layer.
+        places: the chosen pages, all of them between `first` and `last`.
+        first: position of the first token of the first page that could be chosen.
+        last: position behind the last page that could be chosen.
+    """
+    found: list[Segment] = []
+    start = blocks = 0
+    for segment in segments.in_order:
+        end = start + segment.tokens
+        begin, stop = max(start, first), min(end, last)
+        if begin >= stop or isinstance(segment, GatheredSegment):
+            found.append(segment)
+        else:
+            cut = _CUTS[type(segment)]
+            found += cut(segment, 0, begin - start)
+            found.append(_gathered(segment, places, start, begin, stop, blocks))
+            found += cut(segment, stop - start, end - start)
+        start = end
+        blocks += segment.blocks if isinstance(segment, PackedSegment) else 0
+    return KVSegments(tuple(found))
+
+
+def _gathered(
+    segment: DenseSegment | PackedSegment, places: PagePlaces, start: int, begin: int, stop: int, blocks: int
+) -> GatheredSegment:
+    """The chosen pages of one segment.
+
+    Args:
+        segment: the segment.
+        places: the chosen pages.
+        start: position of its first token.
+        begin: position of its first token that may be in a page.
+        stop: position behind its last token that may be in a page.
+        blocks: blocks of the packed segments before it.
+    """
+    starts, ends = places.starts.clamp(min=begin), places.ends.clamp(max=stop)
+    counts = (ends - starts).clamp(min=0)
+    pieces = starts - start if isinstance(segment, DenseSegment) else places.numbers - blocks
+    return GatheredSegment(segment, pieces, counts, starts - begin, stop - begin)
+
+
+def _cut_dense(segment: DenseSegment, begin: int, end: int) -> Iterator[DenseSegment]:
+    if begin < end:
+        yield DenseSegment(segment.keys[:, :, begin:end], segment.values[:, :, begin:end], segment.rows)
+
+
+def _cut_packed(segment: PackedSegment, begin: int, end: int) -> Iterator[PackedSegment]:
+    """Whole blocks of a segment, from token `begin` to token `end`."""
+    if begin >= end:
+        return
+    size = segment.keys.block_tokens
+    ends = segment.ends or (size,) * segment.blocks
+    held, first, last = 0, 0, 0
+    for block, tokens in enumerate(ends):
+        if held < begin:
+            first = block + 1
+        if held < end:
+            last = block + 1
+        held += tokens
+    keys, values = (
+        replace(side, codes=side.codes[:, :, first:last], parameters=side.parameters[:, :, first:last])
+        for side in (segment.keys, segment.values)
+    )
+    of_blocks = None if segment.ends is None else segment.ends[first:last]
+    yield PackedSegment(keys, values, ends=of_blocks, rows=segment.rows)
+
+
+_CUTS: dict[type, Callable[..., Iterator[Segment]]] = {DenseSegment: _cut_dense, PackedSegment: _cut_packed}

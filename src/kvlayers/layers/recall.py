@@ -1,0 +1,326 @@
+"""A layer that keeps every token, of which a single query attends to a few pages."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.packed_ops import choosing
+from kvlayers.attention.packed_tensor import PackedStates, Version, as_dense
+from kvlayers.attention.segments import KVSegments
+from kvlayers.errors import OptionError
+from kvlayers.layers.arguments import repeated_rows
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.operations import LayerState
+from kvlayers.layers.page_bounds import (
+    BOUNDS,
+    ENDS,
+    PageBounds,
+    PagePlaces,
+    PagePriority,
+    check_bounds_state,
+    planned_nbytes,
+)
+from kvlayers.layers.page_segments import chosen_segments
+from kvlayers.layers.recall_config import Recall
+from kvlayers.layers.registry import register_layer
+from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.quantizers.contract import Side
+from kvlayers.stores import TokenStore
+from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.utils.options import checks_options
+
+PageRange = tuple[int, int]
+"""The first page to choose from, and the page behind the last one."""
+
+
+@register_layer
+class RecallLayer(DynamicLayer):
+    """Full attention that keeps every token, and lets a single query attend to the pages that matter to it.
+
+    Quest (Tang et al. 2024, arXiv:2406.10774) bounds the score of a query with any key of a page by the maximum and the
+    minimum of the page's keys. Each KV head reads the pages with the highest bounds, where the bound of a page is the
+    highest one of the query heads that share the KV head. The first and the newest tokens are always read. Several
+    queries at once (a prompt, a turn of a chat, a draft) attend to every token.
+
+    Nothing is evicted, so the layer can be rolled back to any length, and the next query may choose any page again. The
+    pages are chosen when attention is computed, by `scaled_dot_product_attention` or by the first product of eager
+    attention. An attention function that reads the states in another way reads all of them, and so does attention that
+    autograd follows. If no more pages are there than may be chosen, the layer does what a `DynamicLayer` does.
+
+    The pages stand at multiples of `page_tokens`, counted from the first token, padding included. A page of padding
+    alone is not chosen, as far as attention is given a mask, which eager attention applies later.
+
+    Args:
+        recall: how many pages are read, and which tokens always are; the defaults if it is not given.
+        length_hint: the most tokens that are expected, if known; see `DenseStore`.
+        store: how the tokens are held; a `DenseStore` if it is not given.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> layer = kvlayers.RecallLayer(kvlayers.Recall(pages=4))
+        >>> _ = layer.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64))
+        >>> keys, values = layer.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64))
+        >>> query = torch.randn(1, 8, 1, 64)
+        >>> torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True).shape
+        torch.Size([1, 8, 1, 64])
+    """
+
+    hints = ("length_hint",)
+    is_opaque = True
+
+    @checks_options
+    def __init__(
+        self,
+        recall: Recall | Mapping[str, Any] | None = None,
+        length_hint: int | None = None,
+        store: TokenStore | None = None,
+    ) -> None:
+        super().__init__(length_hint, store)
+        self.recall = Recall() if recall is None else Recall.of(recall)
+        self._bounds = PageBounds(self.recall.page_tokens)
+        self._version = Version()
+        self._paths = PathCounter()
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        store, bounds, pages = self._store, self._bounds, self.recall.pages
+        new = store.validate(key_states, value_states)
+        if pages == "all":
+            return store.extend(key_states, value_states)
+        if not store.length:
+            self._bounds = bounds = self._without_pages()
+        made: list[Tensor] = []
+        if store.length + new - bounds.end >= bounds.page_tokens:
+            made = self._bounds_with(key_states)
+            bounds.prepare(made)
+        attended = store.extend(key_states, value_states)
+        if made:
+            bounds.hold(made)
+        if new != 1:
+            return attended
+        first, last = self._choice()
+        if last - first <= pages:
+            return attended
+        choose = functools.partial(self._choose, (first, last))
+        return choosing(*attended, choose, self._version, self._paths)
+
+    def _without_pages(self) -> PageBounds:
+        """Bounds of no page, of the pages that the form of the states asks for.
+
+        Raises:
+            OptionError: the store packs tokens in blocks of another size.
+        """
+        store, size = self._store, self.recall.page_tokens
+        if store.block_tokens not in (1, size):
+            raise OptionError(
+                f"`page_tokens` of recall must be the size of a block of packed states, {store.block_tokens}, got "
+                f"{size}: pass page_tokens={store.block_tokens}, or shorter groups if that is more than 64."
+            )
+        return PageBounds(size, store.first_block)
+
+    def _bounds_with(self, keys: Tensor) -> list[Tensor]:
+        """Bounds of the pages that new keys fill, `[batch, kv_heads, pages, 2 * head_dim]`, in a few tensors."""
+        store, bounds = self._store, self._bounds
+        unfinished = store.length - bounds.end
+        if unfinished <= 0:
+            return bounds.of_keys(as_dense(keys)[:, :, -unfinished:])
+        return bounds.of_keys(as_dense(store.newest_keys(unfinished)), as_dense(keys))
+
+    # The choice
+
+    def _choice(self) -> PageRange:
+        """The pages that a single query chooses from, if no sequence is padded."""
+        bounds = self._bounds
+        return (
+            bounds.pages_from(self.recall.sink_tokens),
+            bounds.pages_within(self._store.length - self.recall.recent_tokens),
+        )
+
+    def choose_pages(self, query: Tensor, mask: Tensor | None, choice: PageRange) -> tuple[PagePlaces, PageRange]:
+        """The pages that a query reads, made from the bounds alone, wherever the states are.
+
+        Args:
+            query: `[batch, heads, 1, head_dim]`.
+            mask: mask of all tokens, bool or additive, `[batch, heads, 1, tokens]`, or `None`.
+            choice: what `_choice` returned when the token of the query came.
+
+        Returns:
+            The pages, and the range that they were chosen from. Whatever is not in that range is read.
+        """
+        pages, recall = int(self.recall.pages), self.recall
+        first, last = choice
+        if mask is None:
+            return self._bounds.best(query, first, last, pages, None), choice
+        # The first tokens of a padded sequence are in another page than those of the others.
+        most = pages + (0 if not recall.sink_tokens else 2 + (recall.sink_tokens - 2) // recall.page_tokens)
+        priority = PagePriority(_left_padding(mask), recall.sink_tokens, pages)
+        return self._bounds.best(query, 0, last, min(most, last), priority), (0, last)
+
+    def _choose(self, choice: PageRange, query: Tensor, segments: KVSegments, mask: Tensor | None) -> KVSegments:
+        """The segments with the same columns that queries `[batch, heads, queries, head_dim]` read."""
+        if query.shape[2] != 1:
+            return segments
+        if mask is not None:
+            mask = mask.expand(*query.shape[:3], segments.tokens)
+        places, (first, last) = self.choose_pages(query, mask, choice)
+        bounds = self._bounds
+        return chosen_segments(segments, places, bounds.start_of(first), bounds.start_of(last))
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:
+        return Counter(super().attention_paths) + self._paths.counts
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        # Every token is kept, but what a query leaves out is an error of attention, as rounding is: it shows in the
+        # outputs, and depends on which tokens come together.
+        return super().fidelity if self.recall.pages == "all" else "rounded"
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        planned = super().planned_nbytes(shape, tokens, sized_for)
+        if self.recall.pages == "all":
+            return planned
+        bounds = planned_nbytes(shape.forms()[0], tokens, self.recall.page_tokens, self._store.first_block)
+        return planned._replace(device=planned.device + bounds)
+
+    # Operations
+
+    @override
+    def _handed_out(self, side: Side) -> Tensor | None:
+        # Copies: what a caller writes would not be within the bounds of its page.
+        states = super()._handed_out(side)
+        return states if states is None or isinstance(states, PackedStates) else states.clone()
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        super()._replace(keys, values)
+        self._forget_pages()
+        self._make_pages(keys)
+
+    def _make_pages(self, keys: Tensor) -> None:
+        """Make the bounds of all pages of the held tokens, from their keys."""
+        bounds = self._bounds
+        if self.recall.pages != "all" and self.length - bounds.end >= bounds.page_tokens:
+            made = bounds.of_keys(as_dense(keys)[:, :, bounds.end :])
+            bounds.prepare(made)
+            bounds.hold(made)
+
+    def _forget_pages(self) -> None:
+        self._version.advance()
+        self._bounds = self._without_pages()
+
+    @override
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._version.advance()
+        # The tokens of a packed block stay together. Those behind them are put into pages again.
+        packed = self._store.exact_from or 0
+        self._bounds.truncate(self._store.length, packed)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        selected = self._bounds.selected(indices)
+        super().select(indices)
+        self._version.advance()
+        self._bounds = selected
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self.batch_size is not None:
+            expanded = self._bounds.selected(repeated_rows(repeats, self.batch_size))
+            super().expand(repeats)
+            self._version.advance()
+            self._bounds = expanded
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._version.advance()
+        self._bounds = PageBounds(self.recall.page_tokens)
+
+    @override
+    def trim(self) -> None:
+        super().trim()
+        self._bounds.trim()
+
+    @override
+    def fork(self) -> Self:
+        return self._with_own_pages(super().fork())
+
+    @override
+    def snapshot(self) -> Self:
+        return self._with_own_pages(super().snapshot())
+
+    def _with_own_pages(self, twin: Self) -> Self:
+        twin._bounds, twin._version, twin._paths = self._bounds.fork(), Version(), PathCounter()
+        return twin
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from self._bounds.held_tensors()
+
+    # Description and state
+
+    @override
+    def described_arguments(self) -> dict[str, Fact]:
+        return {**super().described_arguments(), **self.recall.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(Recall.from_facts(facts), store=context.store(facts))
+
+    @override
+    def state(self) -> LayerState:
+        state = super().state()
+        # Bounds of keys that are held as they came can be made again.
+        if self._store.holds_tokens_apart:
+            return state
+        return LayerState(state.kind, {**state.tensors, **self._bounds.state()}, state.facts)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        own, held = _split(state)
+        super().check_state(held)
+        if own:
+            keys, first = held.tensors["keys"], self._store.first_block
+            check_bounds_state(own, keys, first, state.length, self.recall.page_tokens)
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        own, held = _split(state)
+        self._store.load_state(held.tensors)
+        self._forget_pages()
+        if own:
+            self._bounds.load_state(own)
+        elif self._store.holds_tokens_apart and held.tensors:
+            self._make_pages(held.tensors["keys"])
+
+
+def _left_padding(mask: Tensor) -> Tensor:
+    """Tokens that a mask `[batch, heads, 1, tokens]` hides at the beginning of each sequence, int64 `[batch]`."""
+    visible = mask[:, 0, -1]
+    if visible.dtype != torch.bool:
+        visible = visible > torch.finfo(visible.dtype).min / 2
+    return visible.to(torch.uint8).argmax(1)
+
+
+def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
+    """The tensors of the pages, and the state of the tokens."""
+    own = {name: tensor for name, tensor in state.tensors.items() if name in (BOUNDS, ENDS)}
+    held = {name: tensor for name, tensor in state.tensors.items() if name not in own}
+    return own, LayerState(state.kind, held, state.facts)

@@ -1,0 +1,143 @@
+"""What an evicting layer must hold and attend to, with every token of the text and a mask of those that are kept."""
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+
+from kvlayers.eviction import ALL_QUERIES, EvictionRule
+
+STEP = 64
+
+
+class EvictionOracle:
+    """Every key, value and query of a text, and for each head which tokens are kept.
+
+    Args:
+        rule: the rule.
+        keep: part of the tokens that is kept.
+        budget: tokens that are kept.
+        sinks: first tokens of each sequence that are always kept.
+        recent: newest tokens that an eviction always keeps.
+        padding: tokens of padding before each sequence.
+    """
+
+    def __init__(
+        self,
+        rule: EvictionRule,
+        keep: float | None = None,
+        budget: int | None = None,
+        sinks: int = 4,
+        recent: int = 16,
+        padding: list[int] | None = None,
+    ) -> None:
+        self.rule, self.keep, self.budget = rule, keep, budget
+        self.sinks, self.recent = sinks, recent
+        self.padding = padding
+        self.keys = self.values = self.queries = self.kept = None
+        self.whole_from = 0
+        self.evicted_at: list[int] | None = None
+        self.recording = False
+
+    @property
+    def seen(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def copy(self) -> "EvictionOracle":
+        return copy.copy(self)
+
+    def allowed(self, text: int) -> int:
+        if self.budget is not None:
+            return self.budget
+        return max(math.ceil(self.keep * text), self.sinks + self.recent)
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of new tokens, `[batch, heads, new, head_dim]`, and what follows from them."""
+        batch, kv_heads, new, _ = keys.shape
+        padding = self.padding or [0] * batch
+        if self.evicted_at is None:
+            self.evicted_at = [0] * batch
+        is_token = torch.ones(batch, kv_heads, new, dtype=torch.bool)
+        for row, pad in enumerate(padding):
+            is_token[row, :, : max(pad - self.seen, 0)] = False
+        first = self.seen
+        if self.keys is None:
+            self.keys, self.values, self.queries, self.kept = keys, values, queries, is_token
+        else:
+            self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+            self.queries, self.kept = torch.cat([self.queries, queries], 2), torch.cat([self.kept, is_token], 2)
+        attended = self.attention(queries, first)
+        if not self.recording:
+            self.evict(new, padding, 0 if new > 1 else STEP - 1 if self.budget is not None else None)
+        return attended
+
+    def attention(self, queries: Tensor, first: int) -> Tensor:
+        group = queries.shape[1] // self.keys.shape[1]
+        keys, values = (states.repeat_interleave(group, 1) for states in (self.keys, self.values))
+        scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
+        positions = torch.arange(self.seen)
+        visible = positions <= torch.arange(first, self.seen)[:, None]
+        mask = visible[None, None] & self.kept.repeat_interleave(group, 1)[:, :, None]
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return weights.nan_to_num() @ values
+
+    def evict(self, new: int, padding: list[int], slack: int | None) -> None:
+        if slack is None:
+            return
+        for row in range(self.keys.shape[0]):
+            text = self.seen - padding[row]
+            held = self.kept[row].sum(1).float().mean().item()
+            if held <= self.allowed(text) + slack:
+                continue
+            self.evict_from(row, new, min(self.allowed(text), text))
+            self.evicted_at[row] = self.seen
+            self.whole_from = max(self.whole_from, self.seen - self.recent)
+
+    def evict_from(self, row: int, new: int, wanted: int) -> None:
+        kv_heads = self.keys.shape[1]
+        group = self.queries.shape[1] // kv_heads
+        wanted = max(wanted, self.sinks + self.recent)
+        every = [torch.where(self.kept[row, head])[0] for head in range(kv_heads)]
+        scores = self.scores(row, every, new, group)
+        for head, held in enumerate(every):
+            order = sorted(range(len(held)), key=lambda index: (-scores[head][index].item(), index))
+            safe = {*range(self.sinks), *range(len(held) - self.recent, len(held))}
+            chosen = [*safe, *(index for index in order if index not in safe)][:wanted]
+            mask = torch.zeros(self.seen, dtype=torch.bool)
+            mask[held[sorted(chosen)]] = True
+            self.kept[row] = torch.cat([self.kept[row, :head], mask[None], self.kept[row, head + 1 :]])
+
+    def scores(self, row: int, every: list[Tensor], new: int, group: int) -> list[Tensor]:
+        queries = None
+        if self.rule.queries:
+            newest = new if self.budget is None else self.seen - self.evicted_at[row]
+            if self.budget is not None and self.rule.queries != ALL_QUERIES:
+                newest = self.seen
+            count = newest if self.rule.queries == ALL_QUERIES else min(newest, self.rule.queries)
+            queries = self.queries[row : row + 1, :, self.seen - count :]
+        alike = all(torch.equal(held, every[0]) for held in every)
+        if alike:
+            keys, values = (states[row : row + 1, :, every[0]] for states in (self.keys, self.values))
+            queries = None if queries is None else queries[:, :, -keys.shape[2] :]
+            return list(self.rule.scores(keys, values, queries)[0])
+        found = []
+        for head, held in enumerate(every):
+            keys, values = (states[row : row + 1, head : head + 1, held] for states in (self.keys, self.values))
+            own = None if queries is None else queries[:, head * group : (head + 1) * group, -len(held) :]
+            found.append(self.rule.scores(keys, values, own)[0, 0])
+        return found
+
+    def truncate(self, length: int) -> None:
+        self.keys, self.values, self.queries = (s[:, :, :length] for s in (self.keys, self.values, self.queries))
+        self.kept = self.kept[:, :, :length]
+        self.evicted_at = [min(position, length) for position in self.evicted_at]
+        if not length:
+            self.__init__(self.rule, self.keep, self.budget, self.sinks, self.recent, self.padding)
+
+    def select(self, rows: list[int]) -> None:
+        self.keys, self.values, self.queries, self.kept = (
+            states[rows] for states in (self.keys, self.values, self.queries, self.kept)
+        )
+        self.padding = None if self.padding is None else [self.padding[row] for row in rows]
+        self.evicted_at = [self.evicted_at[row] for row in rows]

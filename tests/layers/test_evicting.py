@@ -1,0 +1,351 @@
+"""An evicting layer against a history of all tokens with a mask of those that are kept."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from eviction_oracle import EvictionOracle
+from kvlayers import EvictingLayer, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+
+KV_HEADS, HEADS, HEAD_DIM = 2, 4, 8
+SINKS, RECENT = 4, 16
+
+
+@register_eviction_rule("test_window")
+@dataclass(frozen=True)
+class NewestQueries(EvictionRule):
+    """A token is kept for what the newest queries make of it."""
+
+    queries: int = 8
+
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+        assert queries is not None
+        assert 0 < queries.shape[2] <= min(self.queries, keys.shape[2])
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        return (grouped @ keys[:, :, None].transpose(3, 4)).mean((2, 3))
+
+
+@register_eviction_rule("test_all_queries")
+@dataclass(frozen=True)
+class EveryQuery(NewestQueries):
+    """The same with the queries of all tokens since the last eviction."""
+
+    queries: int = -1
+
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+        assert queries is not None
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        return (grouped @ keys[:, :, None].transpose(3, 4)).mean((2, 3)) * queries.shape[2]
+
+
+RULES = [*BUILTIN_RULES, "test_window", "test_all_queries"]
+AMOUNTS: dict[str, dict[str, Any]] = {"keep": {"keep": 0.4}, "budget": {"budget": 48}}
+
+
+def attend_by_sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (repeat_kv(states, group) for states in (keys, values))
+    scores = queries @ keys.transpose(2, 3) * HEAD_DIM**-0.5
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ values
+
+
+class Pair:
+    """A layer beside its oracle. Both get the same states."""
+
+    def __init__(self, layer: EvictingLayer, oracle: EvictionOracle, batch: int = 2, seed: int = 0) -> None:
+        self.layer, self.oracle, self.batch = layer, oracle, batch
+        self.generator = torch.Generator().manual_seed(seed)
+        self.attend = attend_by_sdpa
+
+    def step(self, tokens: int) -> None:
+        shapes = (HEADS, KV_HEADS, KV_HEADS)
+        queries, keys, values = (
+            torch.randn(self.batch, heads, tokens, HEAD_DIM, generator=self.generator, dtype=torch.float64)
+            for heads in shapes
+        )
+        columns, first = self.layer.mask_sizes(tokens)
+        positions = torch.arange(first, first + columns)
+        mask = positions <= torch.arange(self.layer.length, self.layer.length + tokens)[:, None]
+        held = self.layer.update(keys, values)
+        assert held[0].shape[2] == columns
+        is_plain = tokens == 1 or first + columns == tokens == columns
+        if self.layer.left_padding is not None:
+            mask = mask[None, None] & (positions >= self.layer.left_padding[:, None, None, None])
+        elif is_plain and tokens == 1:
+            mask = None
+        found = self.attend(queries, *held, mask)
+        expected = self.oracle.step(queries, keys, values)
+        if self.oracle.padding is not None:
+            found = found.nan_to_num()
+        # Attention on states that show their queries computes in float32.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        self.check()
+
+    def check(self) -> None:
+        """What is held is what the oracle keeps."""
+        layer, oracle = self.layer, self.oracle
+        assert layer.length == oracle.seen
+        assert layer.exact_from == oracle.whole_from
+        keys, values = layer.peek()
+        if not oracle.seen:
+            assert keys is None or not keys.shape[2]
+            return
+        for row in range(self.batch):
+            for head in range(KV_HEADS):
+                kept = oracle.kept[row, head]
+                torch.testing.assert_close(keys[row, head], oracle.keys[row, head, kept], rtol=0, atol=0)
+                torch.testing.assert_close(values[row, head], oracle.values[row, head, kept], rtol=0, atol=0)
+
+    def go_on(self) -> None:
+        for tokens in (1, 1, 30, *[1] * 80, 3, 1):
+            self.step(tokens)
+
+
+def pair(rule: str, per_head: bool = False, **amounts: Any) -> Pair:
+    layer = EvictingLayer(rule, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, **amounts)
+    return Pair(layer, EvictionOracle(eviction_rule(rule), sinks=SINKS, recent=RECENT, **amounts))
+
+
+READINGS = {
+    "a prompt and tokens": [100, *[1] * 150],
+    "chunks": [50, 50, 3, 70, 2, 1, 1, 40],
+    "token by token": [1] * 200,
+    "a short prompt": [10, 1, 5, 1, 20, *[1] * 40],
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_attention_is_that_over_the_kept_tokens(rule: str, amount: str, reading: str) -> None:
+    together = pair(rule, **AMOUNTS[amount])
+    for tokens in READINGS[reading]:
+        together.step(tokens)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_eager_attention_shows_its_queries_too(rule: str) -> None:
+    together = pair(rule, budget=48)
+    together.attend = attend_by_products
+    for tokens in (100, *[1] * 150, 20):
+        together.step(tokens)
+
+
+def _fork(together: Pair) -> None:
+    together.layer, other = together.layer.fork(), together.layer
+    _elsewhere(other)
+
+
+def _elsewhere(layer: EvictingLayer) -> None:
+    """Go on in a layer that is not followed any more."""
+    states = torch.randn(layer.batch_size, KV_HEADS, 30, HEAD_DIM, dtype=torch.float64)
+    queries = torch.randn(layer.batch_size, HEADS, 30, HEAD_DIM, dtype=torch.float64)
+    attend_by_sdpa(queries, *layer.update(states, states), None)
+
+
+def _copy(make: Callable[[EvictingLayer], EvictingLayer]) -> Callable[[Pair], None]:
+    def copied(together: Pair) -> None:
+        together.layer, other = make(together.layer), together.layer
+        _elsewhere(other)
+
+    return copied
+
+
+def _state(layer: EvictingLayer) -> EvictingLayer:
+    fresh = EvictingLayer(
+        layer.rule, layer.settings.keep, layer.settings.budget, SINKS, RECENT, layer.settings.per_head
+    )
+    fresh.load_state(layer.state())
+    return fresh
+
+
+def _crop(tokens: int) -> Callable[[Pair], None]:
+    def crop(together: Pair) -> None:
+        together.layer.crop(-tokens)
+        together.oracle.truncate(together.oracle.seen - tokens)
+
+    return crop
+
+
+def _select(rows: list[int]) -> Callable[[Pair], None]:
+    def select(together: Pair) -> None:
+        together.layer.batch_select_indices(torch.tensor(rows))
+        together.oracle.select(rows)
+        together.batch = len(rows)
+
+    return select
+
+
+def _expand(together: Pair) -> None:
+    together.layer.expand(2)
+    together.oracle.select([0, 0, 1, 1])
+    together.batch = 4
+
+
+def _reset(together: Pair) -> None:
+    together.layer.reset()
+    together.oracle.truncate(0)
+
+
+def _trim(together: Pair) -> None:
+    together.layer.trim()
+    together.layer.compact()
+
+
+OPERATIONS: dict[str, Callable[[Pair], None]] = {
+    "fork": _fork,
+    "deepcopy": _copy(copy.deepcopy),
+    "pickle": _copy(lambda layer: pickle.loads(pickle.dumps(layer))),
+    "state": _copy(_state),
+    "crop one": _crop(1),
+    "crop many": _crop(RECENT),
+    "crop none": _crop(0),
+    "select": _select([1, 0, 1]),
+    "expand": _expand,
+    "reset": _reset,
+    "trim": _trim,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("rule", ["knorm", "test_window", "test_all_queries"])
+def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
+    for reading in ([100], [100, *[1] * 70], [10, 1]):
+        together = pair(rule, **AMOUNTS[amount])
+        for tokens in reading:
+            together.step(tokens)
+        if operation == "crop many" and sum(reading) < RECENT:
+            continue
+        OPERATIONS[operation](together)
+        together.check()
+        together.go_on()
+
+
+def test_a_crop_beyond_what_every_head_holds_is_refused() -> None:
+    together = pair("knorm", keep=0.4)
+    for tokens in (100, *[1] * 10):
+        together.step(tokens)
+    for length in (100 - RECENT - 1, 1, 50):
+        with pytest.raises(RollbackError, match=f"to {100 - RECENT} to 110 tokens"):
+            together.layer.crop(length)
+        together.check()
+    together.layer.crop(100 - RECENT)
+    together.oracle.truncate(100 - RECENT)
+    together.go_on()
+
+
+def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
+    layer = pair("knorm", keep=0.4).layer
+    states = torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    layer.activate_past_recording()
+    layer.update(states, states)
+    assert layer.held_tokens == 100
+    layer.crop(90)
+    assert (layer.length, layer.held_tokens, layer.exact_from) == (90, 90, 0)
+    layer.update(states, states)
+    assert layer.held_tokens == 190
+    layer.crop(-1)
+    assert (layer.length, layer.held_tokens) == (189, 76)
+
+
+@pytest.mark.parametrize("padding", [None, 10])
+def test_what_is_evicted_leaves_memory(padding: int | None) -> None:
+    states = torch.randn(1, KV_HEADS, 4096, HEAD_DIM)
+    for keep in (0.75, 0.5, 0.25, 0.1):
+        layer = EvictingLayer("knorm", keep=keep, per_head=False, left_padding=None if padding is None else [padding])
+        layer.update(states, states)
+        assert layer.nbytes <= (keep + 0.03) * 2 * states.nbytes
+
+
+class Wrong(EvictionRule):
+    """Returns what no rule may return."""
+
+    def __init__(self, wrong: Callable[[Tensor], Any], queries: int) -> None:
+        self.wrong, self.queries = wrong, queries
+
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Any:
+        return self.wrong(keys)
+
+
+@pytest.mark.parametrize("queries", [0, 4])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda keys: keys[..., 0, 0],
+        lambda keys: keys.argmax(-1),
+        lambda keys: None,
+        lambda keys: keys[:, :1, :, 0],
+    ],
+)
+def test_scores_of_a_wrong_shape_change_nothing(wrong: Callable[[Tensor], Any], queries: int) -> None:
+    layer = EvictingLayer(Wrong(wrong, queries), budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
+    query, states = torch.randn(1, HEADS, 100, HEAD_DIM), torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    for first in (0, 20):
+        with pytest.raises(StateMismatchError, match="must return floating-point scores"):
+            attend_by_sdpa(query, *layer.update(states, states), None)
+        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (first, first, (first + 1, 0))
+        if not first:
+            layer.update(states[:, :, :20], states[:, :, :20])
+
+
+def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -> None:
+    layer = EvictingLayer("test_window", keep=0.4, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
+    states, one = torch.randn(1, KV_HEADS, 100, HEAD_DIM), torch.randn(1, KV_HEADS, 1, HEAD_DIM)
+    keys, _ = layer.update(states, states.clone())
+    torch.testing.assert_close(keys.clone(), states)
+    for operation in (
+        lambda: layer.update(one, one),
+        lambda: layer.peek(),
+        lambda: layer.keys,
+        lambda: layer.fork(),
+        lambda: layer.state(),
+        lambda: layer.expand(2),
+        lambda: layer.batch_select_indices(torch.tensor([0])),
+        lambda: layer.crop(-1),
+    ):
+        with pytest.raises(UnsupportedLayerError, match="needs the queries of the newest 100 tokens"):
+            operation()
+        assert (layer.length, layer.nbytes) == (100, 2 * states.nbytes)
+    layer.crop(-100)
+    assert (layer.length, layer.held_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": 0.0},
+        {"keep": 1.01},
+        {"keep": -0.5},
+        {"keep": "half"},
+        {"keep": True},
+        {},
+        {"keep": 0.5, "budget": 100},
+        {"budget": 67},
+        {"budget": 100.0},
+        {"budget": 100, "recent_tokens": 97},
+        {"keep": 0.5, "sink_tokens": 0},
+        {"keep": 0.5, "recent_tokens": -1},
+        {"keep": 0.5, "rule": "knrm"},
+        {"keep": 0.5, "rule": 3},
+        {"keep": 0.5, "per_head": "yes"},
+        {"keep": 0.5, "left_padding": [-1]},
+        {"keep": 0.5, "window": 3},
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        EvictingLayer(**{"rule": "knorm", **options})

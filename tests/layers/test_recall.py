@@ -1,0 +1,441 @@
+"""Recall: which pages a query reads, against a loop over pages and a softmax over the tokens that it allows."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import repeat_kv
+
+import kvlayers
+from kvlayers import (
+    DynamicLayer,
+    OffloadedLayer,
+    OptionError,
+    Prefetcher,
+    Quantization,
+    QuantizedLayer,
+    QuantizedStore,
+    Recall,
+    RecallLayer,
+    StateMismatchError,
+)
+from recall_reference import RecallReference
+from recording_transfers import RecordingTransfers
+
+RECALL = Recall(pages=3, page_tokens=8, sink_tokens=4, recent_tokens=8)
+BLOCKS = Recall(pages=2, page_tokens=64, sink_tokens=4, recent_tokens=64)
+FEW_BITS = Quantization(nbits=4, residual_length=64, sink_tokens=16)
+KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
+EXACT = {"rtol": 0, "atol": 3e-6}
+"""float32 rounds a softmax over a hundred tokens of order 1 to a few units of 1e-7."""
+
+
+class Run:
+    """A layer and its reference, which take in the same states and answer the same queries."""
+
+    def __init__(self, layer: Any, recall: Recall = RECALL, first: int = 0, batch: int = 2) -> None:
+        self.layer, self.reference, self.batch = layer, RecallReference(recall, first), batch
+        self.generator = torch.Generator().manual_seed(0)
+
+    def random(self, heads: int, tokens: int) -> Tensor:
+        return torch.randn(self.batch, heads, tokens, HEAD_DIM, generator=self.generator)
+
+    def step(self, tokens: int = 1) -> tuple[Tensor, Tensor]:
+        """Attention of the layer and of the reference after so many tokens."""
+        keys, values, query = self.random(KV_HEADS, tokens), self.random(KV_HEADS, tokens), self.random(6, tokens)
+        attended = self.layer.update(keys, values)
+        self.reference.update(keys, values)
+        return attend(query, attended), self.reference.attend(query).float()
+
+    def check(self, *chunks: int) -> "Run":
+        for tokens in chunks:
+            found, expected = self.step(tokens)
+            torch.testing.assert_close(found, expected, **EXACT)
+        return self
+
+
+def attend(query: Tensor, attended: tuple[Tensor, Tensor]) -> Tensor:
+    queries, tokens = query.shape[2], attended[0].shape[2]
+    mask = None if queries == 1 else torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    return scaled_dot_product_attention(query, *attended, mask, enable_gqa=True)
+
+
+def recording_transfers(device: torch.device) -> RecordingTransfers:
+    return RecordingTransfers()
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "dense": lambda: RecallLayer(RECALL),
+    "offloaded": lambda: OffloadedLayer(RecallLayer(RECALL), Prefetcher(transfers=recording_transfers)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "chunks",
+    [[70, *[1] * 30], [1] * 110, [5, 3, 60, 1, 1, 9, 1, 40, 1, 1, 8, *[1] * 20]],
+    ids=["prompt", "one by one", "turns"],
+)
+def test_a_query_reads_the_pages_of_the_highest_bounds(kind: str, chunks: list[int]) -> None:
+    Run(LAYERS[kind]()).check(*chunks)
+
+
+def test_the_reference_leaves_tokens_out() -> None:
+    """Otherwise the comparison with it would say nothing."""
+    run = Run(RecallLayer(RECALL)).check(70)
+    allowed = run.reference.allowed(run.random(6, 1))
+    # A page of sinks, three chosen ones, and from the last page that reaches into the newest 8 tokens on.
+    assert allowed.sum(2).unique().tolist() == [8 + 24 + 14]
+    assert (allowed[0, 0] != allowed[0, 1]).any()
+
+
+@pytest.mark.parametrize("recall", [RECALL, Recall(1, 2, 0, 1), Recall(2, 16, 40, 3), Recall(5, 64, 0, 100)], ids=str)
+def test_pages_sinks_and_recent_tokens(recall: Recall) -> None:
+    Run(RecallLayer(recall), recall).check(300, 1, 70, *[1] * 20, 64, 1)
+
+
+def remove(tokens: int) -> Callable[[Run], None]:
+    def crop(run: Run) -> None:
+        removed = min(tokens, run.reference.length)
+        run.layer.crop(-removed)
+        run.reference.truncate(run.reference.length - removed)
+
+    return crop
+
+
+def select(rows: list[int]) -> Callable[[Run], None]:
+    def choose(run: Run) -> None:
+        chosen = [row % run.batch for row in rows]
+        run.layer.batch_select_indices(torch.tensor(chosen))
+        run.reference.select(chosen)
+        run.batch = len(rows)
+
+    return choose
+
+
+def expand(run: Run) -> None:
+    run.layer.expand(2)
+    run.reference.select([0, 0, 1, 1])
+    run.batch = 4
+
+
+def reset(run: Run) -> None:
+    run.layer.reset()
+    run.reference.truncate(0)
+    run.reference.keys = torch.empty(0)
+
+
+def twin(make: Callable[[Any], Any]) -> Callable[[Run], None]:
+    def replace(run: Run) -> None:
+        other = Run(run.layer, run.reference.recall, run.reference.first, run.batch)
+        other.reference = run.reference.copy()
+        run.layer = make(run.layer)
+        other.generator.manual_seed(9)
+        other.check(1, 1, 20, 1)
+
+    return replace
+
+
+def through_state(layer: Any) -> Any:
+    fresh = layer.fork()
+    fresh.reset()
+    fresh.load_state(layer.state())
+    return fresh
+
+
+def assigned(run: Run) -> None:
+    keys, values = run.random(KV_HEADS, 90), run.random(KV_HEADS, 90)
+    run.layer.keys, run.layer.values = keys, values
+    run.reference.keys, run.reference.values = keys, values
+
+
+def shared(run: Run) -> None:
+    other = run.layer.fork()
+    run.layer.share_prefix(other, 50)
+    run.layer.trim()
+    run.layer.compact()
+
+
+OPERATIONS: dict[str, Callable[[Run], None]] = {
+    "remove one": remove(1),
+    "remove a page and more": remove(19),
+    "remove nearly all": remove(90),
+    "select one": select([1]),
+    "select more": select([1, 0, 1]),
+    "expand": expand,
+    "reset": reset,
+    "fork": twin(lambda layer: layer.fork()),
+    "deepcopy": twin(copy.deepcopy),
+    "pickle": twin(lambda layer: pickle.loads(pickle.dumps(layer))),
+    "state": twin(through_state),
+    "assign": assigned,
+    "share, trim and compact": shared,
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_decoding_goes_on_after_every_operation(kind: str, operation: str) -> None:
+    run = Run(LAYERS[kind]()).check(90, *[1] * 9)
+    OPERATIONS[operation](run)
+    run.check(1, 1, 1, 30, *[1] * 20)
+    OPERATIONS[operation](run) if "expand" not in operation else None
+    run.check(17, 1, 60, 1, 1)
+
+
+def test_a_rejected_draft_changes_nothing() -> None:
+    run = Run(RecallLayer(RECALL)).check(95, 1)
+    before = run.layer.fork()
+    run.layer.update(run.random(KV_HEADS, 9), run.random(KV_HEADS, 9))
+    run.layer.crop(-9)
+    keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
+    assert torch.equal(attend(query, run.layer.update(keys, values)), attend(query, before.update(keys, values)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_pages_are_no_recall(dtype: torch.dtype) -> None:
+    """Bit for bit, and on the same path."""
+    plain, layer = DynamicLayer(), RecallLayer(Recall(pages="all"))
+    torch.manual_seed(0)
+    for tokens in (300, 1, 1, 5, 1):
+        keys, values = torch.randn(2, 2, 2, tokens, 32).to(dtype)
+        query = torch.randn(2, 8, tokens, 32).to(dtype)
+        found = [attend(query, each.update(keys, values)) for each in (layer, plain)]
+        assert torch.equal(*found)
+    assert layer.nbytes == plain.nbytes
+    assert layer.fidelity == "exact" != RecallLayer().fidelity
+
+
+@pytest.mark.parametrize("tokens", [8 * 3 + 8 + 8 + 6, 20])
+def test_few_pages_are_no_recall(tokens: int) -> None:
+    plain, run = DynamicLayer(), Run(RecallLayer(RECALL))
+    keys, values = run.random(KV_HEADS, tokens), run.random(KV_HEADS, tokens)
+    plain.update(keys, values), run.layer.update(keys, values)
+    keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
+    assert torch.equal(attend(query, run.layer.update(keys, values)), attend(query, plain.update(keys, values)))
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("padding", [[0, 21], [8, 64], [95, 0], [3, 3]], ids=str)
+def test_padding_is_not_chosen(padding: list[int], additive: bool) -> None:
+    """Padding keys may be anything, even not a number; each sequence has its own sinks."""
+    run = Run(RecallLayer(RECALL))
+    keys, values = run.random(KV_HEADS, 100), run.random(KV_HEADS, 100)
+    for sequence, padded in enumerate(padding):
+        keys[sequence, :, :padded] = 1e4
+    run.layer.update(keys, values)
+    run.reference.update(keys, values)
+    for _ in range(20):
+        keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
+        attended = run.layer.update(keys, values)
+        run.reference.update(keys, values)
+        visible = torch.arange(run.reference.length) >= torch.tensor(padding)[:, None]
+        mask = visible[:, None, None]
+        if additive:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        found = scaled_dot_product_attention(query, *attended, mask, enable_gqa=True)
+        torch.testing.assert_close(found, run.reference.attend(query, padding).float(), **EXACT)
+
+
+def test_padding_of_whole_pages_changes_nothing() -> None:
+    """A sequence behind whole pages of padding is decoded as it is alone."""
+    alone, padded = RecallLayer(RECALL), RecallLayer(RECALL)
+    torch.manual_seed(0)
+    for tokens in (100, *[1] * 20):
+        keys, values, query = (
+            torch.randn(1, 2, tokens, 16),
+            torch.randn(1, 2, tokens, 16),
+            torch.randn(1, 6, tokens, 16),
+        )
+        ahead = torch.full((1, 2, 40 if tokens > 1 else 0, 16), torch.nan)
+        attended = padded.update(torch.cat([ahead, keys], 2), torch.cat([ahead.nan_to_num(0), values], 2))
+        expected = attend(query, alone.update(keys, values))
+        if tokens == 1:
+            mask = (torch.arange(attended[0].shape[2]) >= 40)[None, None, None]
+            found = scaled_dot_product_attention(query, *attended, mask, enable_gqa=True)
+            torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_eager_attention_reads_the_same_pages() -> None:
+    run = Run(RecallLayer(RECALL)).check(90)
+    for _ in range(10):
+        keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
+        attended = run.layer.update(keys, values)
+        run.reference.update(keys, values)
+        copies = [repeat_kv(states, GROUP) for states in attended]
+        scores = torch.matmul(query, copies[0].transpose(2, 3)) / HEAD_DIM**0.5
+        found = torch.matmul(scores.softmax(-1), copies[1])
+        torch.testing.assert_close(found, run.reference.attend(query).float(), **EXACT)
+
+
+def test_bfloat16_reads_pages_of_the_highest_bounds() -> None:
+    """As far as bfloat16 can tell: bounds that are rounded may put two pages in the other order."""
+    run = Run(RecallLayer(RECALL))
+    keys, values = run.random(KV_HEADS, 120).bfloat16(), run.random(KV_HEADS, 120).bfloat16()
+    run.layer.update(keys, values)
+    run.reference.update(keys, values)
+    for _ in range(10):
+        keys, values, query = (run.random(heads, 1).bfloat16() for heads in (KV_HEADS, KV_HEADS, 6))
+        found = attend(query, run.layer.update(keys, values))
+        run.reference.update(keys, values)
+        torch.testing.assert_close(found.float(), run.reference.attend(query).float(), rtol=0, atol=2e-2)
+
+
+# Packed states
+
+
+def packed_layer() -> RecallLayer:
+    return RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
+
+
+def packed_pair(chunks: list[int], batch: int = 2) -> tuple[RecallLayer, QuantizedLayer, RecallReference]:
+    """A recall layer and a packed layer of the same states, and the reference of the choice."""
+    layer, packed, reference = packed_layer(), QuantizedLayer(FEW_BITS), RecallReference(BLOCKS, FEW_BITS.sink_tokens)
+    torch.manual_seed(0)
+    for tokens in chunks:
+        keys, values = torch.randn(batch, 2, tokens, 32), torch.randn(batch, 2, tokens, 32)
+        for each in (layer, packed, reference):
+            each.update(keys, values)
+    return layer, packed, reference
+
+
+def check_packed(layer: Any, packed: QuantizedLayer, reference: RecallReference, steps: int) -> None:
+    """A query reads the codes of the pages that the reference chooses by the keys as they came."""
+    for _ in range(steps):
+        batch = reference.keys.shape[0]
+        keys, values, query = torch.randn(batch, 2, 1, 32), torch.randn(batch, 2, 1, 32), torch.randn(batch, 6, 1, 32)
+        found = attend(query, layer.update(keys, values))
+        attended = packed.update(keys, values)
+        reference.update(keys, values)
+        mask = reference.allowed(query).repeat_interleave(3, 1)[:, :, None]
+        expected = scaled_dot_product_attention(query, *attended, mask, enable_gqa=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [[500], [100, 200, 1, 1, 190], [1] * 420], ids=["prompt", "turns", "one by one"])
+def test_packed_pages_are_blocks(chunks: list[int]) -> None:
+    layer, packed, reference = packed_pair(chunks)
+    check_packed(layer, packed, reference, 70)
+    assert layer.bits == (4, 4)
+
+
+@pytest.mark.parametrize("length", [470, 400, 300, 290, 17, 5])
+def test_packed_pages_after_a_crop(length: int) -> None:
+    """A block that is cut keeps its codes, and its page; what comes next is in other pages."""
+    layer, packed, reference = packed_pair([520])
+    in_blocks = int(packed.exact_from or 0)
+    reference.cut = {start: reference.keys[:, :, start : start + 64] for start in [length - (length - 16) % 64]}
+    for each in (layer, packed, reference):
+        each.truncate(length)
+    whole = list(range(80, length + 1, 64)) if length >= 80 else []
+    cut = [length] if length < in_blocks and length > 16 and (length - 16) % 64 else []
+    kept = [*whole, *cut]
+    reference.cut = reference.cut if cut else {}
+    for tokens in (300, 1, 40, 1):
+        keys, values = torch.randn(2, 2, tokens, 32), torch.randn(2, 2, tokens, 32)
+        for each in (layer, packed, reference):
+            each.update(keys, values)
+        first = kept[-1] if kept else 16
+        reference.ends = [*kept, *range(first + 64, reference.length + 1, 64)]
+    check_packed(layer, packed, reference, 2)
+
+
+def test_packed_pages_after_a_fork_a_selection_and_a_state() -> None:
+    layer, packed, reference = packed_pair([520])
+    fork = layer.fork()
+    check_packed(fork, packed.fork(), reference.copy(), 3)
+    check_packed(layer, packed, reference, 3)
+    for each in (layer, packed):
+        each.expand(2)
+    reference.select([0, 0, 1, 1])
+    check_packed(layer, packed, reference, 70)
+    for each in (layer, packed):
+        each.batch_select_indices(torch.tensor([3, 0]))
+    reference.select([3, 0])
+    check_packed(layer, packed, reference, 3)
+    fresh = packed_layer()
+    fresh.load_state(layer.state())
+    check_packed(fresh, packed, reference, 70)
+
+
+# Memory, descriptions and bad input
+
+
+def test_bounds_are_counted() -> None:
+    layer, plain = RecallLayer(), DynamicLayer()
+    keys, values = torch.randn(2, 1, 2, 64 * 80, 32)
+    for each in (layer, plain):
+        each.update(keys, values)
+    bounds = layer.nbytes - plain.nbytes
+    # A maximum and a minimum for 64 keys and 64 values, and an eighth of spare room.
+    assert bounds == 2 * 90 * 64 * 4
+    shape = kvlayers.layers.shape.LayerShape(1, torch.float32, kvlayers.layers.shape.TokenShape(2, 32, 32))
+    assert sum(RecallLayer().planned_nbytes(shape, 64 * 80, None)) == layer.nbytes
+
+
+def test_a_layer_describes_itself() -> None:
+    layer = packed_layer()
+    facts = layer.describe()
+    assert facts["recall_pages"] == 2
+    assert facts["sink_tokens"] == 16
+    assert Recall.from_facts(facts) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pages": 0}, "`pages` of recall must be a whole number, at least 1"),
+        ({"pages": "every"}, 'or "all"'),
+        ({"pages": True}, "`pages`"),
+        ({"page_tokens": 65}, "at most 64"),
+        ({"page_tokens": 0}, "`page_tokens`"),
+        ({"sink_tokens": -1}, "`sink_tokens`"),
+        ({"recent_tokens": 0}, "`recent_tokens`"),
+        ({"recent_tokens": 1.5}, "`recent_tokens`"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Recall(**options)
+    with pytest.raises(OptionError, match=message):
+        RecallLayer(options)
+
+
+@pytest.mark.parametrize("given", [{"page": 3}, 64, "all", [64]])
+def test_recall_is_recall_or_a_mapping(given: Any) -> None:
+    with pytest.raises(OptionError, match="recall"):
+        Recall.of(given)
+
+
+def test_pages_of_packed_states_are_blocks() -> None:
+    layer = RecallLayer(Recall(page_tokens=16), store=QuantizedStore(FEW_BITS))
+    with pytest.raises(OptionError, match="pass page_tokens=64"):
+        layer.update(torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32))
+    assert layer.length == 0
+
+
+def test_a_state_with_wrong_pages_is_refused() -> None:
+    layer, _, _ = packed_pair([520])
+    state = layer.state()
+    for name, wrong in [
+        ("page_bounds", state.tensors["page_bounds"][:, :, 1:]),
+        ("page_bounds", state.tensors["page_bounds"].long()),
+        ("page_ends", state.tensors["page_ends"] + 64),
+        ("page_ends", state.tensors["page_ends"].flip(0)),
+        ("page_ends", state.tensors["page_ends"].float()),
+    ]:
+        fresh = packed_layer()
+        with pytest.raises(StateMismatchError, match="of a state"):
+            fresh.load_state(kvlayers.LayerState(state.kind, {**state.tensors, name: wrong}, state.facts))
+        assert fresh.length == 0
+
+
+def test_states_of_another_recall_are_refused() -> None:
+    layer = RecallLayer(RECALL)
+    with pytest.raises(StateMismatchError, match="recall_pages"):
+        RecallLayer(Recall(pages=4, page_tokens=8)).load_state(layer.state())

@@ -1,0 +1,352 @@
+"""Eviction from packed stores: codes move as they are, and every other token stays as it came."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlayers import DenseStore, Quantization, QuantizedStore, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.eviction.kept import KeptTokens
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.eviction import evicted
+from kvlayers.stores.held_tokens import HeldTokens, held_tokens
+from kvlayers.stores.packed_blocks import SIDES, block_nbytes
+from kvlayers.stores.ragged import RaggedStore
+from kvlayers.stores.registry import store_from_description
+from ragged_reference import (
+    HEADS,
+    KEY_DIM,
+    KV_HEADS,
+    VALUE_DIM,
+    RaggedLists,
+    kept_tokens,
+    loop_attention,
+    segments_of,
+)
+
+BLOCK = 64
+RESIDUAL = 32
+SINKS = 8
+
+generator = torch.Generator().manual_seed(0)
+
+Pair = tuple[Tensor, Tensor]
+
+
+def quantization(**options: int | str) -> Quantization:
+    return Quantization(residual_length=RESIDUAL, sink_tokens=SINKS, nbits=8, **options)  # type: ignore[arg-type]
+
+
+def states(batch: int, tokens: int) -> Pair:
+    return (
+        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
+        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
+    )
+
+
+def chosen(count: int, numbers: list[int], recent: int) -> list[int]:
+    """About `count` places of a head: sinks, the newest, and whole blocks or single tokens between them."""
+    length = len(numbers)
+    if count < SINKS + recent:
+        return list(range(length - count, length))
+    places = {*range(min(SINKS, length)), *range(max(length - recent, 0), length)}
+    units: dict[tuple[bool, int], list[int]] = {}
+    for place, number in enumerate(numbers):
+        units.setdefault((number >= 0, number if number >= 0 else place), []).append(place)
+    for at in torch.randperm(len(units), generator=generator).tolist():
+        unit = list(units.values())[at]
+        if len(places) + len(unit) <= count:
+            places.update(unit)
+    packed = [unit for (is_packed, _), unit in units.items() if is_packed and places & set(unit)]
+    return sorted(places.union(*packed))
+
+
+def head_numbers(held: HeldTokens | None, lists: RaggedLists, sequence: int, head: int, new: int) -> list[int]:
+    """The number of the block of each token in the list of a head."""
+    length = len(lists.texts[sequence][head])
+    if held is None or held.blocks is None:
+        return [-1] * length
+    return [*held.blocks[sequence, head, held.keys.shape[2] - (length - new) :].tolist(), *[-1] * new]
+
+
+def evict(store: TokenStore, lists: RaggedLists, counts: list[list[int]], new: Pair | None = None) -> TokenStore:
+    """The store after an eviction, which the lists follow. Packed tokens of the lists are rounded as in the store."""
+    held = held_tokens(store)
+    added = 0 if new is None else new[0].shape[2]
+    if new is not None:
+        lists.append(*new)
+    numbers = [[head_numbers(held, lists, at, head, added) for head in range(KV_HEADS)] for at in range(lists.batch)]
+    rows = list(zip(counts, numbers, strict=True))
+    places = [[chosen(*pair, 12) for pair in zip(*row, strict=True)] for row in rows]
+    kept = kept_tokens(places, lists.counts, store.length + added)
+    was_packed = [
+        [[own[place] >= 0 for place in head] for head, own in zip(row, of_row, strict=True)]
+        for row, of_row in zip(places, numbers, strict=True)
+    ]
+    lists.keep(places)
+    after = evicted(store, new, kept)
+    follow(after, lists, was_packed)
+    return after
+
+
+def follow(store: TokenStore, lists: RaggedLists, was_packed: list[list[list[bool]]]) -> None:
+    """Compare, and round those tokens of the lists that the store has packed now."""
+    held = held_tokens(store)
+    assert held is not None
+    assert torch.equal(held.counts, lists.counts)
+    for sequence in range(lists.batch):
+        for head in range(KV_HEADS):
+            numbers = head_numbers(held, lists, sequence, head, 0)
+            for side, seen in zip((lists.keys, lists.values), held.of_head(sequence, head), strict=True):
+                for place, state in enumerate(seen[0, 0].unbind()):
+                    expected = side[sequence][head][place]
+                    if was_packed[sequence][head][place] or numbers[place] < 0:
+                        assert numbers[place] >= 0 or not was_packed[sequence][head][place]
+                        assert torch.equal(state, expected)
+                    else:
+                        torch.testing.assert_close(state, expected, atol=0.05, rtol=0)
+                        side[sequence][head][place] = state
+
+
+def packed_in(store: TokenStore, lists: RaggedLists) -> list[list[list[bool]]]:
+    held = held_tokens(store)
+    return [
+        [[number >= 0 for number in head_numbers(held, lists, at, head, 0)] for head in range(KV_HEADS)]
+        for at in range(lists.batch)
+    ]
+
+
+def step(store: TokenStore, lists: RaggedLists, tokens: int = 1) -> None:
+    """Take in tokens, and compare attention of the last one, which reads held tokens as they were held before."""
+    new = states(lists.batch, tokens)
+    store.validate(*new)
+    before = packed_in(store, lists) if store.length else [[[]] * KV_HEADS] * lists.batch
+    returned = store.extend(*new)
+    lists.append(*new)
+    query = torch.randn(lists.batch, HEADS, 1, KEY_DIM, generator=generator)
+    torch.testing.assert_close(
+        loop_attention(query, segments_of(*returned)), lists.attention(query), atol=1e-5, rtol=1e-5
+    )
+    assert returned[0].shape[2] == store.length
+    follow(store, lists, [[[*head, *[False] * tokens] for head in row] for row in before])
+
+
+def ragged(counts: list[list[int]] | None = None, tokens: int = 700) -> tuple[RaggedStore, RaggedLists]:
+    counts = [[40 + 7 * BLOCK, 40 + 2 * BLOCK], [40 + BLOCK, 300]] if counts is None else counts
+    lists = RaggedLists(len(counts))
+    store = evict(QuantizedStore(quantization()), lists, counts, states(len(counts), tokens))
+    assert isinstance(store, RaggedStore)
+    assert store.flat is not None
+    return store, lists
+
+
+def test_the_first_eviction_chooses_before_it_packs() -> None:
+    store, lists = ragged()
+    assert store.sinks == SINKS
+    assert store.flat is not None
+    assert store.tail.length >= SINKS + RESIDUAL
+    for tokens in (1, 3, 50, 1, 70, 1):
+        step(store, lists, tokens)
+
+
+def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
+    counts = [[50 + 7 * BLOCK, 50 + 2 * BLOCK], [50 + BLOCK, 50 + 5 * BLOCK]]
+    store, _ = ragged(counts)
+    assert store.flat is not None
+    counts_of_pieces = store.flat.tables.counts
+    assert set(counts_of_pieces.unique().tolist()) <= {0, BLOCK}
+    assert store.tail.length == 50
+    assert store.flat.places == 7 + 2 + 1 + 5
+    assert store.key_form is not None
+    quantizers = quantization().quantizers(KEY_DIM, VALUE_DIM)
+    forms = {"keys": store.key_form.of_batch(1)._replace(kv_heads=1)}
+    forms["values"] = forms["keys"]._replace(head_dim=VALUE_DIM)
+    block = sum(block_nbytes(quantizers[side].format, side, forms[side], BLOCK) for side in SIDES)
+    assert store.nbytes == 15 * block + 3 * 8 * counts_of_pieces.numel() + store.tail.nbytes
+    # The tail has room for the tokens that it holds before it packs some of them.
+    assert store.tail.nbytes == 2 * KV_HEADS * (SINKS + RESIDUAL + BLOCK) * (KEY_DIM + VALUE_DIM) * 4
+
+
+def test_even_heads_stay_in_a_quantized_store() -> None:
+    lists = RaggedLists(2)
+    store = evict(QuantizedStore(quantization()), lists, [[300, 300]] * 2, states(2, 500))
+    assert type(store) is QuantizedStore
+    for tokens in (1, 80, 1):
+        step(store, lists, tokens)
+
+
+@pytest.mark.parametrize("ragged_from_the_start", [False, True])
+def test_codes_move_and_are_never_packed_again(ragged_from_the_start: bool) -> None:
+    lists = RaggedLists(2)
+    inner = QuantizedStore(quantization())
+    store: TokenStore = RaggedStore(inner) if ragged_from_the_start else inner
+    for round_ in range(3):
+        store = evict(store, lists, [[200 + 64 * round_, 420], [333, 250]], states(2, 300))
+        for tokens in (1, 90, 1):
+            step(store, lists, tokens)
+        store = evict(store, lists, [[200, 300], [240, 264]])
+        for tokens in (1, 2):
+            step(store, lists, tokens)
+
+
+def test_whole_blocks_may_leave_heads_even() -> None:
+    lists = RaggedLists(1)
+    store: TokenStore = QuantizedStore(quantization())
+    step(store, lists, SINKS + 4 * BLOCK + RESIDUAL)
+    held = held_tokens(store)
+    assert held is not None
+    assert held.blocks is not None
+    blocks = int(held.blocks.max()) + 1
+    places = []
+    for head in range(KV_HEADS):
+        gone = [number == head for number in held.blocks[0, head].tolist()]
+        places.append([place for place, is_gone in enumerate(gone) if not is_gone])
+    was_packed = [[[held.blocks[0, head, place] >= 0 for place in places[head]] for head in range(KV_HEADS)]]
+    kept = kept_tokens([places], lists.counts, store.length)
+    lists.keep([places])
+    after = evicted(store, None, kept)
+    assert type(after) is QuantizedStore
+    assert after.parts.blocks is not None
+    assert len(after.parts.blocks) == blocks - 1
+    follow(after, lists, was_packed)
+    for tokens in (1, 80, 1):
+        step(after, lists, tokens)
+
+
+def test_a_part_of_a_block_is_not_kept() -> None:
+    store = QuantizedStore(quantization())
+    store.validate(*(new := states(1, 300)))
+    store.append(*new)
+    before = as_dense(store.newest(300)[0]).clone()
+    indices = torch.arange(100, 300).expand(1, KV_HEADS, -1)
+    with pytest.raises(StateMismatchError, match="together"):
+        evicted(store, None, KeptTokens(indices, torch.full((1, KV_HEADS), 200)))
+    assert torch.equal(as_dense(store.newest(300)[0]), before)
+
+
+def test_sequences_with_very_few_tokens_are_held_beside_long_ones() -> None:
+    store, lists = ragged([[300, 200], [3, 3]])
+    assert store.tail.length <= 3
+    for tokens in (1, 60, 80, 1):
+        step(store, lists, tokens)
+    other = evict(store, lists, [[150, 200], [100, 90]])
+    step(other, lists)
+
+
+OPERATIONS = ["fork", "select", "expand", "truncate", "state", "copy", "compact", "trim", "offload"]
+
+
+def operated(operation: str, store: RaggedStore, lists: RaggedLists) -> tuple[RaggedStore, RaggedLists]:
+    last = lists.batch - 1
+    if operation == "fork":
+        return store.fork(), lists.copy()
+    if operation == "select":
+        store.select(torch.tensor([last, 0, last]))
+        lists.select([last, 0, last])
+    elif operation == "expand":
+        store.expand(2)
+        lists.select([row for row in range(lists.batch) for _ in range(2)])
+    elif operation == "truncate":
+        store.truncate(store.length - 3)
+        lists.crop(3)
+    elif operation == "state":
+        store = loaded(store)
+    elif operation == "copy":
+        store = copy.deepcopy(store)
+    elif operation == "compact":
+        store.compact()
+    elif operation == "trim":
+        store.select(torch.tensor([last]))
+        lists.select([last])
+        store.trim()
+    else:
+        store.swap_buffers(lambda buffer, start, end: buffer.reallocated(0, end, buffer.capacity))
+    return store, lists
+
+
+def loaded(store: RaggedStore) -> RaggedStore:
+    def no_layer(*_: object) -> None:
+        raise AssertionError
+
+    twin = store_from_description(store.describe(), DescriptionContext(no_layer, store_from_description))
+    assert isinstance(twin, RaggedStore)
+    state = store.state()
+    assert twin.check_state(state) == store.length
+    twin.load_state(state)
+    assert twin.length == store.length
+    return twin
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_decoding_and_eviction_go_on_after_an_operation(operation: str) -> None:
+    store, lists = ragged()
+    step(store, lists, 90)
+    store, lists = operated(operation, store, lists)
+    for tokens in (1, 90, 1):
+        step(store, lists, tokens)
+    other = evict(store, lists, (lists.counts // 2).tolist())
+    for tokens in (1, 90):
+        step(other, lists, tokens)
+
+
+def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -> None:
+    store, lists = ragged()
+    step(store, lists, 4)
+    assert store.length - store.first_common == lists.common
+    assert lists.common < store.tail.length - store.sinks
+    with pytest.raises(RollbackError):
+        store.truncate(store.first_common - 1)
+    with pytest.raises(UnsupportedLayerError):
+        store.newest(lists.common + 1)
+    store.truncate(store.first_common)
+    lists.crop(lists.common)
+    step(store, lists)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("piece_counts", lambda table: table + 1, "0 to 64"),
+        ("piece_starts", lambda table: table + 30, "within"),
+        ("flat_keys_codes", lambda codes: codes[:, :, :1], "must be"),
+        ("flat_keys_codes", lambda codes: codes.float(), "must be"),
+        ("flat_values_parameters", lambda parameters: parameters[0], "must be"),
+        ("ragged_columns", lambda numbers: numbers + 2**40, "tail"),
+    ],
+)
+def test_states_of_damaged_files_are_refused(name: str, change: object, message: str) -> None:
+    store, _ = ragged()
+    state = store.state()
+    state[name] = change(state[name])  # type: ignore[operator]
+    with pytest.raises(StateMismatchError, match=message):
+        RaggedStore(QuantizedStore(quantization())).check_state(state)
+    with pytest.raises(StateMismatchError):
+        RaggedStore(DenseStore()).check_state(store.state())
+
+
+@pytest.mark.parametrize("backend", ["native", "quanto", "hqq", "fp8"])
+def test_blocks_of_every_backend_move(backend: str) -> None:
+    options = Quantization(
+        backend=backend, residual_length=RESIDUAL, sink_tokens=SINKS, nbits=8 if backend == "fp8" else 4
+    )
+    new = states(1, 400)
+    store: TokenStore = QuantizedStore(options)
+    store.validate(*new)
+    store.append(*new)
+    held = held_tokens(store)
+    assert held is not None
+    assert held.blocks is not None
+    places = [
+        [place for place, number in enumerate(held.blocks[0, head].tolist()) if number not in (head, 2 * head)]
+        for head in range(KV_HEADS)
+    ]
+    after = evicted(store, None, kept_tokens([places], held.counts, 400))
+    assert isinstance(after, RaggedStore)
+    left = held_tokens(after)
+    assert left is not None
+    for head in range(KV_HEADS):
+        for before, now in zip(held.of_head(0, head), left.of_head(0, head), strict=True):
+            assert torch.equal(before[:, :, places[head]], now)

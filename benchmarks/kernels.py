@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.attention import dispatch
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from lib.offline_gpu import META, SHARED_MEMORY, Compiled, Launch, as_gpu, compiled, recorded_launches
@@ -41,6 +43,7 @@ class Case:
         queries: new tokens of a decode step.
         masked: whether there is a mask.
         readers: sequences that share the prompt.
+        gathered: whether each kv head reads its own pieces of the prompt.
     """
 
     quantization: Quantization
@@ -49,6 +52,7 @@ class Case:
     queries: int = 1
     masked: bool = False
     readers: int = 1
+    gathered: bool = False
 
     @property
     def name(self) -> str:
@@ -57,7 +61,8 @@ class Case:
         parts = [f"{options.backend} {options.nbits}", f"head_dim {self.head_dim}", str(self.dtype).split(".")[1]]
         queries = "1 query" if self.queries == 1 else f"{self.queries} queries"
         sharing = [f"{self.readers} readers"] if self.readers > 1 else []
-        return ", ".join([*parts, queries, *(["mask"] if self.masked else []), *sharing])
+        pieces = ["pieces"] if self.gathered else []
+        return ", ".join([*parts, queries, *(["mask"] if self.masked else []), *sharing, *pieces])
 
 
 def cases() -> Iterator[Case]:
@@ -72,6 +77,10 @@ def cases() -> Iterator[Case]:
         yield Case(quantization, queries=queries, masked=True)
     for quantization, readers in itertools.product(formats, (4, 8)):
         yield Case(quantization, readers=readers)
+    for head_dim, quantization in itertools.product((128, 64, 256), formats):
+        yield Case(quantization, head_dim, gathered=True)
+    yield Case(formats[0], gathered=True, masked=True)
+    yield Case(formats[0], gathered=True, queries=16)
 
 
 FEW = {
@@ -80,7 +89,7 @@ FEW = {
         "attend_split: native 4, head_dim 128, bfloat16, 1 query, 4 readers",
         "pack_block: native 4, head_dim 128",
     ),
-    86: ("attend_split: native 4, head_dim 128",),
+    86: ("attend_split: native 4, head_dim 128", "attend_split: native 4, head_dim 128, bfloat16, 1 query, pieces"),
     89: ("attend_split: native 4, head_dim 128",),
     90: (
         *(f"attend_split: native {bits}, head_dim {head_dim}" for bits in (4, 8) for head_dim in (64, 128)),
@@ -89,6 +98,7 @@ FEW = {
             for kernel in ("merge_splits", "pack_block", "read_block", "merge_parts")
         ),
         "attend_split: native 4, head_dim 128, bfloat16, 1 query, 8 readers",
+        "attend_split: native 4, head_dim 128, bfloat16, 1 query, pieces",
     ),
     120: ("attend_split: native 4, head_dim 128", "read_block: native 4, head_dim 128"),
 }
@@ -118,6 +128,9 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
         query = torch.empty(shape, dtype=case.dtype, device=META)
         mask = torch.empty(1, 1, case.queries, keys.shape[2], dtype=torch.bool, device=META) if case.masked else None
         dispatch.attend(query, keys.snapshot.segments, mask, None, PathCounter())
+        if case.gathered:
+            for segments in gathered_segments(keys.snapshot.segments, new):
+                dispatch.attend(query, segments, mask, None, PathCounter())
         keys.dense()
         values.dense()
         shared = kvlayers.DynamicCache()
@@ -130,6 +143,16 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
                 shared.expand(2)
         scaled_dot_product_attention(query[:1].expand(2, -1, -1, -1), keys, values, enable_gqa=True)
     return list({launch.variant: launch for launch in launches}.values())
+
+
+def gathered_segments(segments: KVSegments, new: list[Tensor]) -> Iterator[KVSegments]:
+    """Segments of a prompt of which each kv head reads pieces, packed ones and in full precision, and new tokens."""
+    kv_heads, head_dim = new[0].shape[1], new[0].shape[3]
+    tables = [torch.empty(1, kv_heads, PROMPT // 64, dtype=torch.int64, device=META) for _ in range(3)]
+    prompt = [torch.empty(1, kv_heads, PROMPT, head_dim, dtype=new[0].dtype, device=META) for _ in range(2)]
+    width = segments.tokens - new[0].shape[2]
+    for source in (DenseSegment(*prompt), *(each for each in segments.in_order if isinstance(each, PackedSegment))):
+        yield KVSegments((GatheredSegment(source, *tables, width), DenseSegment(*new)))
 
 
 def measured(capabilities: list[int], is_wanted: Callable[[str, int], bool]) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def test_kernels_compile_for_every_architecture(compiled: list[dict[str, Any]]) 
 def test_kernels_compile_for_shared_segments(compiled: list[dict[str, Any]]) -> None:
     found = {(row["capability"], row["case"].rpartition(", ")[2]) for row in compiled}
     assert {(80, "4 readers"), (90, "8 readers")} <= found
+
+
+def test_kernels_compile_for_gathered_segments(compiled: list[dict[str, Any]]) -> None:
+    found = Counter(row["capability"] for row in compiled if row["case"].endswith("pieces"))
+    # One for packed blocks, and one for states in full precision.
+    assert (found[86], found[90]) == (2, 2)
 
 
 def test_kernels_fit_the_shared_memory(compiled: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ namespace {
 constexpr int LANES = 16;
 constexpr int DENSE_UNIT = 64;
 constexpr int ROWS_AT_ONCE = 4;
+constexpr double MINIMUM_PIECES = 4;  // of an item of a gathered segment
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -205,10 +206,18 @@ struct Packed {
     int64_t keys_rotated, values_rotated;
 };
 
+// Pieces of the dense or packed tokens, other ones for each kv head of each sequence: [batch, kv_heads, pieces].
+struct Gathered {
+    const int64_t *starts, *counts, *columns;
+    int64_t pieces, width;
+    const int64_t* source_rows;  // as Call::rows, for the source
+};
+
 struct Segment {
-    int64_t is_packed;
+    int64_t is_packed, is_gathered;
     Dense dense;
     Packed packed;
+    Gathered gathered;
 };
 
 struct Mask {
@@ -514,14 +523,31 @@ struct Unit {
     int64_t index;  // first token within a dense segment, or the packed block
     int64_t begin, end;  // valid tokens within the unit
     int64_t position;  // column of the first valid token in the mask
+
+    bool holds_tokens() const { return end > begin; }
 };
 
-// Consecutive segments of which the sequences of the batch read the same rows.
+// Consecutive segments of which the sequences of the batch read the same rows, or one gathered segment.
 struct Run {
+    const Segment* gathered;  // null if all heads read the same units
+    int64_t first_column;
     std::vector<Unit> units;
     std::vector<std::vector<int64_t>> readers;  // for each row, the sequences of the batch that read it
     std::vector<int64_t> row, place;  // for each sequence of the batch: its row, and its place among the readers
-    int64_t splits, first_item;
+    std::vector<int64_t> counts;  // for each row and kv head: units that hold a token
+    std::vector<int64_t> first_items;  // for each row and kv head, and at the end: the first of its items
+
+    // Units of each head, and pieces that hold no token.
+    int64_t length() const { return gathered ? gathered->gathered.pieces : int64_t(units.size()); }
+
+    // A unit of the head at `head` among those of all rows. It may hold no token.
+    Unit unit(int64_t head, int64_t index) const {
+        if (!gathered) return units[index];
+        const Gathered& tables = gathered->gathered;
+        const int64_t at = head * tables.pieces + index, start = tables.starts[at];
+        const int64_t begin = gathered->is_packed && start == 0 ? gathered->packed.first : 0;
+        return {gathered, start, begin, begin + tables.counts[at], first_column + tables.columns[at]};
+    }
 };
 
 void add_units(const Segment& segment, int64_t& position, std::vector<Unit>& units) {
@@ -567,25 +593,70 @@ struct Plan {
         int64_t position = 0;
         for (int64_t i = 0; i < call.segment_count; ++i) {
             const Segment& segment = *call.segments[i];
-            if (i == 0 || call.rows[i] != call.rows[i - 1]) add_run(call, call.rows[i]);
-            add_units(segment, position, runs.back().units);
             if (segment.is_packed) largest_unit = std::max(largest_unit, segment.packed.block_tokens);
+            if (segment.is_gathered) {
+                add_gathered(call, segment, position);
+                position += segment.gathered.width;
+                continue;
+            }
+            if (i == 0 || call.rows[i] != call.rows[i - 1] || runs.back().gathered) add_run(call, call.rows[i]);
+            add_units(segment, position, runs.back().units);
         }
         double work = 0;
-        for (const Run& run : runs) work += double(run.units.size()) * call.batch;
         for (Run& run : runs) {
-            run.splits = splits_for(call, run, run.units.size() * call.batch / std::max(work, 1.0));
-            run.first_item = items.size();
-            const int64_t count = run.units.size(), rows = run.readers.size();
-            for (int64_t index = 0; index < rows * call.kv_heads; ++index)
-                for (int64_t split = 0; split < run.splits; ++split)
-                    items.push_back({&run, index / call.kv_heads, index % call.kv_heads, count * split / run.splits,
-                                     count * (split + 1) / run.splits});
+            if (!run.gathered) run.counts.assign(run.readers.size() * call.kv_heads, run.units.size());
+            for (const int64_t count : run.counts) work += count;
+        }
+        for (Run& run : runs) {
+            if (run.gathered)
+                add_items_by_head(call, run, work);
+            else
+                add_items(call, run, run.units.size() * call.batch * call.kv_heads / std::max(work, 1.0));
+            run.first_items.push_back(items.size());
         }
     }
 
+    void add_items(const Call& call, Run& run, double share_of_work) {
+        const int64_t splits = splits_for(call, run, share_of_work), count = run.units.size();
+        for (int64_t head = 0; head < int64_t(run.counts.size()); ++head) {
+            run.first_items.push_back(items.size());
+            for (int64_t split = 0; split < splits; ++split)
+                items.push_back({&run, head / call.kv_heads, head % call.kv_heads, count * split / splits,
+                                 count * (split + 1) / splits});
+        }
+    }
+
+    // Heads have different numbers of pieces: those with many have more items.
+    void add_items_by_head(const Call& call, Run& run, double work) {
+        const double wanted = std::max(MINIMUM_PIECES, call.threads > 1 ? work / (8 * call.threads) : work);
+        for (int64_t head = 0; head < int64_t(run.counts.size()); ++head) {
+            const int64_t splits = std::max<int64_t>(1, std::llround(run.counts[head] / wanted));
+            run.first_items.push_back(items.size());
+            int64_t from = 0, seen = 0;
+            for (int64_t split = 0; split < splits; ++split) {
+                // Pieces up to which this share of those that hold a token has been seen.
+                const int64_t share = run.counts[head] * (split + 1) / splits;
+                int64_t to = from;
+                for (; to < run.length() && seen < share; ++to) seen += run.unit(head, to).holds_tokens();
+                items.push_back({&run, head / call.kv_heads, head % call.kv_heads, from, to});
+                from = to;
+            }
+        }
+    }
+
+    void add_gathered(const Call& call, const Segment& segment, int64_t position) {
+        add_run(call, nullptr);
+        Run& run = runs.back();
+        run.gathered = &segment;
+        run.first_column = position;
+        run.counts.assign(call.batch * call.kv_heads, 0);
+        for (int64_t head = 0; head < int64_t(run.counts.size()); ++head)
+            for (int64_t index = 0; index < run.length(); ++index)
+                run.counts[head] += run.unit(head, index).holds_tokens();
+    }
+
     void add_run(const Call& call, const int64_t* rows) {
-        Run run;
+        Run run{};
         for (int64_t sequence = 0; sequence < call.batch; ++sequence) {
             const int64_t row = rows ? rows[sequence] : sequence;
             if (row >= int64_t(run.readers.size())) run.readers.resize(row + 1);
@@ -666,6 +737,11 @@ struct Head {
         }
     }
 
+    // The sequence of a segment, or of the source of a gathered one, that the head reads.
+    int64_t source_row(const Segment& segment) const {
+        return segment.gathered.source_rows ? segment.gathered.source_rows[segment_row] : segment_row;
+    }
+
     // Products stay the same if both sides are rotated, so the keys need not be rotated back.
     const float* query_for(const Segment& segment) {
         if (!segment.is_packed || !segment.packed.keys_rotated) return query.data();
@@ -682,11 +758,11 @@ struct Head {
         const float* rows_of_query = query_for(*unit.segment) + row * padded_key;
         if (unit.segment->is_packed) {
             std::fill(scores.begin(), scores.begin() + R * padded_block, 0.0f);
-            multiply<R, State>(unit.segment->packed.keys, segment_row, kv_head, unit.index, 0, call.key_dim,
+            multiply<R, State>(unit.segment->packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
                                rows_of_query, padded_key, scores.data(), padded_block, buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            const State* keys = (const State*)dense.keys + segment_row * dense.key_batch + kv_head * dense.key_head +
+            const State* keys = (const State*)dense.keys + source_row(*unit.segment) * dense.key_batch + kv_head * dense.key_head +
                                 unit.index * dense.key_token;
             dense_scores<R>(keys, dense.key_token, unit.end, call.key_dim, rows_of_query, padded_key, scores.data(),
                             padded_block);
@@ -698,11 +774,11 @@ struct Head {
     void combine(const Unit& unit, float* plain_sums, float* rotated_sums) {
         if (unit.segment->is_packed) {
             const Packed& packed = unit.segment->packed;
-            multiply<R, State>(packed.values, segment_row, kv_head, unit.index, unit.begin, unit.end, scores.data(),
+            multiply<R, State>(packed.values, source_row(*unit.segment), kv_head, unit.index, unit.begin, unit.end, scores.data(),
                                padded_block, packed.values_rotated ? rotated_sums : plain_sums, padded_value, buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            const State* values = (const State*)dense.values + segment_row * dense.value_batch +
+            const State* values = (const State*)dense.values + source_row(*unit.segment) * dense.value_batch +
                                   kv_head * dense.value_head + unit.index * dense.value_token;
             dense_combine<R>(values, dense.value_token, unit.end, call.value_dim, scores.data(), padded_block,
                              plain_sums, padded_value);
@@ -730,6 +806,15 @@ struct Partial {
         rotated.assign(rows * padded_value, 0.0f);
     }
 };
+
+// Calls `work(unit)` for the units of an item that hold a token.
+template <typename Work>
+void for_units(const Item& item, int64_t kv_heads, Work work) {
+    for (int64_t index = item.from; index < item.to; ++index) {
+        const Unit unit = item.run->unit(item.row * kv_heads + item.kv_head, index);
+        if (unit.holds_tokens()) work(unit);
+    }
+}
 
 // Calls `work.template rows<R>(row)` for all rows, four at once.
 template <typename Work>
@@ -801,9 +886,9 @@ void merge(const Call& call, const Plan& plan, const std::vector<Partial>& parti
         bool is_nan = false;
         parts.clear();
         for (const Run& run : plan.runs) {
-            const int64_t first = run.first_item + (run.row[sequence] * call.kv_heads + kv_head) * run.splits;
-            for (int64_t split = 0; split < run.splits; ++split) {
-                parts.push_back({&partials[first + split], run.place[sequence] * rows + row});
+            const int64_t* items = &run.first_items[run.row[sequence] * call.kv_heads + kv_head];
+            for (int64_t item = items[0]; item < items[1]; ++item) {
+                parts.push_back({&partials[item], run.place[sequence] * rows + row});
                 const float part = parts.back().first->highest[parts.back().second];
                 highest = std::max(highest, part);
                 is_nan |= std::isnan(part);
@@ -842,8 +927,9 @@ void attend(const Call& call) {
         Head<State> head(call, plan, item);
         head.read_query();
         partials[index].clear(head.rows, head.padded_value, -INFINITY);
-        for (int64_t unit = item.from; unit < item.to; ++unit)
-            for_rows(head.rows, AttendUnit<State>{head, item.run->units[unit], partials[index]});
+        for_units(item, call.kv_heads, [&](const Unit& unit) {
+            for_rows(head.rows, AttendUnit<State>{head, unit, partials[index]});
+        });
     }
     merge<State>(call, plan, partials, true);
 }
@@ -875,8 +961,8 @@ void score(const Call& call) {
         const Item& item = plan.items[index];
         Head<State> head(call, plan, item);
         head.read_query();
-        for (int64_t unit = item.from; unit < item.to; ++unit)
-            for_rows(head.rows, WriteScores<State>{head, item.run->units[unit]});
+        for_units(item, call.kv_heads,
+                  [&](const Unit& unit) { for_rows(head.rows, WriteScores<State>{head, unit}); });
     }
 }
 
@@ -910,8 +996,9 @@ void combine(const Call& call) {
         const Item& item = plan.items[index];
         Head<State> head(call, plan, item);
         partials[index].clear(head.rows, head.padded_value, 0.0f);
-        for (int64_t unit = item.from; unit < item.to; ++unit)
-            for_rows(head.rows, CombineUnit<State>{head, item.run->units[unit], partials[index]});
+        for_units(item, call.kv_heads, [&](const Unit& unit) {
+            for_rows(head.rows, CombineUnit<State>{head, unit, partials[index]});
+        });
     }
     merge<State>(call, plan, partials, false);
 }

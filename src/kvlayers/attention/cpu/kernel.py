@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
 from kvlayers.quantizers.packed_side import PackedSide
 from kvlayers.utils.native_library import compiled_library, once
 
@@ -55,8 +55,19 @@ class _Packed(ctypes.Structure):
     ]
 
 
+class _Gathered(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("starts", "counts", "columns")),
+        *((name, ctypes.c_int64) for name in ("pieces", "width")),
+        ("source_rows", ctypes.c_void_p),
+    ]
+
+
 class _Segment(ctypes.Structure):
-    _fields_ = [("is_packed", ctypes.c_int64), ("dense", _Dense), ("packed", _Packed)]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("is_packed", "is_gathered")),
+        *(("dense", _Dense), ("packed", _Packed), ("gathered", _Gathered)),
+    ]
 
 
 class _Mask(ctypes.Structure):
@@ -88,8 +99,6 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
-    if segments.gathered:
-        return "the kernel does not read gathered segments"
     queries = rows.shape[1] // segments.kv_heads * rows.shape[2]
     # At most all sequences read one, so that a step of decoding need not look closer.
     if queries * rows.shape[0] > CPU_MAXIMUM_ROWS and not (segments.are_dense and segments.shares_rows):
@@ -116,7 +125,8 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     batch, heads, queries, _ = query.shape
     call, _kept = _call(query, segments, heads, queries, 1.0)
-    out = query.new_empty((batch, heads, queries, segments.tokens))
+    # Nothing is written where a column of a gathered segment stands for no token.
+    out = query.new_full((batch, heads, queries, segments.tokens), -torch.inf)
     _set_out(call, out)
     _loaded().kvlayers_score(ctypes.byref(call))
     return out
@@ -146,7 +156,7 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     call.batch, call.kv_heads = segments.batch, segments.kv_heads
     call.key_dim, call.value_dim = segments.head_dims
     call.groups = heads // call.kv_heads
-    prepared = [_prepared(segment) for segment in segments.in_order if not isinstance(segment, GatheredSegment)]
+    prepared = [_prepared(segment) for segment in segments.in_order]
     count = call.segment_count = len(prepared)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, prepared))
     call.segments = ctypes.addressof(addresses)
@@ -159,17 +169,33 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     return call, [query, segments, prepared, addresses, rows]
 
 
-def _prepared(segment: DenseSegment | PackedSegment) -> _Segment:
+def _prepared(segment: Segment) -> _Segment:
     """The arguments that describe a segment. Its kernel cache keeps them."""
     prepared: _Segment | None = segment.kernel_cache.get("cpu")
     if prepared is None:
-        prepared = _Segment(is_packed=isinstance(segment, PackedSegment))
-        if isinstance(segment, PackedSegment):
+        if isinstance(segment, GatheredSegment):
+            prepared = _Segment.from_buffer_copy(_prepared(segment.source))
+            prepared.is_gathered = True
+            segment.kernel_cache["cpu arrays"] = _set_gathered(prepared.gathered, segment)
+        elif isinstance(segment, PackedSegment):
+            prepared = _Segment(is_packed=True)
             segment.kernel_cache["cpu arrays"] = _set_packed(prepared.packed, segment)
         else:
+            prepared = _Segment(is_packed=False)
             segment.kernel_cache["cpu arrays"] = _set_dense(prepared.dense, segment)
         segment.kernel_cache["cpu"] = prepared
     return prepared
+
+
+def _set_gathered(entry: _Gathered, segment: GatheredSegment) -> list[Tensor]:
+    """As `_set_dense`."""
+    tables = [table.contiguous() for table in (segment.starts, segment.counts, segment.columns)]
+    entry.starts, entry.counts, entry.columns = (table.data_ptr() for table in tables)
+    entry.pieces, entry.width = tables[0].shape[2], segment.width
+    if segment.source.rows is not None:
+        tables.append(segment.source.rows.on(tables[0].device)[0])
+        entry.source_rows = tables[-1].data_ptr()
+    return tables
 
 
 def _set_dense(entry: _Dense, segment: DenseSegment) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""Attention on a CUDA device to packed segments, and to the dense ones around them: a launch for each, and a merge."""
+"""Attention on a CUDA device to packed and gathered segments, and to dense ones around them: a launch each, a merge."""
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.launch import SplitCall, kind_of
-from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, Read, reads_of
+from kvlayers.attention.cuda.launch import SplitCall, kind_of, variant_of
+from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch
+from kvlayers.attention.cuda.reads import Read, reads_of
 from kvlayers.attention.cuda.specs import MAXIMUM_ROWS as ROWS_OF_A_PROGRAM
 from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StateMismatchError
@@ -33,7 +34,7 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
     if query.dtype != plan.dtype:
         return f"queries are {query.dtype}, and scales {plan.dtype}"
     for read in reads:
-        variant = read.plan.variant(heads, queries, kind, read.readers, read.rows is not None)
+        variant = variant_of(read, heads, queries, kind)
         if variant.constants is None:
             SplitCall(query, reads, mask, 1.0)
         if variant.obstacle is not None:

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: attention of few queries to packed tokens, and to tokens in full precision around them.
+"""Launches the Triton kernels: attention of few queries to packed or gathered tokens, and to dense ones around them.
 
 The tokens are divided among enough programs to keep all multiprocessors busy (flash-decoding,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html): each program attends to a split of one segment, and a second
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.plan import ATTEND_SPLIT, DENSE_TOKENS, MERGE_SPLITS, Read, Variant
+from kvlayers.attention.cuda.plan import ATTEND_SPLIT, DENSE_TOKENS, MERGE_SPLITS, SegmentPlan, Variant
+from kvlayers.attention.cuda.reads import Read
 from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
 
 _LOG2_E = math.log2(math.e)
@@ -25,6 +26,12 @@ _NO_STRIDES = (0,) * 6
 def kind_of(mask: Tensor | None) -> int:
     """The kind of a mask."""
     return NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
+
+
+def variant_of(read: Read, heads: int, q_tokens: int, mask: int) -> Variant:
+    """The kernel of a launch, for numbers of query heads and queries, and a kind of mask."""
+    indexed, gathered = read.rows is not None, read.tables is not None
+    return read.plan.kernels.variant(heads, q_tokens, mask, read.readers, indexed, gathered)
 
 
 class SplitCall:
@@ -37,7 +44,7 @@ class SplitCall:
         scale: factor of the scores.
     """
 
-    __slots__ = ("_launches", "_partials", "_plan", "_query", "_splits")
+    __slots__ = ("_gaps", "_launches", "_partials", "_plan", "_query", "_splits")
 
     def __init__(self, query: Tensor, reads: list[Read], mask: Tensor | None, scale: float) -> None:
         if scale <= 0:
@@ -54,7 +61,7 @@ class SplitCall:
             division = _divided(read, batch, heads, q_tokens, kind)
             divisions.append(division)
             splits += division[1][0]
-            packed_splits += division[2]
+            packed_splits += division[2] if isinstance(read.plan, SegmentPlan) else 0
         dense_place = packed_splits
 
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -66,18 +73,24 @@ class SplitCall:
         results = batch * heads * q_tokens
         partials = query.new_empty(results * splits * (plan.value_dim + 1), dtype=torch.float32)
         self._plan, self._query, self._splits, self._partials = plan, query, (packed_splits, splits), partials
+        self._gaps = any(read.tables is not None for read in reads)
         nothing = query, query, _NO_STRIDES, 0, 0
         self._launches: list[tuple[Variant, tuple[int, ...], tuple[Any, ...]]] = []
-        for read, (variant, grid, packed, blocks, of_a, tokens) in zip(reads, divisions, strict=True):
+        for read, (variant, grid, in_blocks, blocks, of_a, tokens) in zip(reads, divisions, strict=True):
             if not grid[0]:
                 continue
             of_read = read.plan
             keys_a, values_a, strides_a, tokens_a, column_a = read.dense[0] if read.dense else nothing
             keys_b, values_b, strides_b, tokens_b, column_b = read.dense[1] if len(read.dense) > 1 else nothing
+            if isinstance(of_read, SegmentPlan):
+                block_place, packed_place = packed_place, packed_place + in_blocks
+            else:
+                # Sums of values in full precision are not rotated back.
+                block_place, dense_place = dense_place, dense_place + in_blocks
             arguments: tuple[Any, ...] = (
                 query,
-                *of_read.tensors,
-                of_read.starts() if kind != NO_MASK else of_read.tensors[4],
+                *of_read.tensors[:4],
+                *_tables_of(read, kind),
                 keys_a,
                 values_a,
                 keys_b,
@@ -92,7 +105,7 @@ class SplitCall:
                 *mask_strides,
                 read.blocks,
                 blocks,
-                packed,
+                in_blocks,
                 of_read.first,
                 read.column,
                 tokens_a,
@@ -101,15 +114,14 @@ class SplitCall:
                 tokens_b,
                 column_b,
                 tokens,
-                packed_place,
+                block_place,
                 dense_place,
                 splits,
                 q_tokens,
                 read.readers,
                 scale * _LOG2_E,
             )
-            packed_place += packed
-            dense_place += grid[0] - packed
+            dense_place += grid[0] - in_blocks
             if variant.constants is None:
                 variant.fit(plan.device, grid, arguments)
             self._launches.append((variant, grid, arguments))
@@ -138,9 +150,20 @@ class SplitCall:
                 plan.device,
                 (batch * heads * q_tokens,),
                 (partials, out, lses, *self._splits, q_tokens),
-                plan.merge(heads, logsumexp),
+                plan.kernels.merge(heads, logsumexp, self._gaps),
             )
         return out.transpose(1, 2), lses
+
+
+def _tables_of(read: Read, kind: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of blocks or pieces, their first columns of the mask, and where pieces are. Any pointers may stand for
+    what is never read.
+    """
+    if read.tables is None:
+        ends = read.plan.tensors[4]
+        return ends, ends if kind == NO_MASK else read.plan.starts(), ends
+    counts = read.tables.counts
+    return counts, counts if kind == NO_MASK else read.tables.columns(), read.tables.pieces
 
 
 def _divided(
@@ -149,21 +172,23 @@ def _divided(
     """How a launch is divided into programs.
 
     Returns:
-        Its kernel; its programs in each dimension, all splits in the first; the splits of packed blocks; blocks of a
-        split; splits of the first dense segment; and dense tokens of a split.
+        Its kernel; its programs in each dimension, all splits in the first; the splits of blocks; blocks of a split;
+        splits of the first dense segment; and dense tokens of a split.
     """
-    plan, blocks = read.plan, read.blocks
-    variant = plan.variant(heads, q_tokens, kind, read.readers, read.rows is not None)
+    plan = read.plan
+    # Kv heads of unequal numbers of pieces have programs that do nothing: those of the average head fill the device.
+    blocks = read.blocks if read.tables is None else min(read.blocks, read.tables.filled)
+    variant = variant_of(read, heads, q_tokens, kind)
     kv_heads = batch * plan.kv_heads // read.readers
     tiles = -(-heads // plan.kv_heads * q_tokens * read.readers // variant.rows)
     for _, _, _, tokens, _ in read.dense:
         blocks = max(blocks, -(-tokens // plan.block_tokens))
-    per_split = plan.blocks_per_split(blocks, max(1, kv_heads * tiles))
+    per_split = plan.kernels.blocks_per_split(blocks, max(1, kv_heads * tiles))
     tokens_per_split = max(DENSE_TOKENS, per_split * plan.block_tokens)
-    packed = splits = -(-read.blocks // per_split)
+    in_blocks = splits = -(-read.blocks // per_split)
     of_a = 0
     for _, _, _, tokens, _ in read.dense:
         of_b = -(-tokens // tokens_per_split)
         of_a = of_a or of_b
         splits += of_b
-    return variant, (splits, kv_heads, tiles), packed, per_split, of_a, tokens_per_split
+    return variant, (splits, kv_heads, tiles), in_blocks, per_split, of_a, tokens_per_split

@@ -1,23 +1,25 @@
-"""What is prepared once for a packed segment, and used for each launch until the next block is packed."""
+"""What is prepared once for a segment, and used for each launch until it changes: arguments and compiled kernels."""
 
+import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda.specs import (
     MergeSpec,
+    SideSpec,
     SplitSpec,
+    dense_side_spec,
     merge_spec,
     rows_of_program,
     side_spec,
     split_spec,
     warps_of_program,
 )
-from kvlayers.attention.cuda.support import supports
-from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.cuda.support import DTYPES, LARGEST_HEAD_DIM, supports
+from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
 
 
@@ -81,11 +83,117 @@ class Variant:
 _variants: dict[tuple[torch.device, int | None, SplitSpec, Launch], Variant] = {}
 
 
+class SplitKernels:
+    """The kernels for segments that are coded in one way.
+
+    Args:
+        device: device of the segments.
+        limits: its multiprocessors, and bytes of shared memory that a program can have, `None` without a limit.
+        dtype: dtype of the states.
+        sides: how keys and values are coded.
+        kv_heads: heads that have keys and values.
+        block_tokens: tokens of a block.
+        packed: whether blocks are packed.
+        first: whether tokens at the front of the first block have been evicted.
+        ends: whether there are blocks that are not full.
+        launch: how work is divided.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limits: tuple[int, int | None],
+        dtype: torch.dtype,
+        sides: tuple[SideSpec, SideSpec],
+        kv_heads: int,
+        block_tokens: int,
+        packed: bool,
+        first: bool,
+        ends: bool,
+        launch: Launch,
+    ) -> None:
+        self.multiprocessors, self.shared_memory = limits
+        self._device, self._dtype, self._sides, self._launch = device, dtype, sides, launch
+        self._kv_heads, self._block_tokens = kv_heads, block_tokens
+        self._packed, self._first, self._ends = packed, first, ends
+        self._variants: dict[tuple[int, int, int, int, bool, bool], Variant] = {}
+        self._merges: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+
+    def variant(self, heads: int, q_tokens: int, mask: int, readers: int, indexed: bool, gathered: bool) -> Variant:
+        """The split kernel.
+
+        Args:
+            heads: query heads.
+            q_tokens: queries of a sequence.
+            mask: kind of mask.
+            readers: sequences that read each sequence of the segments.
+            indexed: whether there are `Read.rows`.
+            gathered: whether there are `Read.tables`.
+        """
+        variant = self._variants.get((heads, q_tokens, mask, readers, indexed, gathered))
+        if variant is None:
+            groups = heads // self._kv_heads
+            spec = split_spec(
+                *self._sides,
+                self._block_tokens,
+                self._dtype,
+                self._kv_heads,
+                groups,
+                rows_of_program(groups * q_tokens * readers),
+                mask,
+                self._first,
+                self._ends,
+                readers > 1,
+                indexed,
+                self._packed,
+                gathered,
+            )
+            key = self._device, self.shared_memory, spec, self._launch
+            variant = _variants.setdefault(key, Variant(spec, self._launch, self._dtype))
+            self._variants[heads, q_tokens, mask, readers, indexed, gathered] = variant
+        return variant
+
+    def merge(self, heads: int, logsumexp: bool, gaps: bool) -> dict[str, Any]:
+        """The constants of the merge kernel for a number of query heads; see `MergeSpec`."""
+        constants = self._merges.get((heads, logsumexp, gaps))
+        if constants is None:
+            spec: MergeSpec = merge_spec(heads, self._sides[1], logsumexp, gaps)
+            constants = {"SPEC": spec, "num_warps": 4, "enable_fp_fusion": True}
+            self._merges[heads, logsumexp, gaps] = constants
+        return constants
+
+    def blocks_per_split(self, blocks: int, programs_of_a_split: int) -> int:
+        """Blocks of a split among so many, so that all multiprocessors are busy."""
+        launch = self._launch
+        wanted = -(-self.multiprocessors * launch.programs // programs_of_a_split)
+        splits = min(wanted, -(-blocks // launch.minimum_blocks))
+        return max(1, -(-blocks // max(1, splits)))
+
+
+@functools.lru_cache(maxsize=256)
+def split_kernels(
+    device: torch.device,
+    limits: tuple[int, int | None],
+    dtype: torch.dtype,
+    sides: tuple[SideSpec, SideSpec],
+    kv_heads: int,
+    block_tokens: int,
+    packed: bool,
+    first: bool,
+    ends: bool,
+    launch: Launch,
+) -> SplitKernels:
+    """The kernels of all segments of one kind. Some segments are new at each step, and only their arguments are."""
+    return SplitKernels(device, limits, dtype, sides, kv_heads, block_tokens, packed, first, ends, launch)
+
+
 class SegmentPlan:
-    """Arguments and constants for one packed segment.
+    """Arguments and kernels for one packed segment.
 
     Attributes:
         obstacle: why the kernel cannot take the segment, `None` if it can.
+        launch: how work is divided.
+        kernels: the kernels.
         device: device of the codes.
         dtype: dtype of the parameters.
         kv_heads: heads that have keys and values.
@@ -97,8 +205,6 @@ class SegmentPlan:
         first: tokens at the front of the first block that have been evicted.
         value_dim: channels of a value.
         rotation: binary logarithm of the channels that a Hadamard matrix has mixed in values, or 0.
-        multiprocessors: multiprocessors of the device.
-        shared_memory: bytes of shared memory that a program can have there, `None` if there is no limit.
     """
 
     def __init__(self, segment: PackedSegment, launch: Launch) -> None:
@@ -121,7 +227,6 @@ class SegmentPlan:
         self.kv_heads, self.blocks = keys.codes.shape[1], segment.blocks
         self.block_tokens, self.tokens, self.first = keys.block_tokens, segment.tokens, segment.first
         self.value_dim = values.head_dim
-        self.multiprocessors, self.shared_memory = multiprocessors(self.device), shared_memory_limit(self.device)
         key_codes, value_codes = _words(keys.codes), _words(values.codes)
         of_packed = key_codes, keys.parameters, value_codes, values.parameters
         self.strides = tuple(stride for tensor in of_packed for stride in tensor.stride()[:3])
@@ -131,13 +236,23 @@ class SegmentPlan:
         # Not the segment itself: it holds the plan, and the two would outlive each other on the GPU.
         self._has_ends = segment.ends is not None
         self._starts: Tensor | None = None
-        self._specs = (
+        sides = (
             side_spec(keys.format, "keys", keys.head_dim, self.block_tokens, self.dtype, launch.assembly),
             side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
         )
-        self.rotation = self._specs[1].rotation
-        self._variants: dict[tuple[int, int, int, int, bool], Variant] = {}
-        self._merges: dict[tuple[int, bool], dict[str, Any]] = {}
+        self.rotation = sides[1].rotation
+        self.kernels = split_kernels(
+            self.device,
+            (multiprocessors(self.device), shared_memory_limit(self.device)),
+            self.dtype,
+            sides,
+            self.kv_heads,
+            self.block_tokens,
+            packed=True,
+            first=self.first > 0,
+            ends=self._has_ends,
+            launch=launch,
+        )
 
     def starts(self) -> Tensor:
         """int32 `[blocks]`: the tokens that are held in front of each block, by which masks are indexed."""
@@ -149,43 +264,48 @@ class SegmentPlan:
             self._starts[1:] -= self.first
         return self._starts
 
-    def variant(self, heads: int, q_tokens: int, mask: int, readers: int, indexed: bool) -> Variant:
-        """The split kernel for numbers of query heads, queries and readers, a kind of mask, and `Read.rows` or none."""
-        variant = self._variants.get((heads, q_tokens, mask, readers, indexed))
-        if variant is None:
-            groups = heads // self.kv_heads
-            spec = split_spec(
-                *self._specs,
-                self.block_tokens,
-                self.dtype,
-                self.kv_heads,
-                groups,
-                rows_of_program(groups * q_tokens * readers),
-                mask,
-                self.first > 0,
-                self._has_ends,
-                readers > 1,
-                indexed,
-            )
-            key = self.device, self.shared_memory, spec, self.launch
-            variant = _variants.setdefault(key, Variant(spec, self.launch, self.dtype))
-            self._variants[heads, q_tokens, mask, readers, indexed] = variant
-        return variant
 
-    def merge(self, heads: int, logsumexp: bool) -> dict[str, Any]:
-        """The constants of the merge kernel for a number of query heads."""
-        constants = self._merges.get((heads, logsumexp))
-        if constants is None:
-            spec: MergeSpec = merge_spec(heads, self._specs[1], logsumexp)
-            constants = self._merges[heads, logsumexp] = {"SPEC": spec, "num_warps": 4, "enable_fp_fusion": True}
-        return constants
+class DensePlan:
+    """Arguments and kernels for one segment in full precision of which pieces are read.
 
-    def blocks_per_split(self, blocks: int, programs_of_a_split: int) -> int:
-        """Blocks of a split among so many, so that all multiprocessors are busy."""
-        launch = self.launch
-        wanted = -(-self.multiprocessors * launch.programs // programs_of_a_split)
-        splits = min(wanted, -(-blocks // launch.minimum_blocks))
-        return max(1, -(-blocks // max(1, splits)))
+    Attributes: those of a `SegmentPlan`. Keys and values stand for codes, a block is the most tokens of a piece, and
+    nothing is rotated.
+    """
+
+    def __init__(self, segment: DenseSegment, launch: Launch) -> None:
+        keys, values = segment.keys, segment.values
+        self.device, self.dtype = keys.device, keys.dtype
+        key_dim, self.value_dim = keys.shape[3], values.shape[3]
+        self.obstacle = device_obstacle(self.device)
+        if self.obstacle is None and (self.dtype not in DTYPES or values.dtype != self.dtype):
+            self.obstacle = f"the kernel does not support keys that are {self.dtype}, and values {values.dtype}"
+        elif self.obstacle is None and max(key_dim, self.value_dim) > LARGEST_HEAD_DIM:
+            self.obstacle = f"the kernel does not support more than {LARGEST_HEAD_DIM} channels"
+        if self.obstacle is not None:
+            return
+        self.launch = launch
+        self.kv_heads, self.block_tokens = keys.shape[1], DENSE_PIECE_TOKENS
+        self.first = self.rotation = 0
+        keys, values, strides = rows_of_channels(keys, values)
+        self.tensors = keys, keys, values, values, keys
+        nothing = (0, 0, 0)
+        self.strides = (*strides[:3], *nothing, *strides[3:], *nothing)
+        self.kernels = split_kernels(
+            self.device,
+            (multiprocessors(self.device), shared_memory_limit(self.device)),
+            self.dtype,
+            (dense_side_spec(key_dim), dense_side_spec(self.value_dim)),
+            self.kv_heads,
+            self.block_tokens,
+            packed=False,
+            first=False,
+            ends=False,
+            launch=launch,
+        )
+
+    def starts(self) -> Tensor:
+        """Any pointer: no run of blocks is read."""
+        return self.tensors[4]
 
 
 def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:
@@ -196,80 +316,19 @@ def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentP
     return plan
 
 
-DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int, int]
-"""Keys, values, batch, head and token strides of both, the number of tokens, and their first column of a mask."""
+def dense_plan_of(segment: DenseSegment, launch: Launch = DEFAULT_LAUNCH) -> DensePlan:
+    """The plan of a segment in full precision, made once for it."""
+    plan: DensePlan | None = segment.kernel_cache.get("triton")
+    if plan is None or (plan.obstacle is None and plan.launch is not launch):
+        plan = segment.kernel_cache["triton"] = DensePlan(segment, launch)
+    return plan
 
 
-class Read(NamedTuple):
-    """What one launch of the split kernel reads.
-
-    Attributes:
-        plan: plan of the packed segment, or of another one if the launch reads dense segments only.
-        blocks: blocks of the packed segment, or 0.
-        column: column of a mask that belongs to its first token.
-        readers: sequences side by side that read each sequence of the segments.
-        rows: which sequence of the segments each sequence reads, `None` if `readers` says it.
-        dense: arguments of at most two dense segments.
-    """
-
-    plan: SegmentPlan
-    blocks: int
-    column: int
-    readers: int
-    rows: SegmentRows | None
-    dense: list[DenseArguments]
-
-
-def reads_of(segments: KVSegments, launch: Launch = DEFAULT_LAUNCH) -> list[Read] | str:
-    """What each launch of the split kernel reads, or why the kernel cannot take the segments. Found once for them."""
-    found: tuple[Launch, list[Read] | str] | None = segments.kernel_cache.get("triton")
-    if found is None or found[0] is not launch:
-        found = segments.kernel_cache["triton"] = launch, _reads_of(segments, launch)
-    return found[1]
-
-
-def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
-    reads: list[Read] = []
-    dense: list[tuple[DenseSegment, int, int, SegmentRows | None]] = []
-    column = 0
-    for segment in segments.in_order:
-        rows, readers = segment.rows, 1
-        if rows is not None and rows.are_even:
-            readers = len(rows) // rows.sequences
-            rows = None
-        if isinstance(segment, DenseSegment):
-            if tokens := segment.tokens:
-                dense.append((segment, column, readers, rows))
-                column += tokens
-            continue
-        if isinstance(segment, GatheredSegment):
-            return "the kernel does not read gathered segments"
-        plan = plan_of(segment, launch)
-        if plan.obstacle is not None:
-            return plan.obstacle
-        reads.append(Read(plan, plan.blocks, column, readers, rows, []))
-        column += plan.tokens
-    if not reads:
-        return "no token is packed yet"
-    first = reads[0].plan
-    if any(read.plan.dtype != first.dtype or read.plan.rotation != first.rotation for read in reads[1:]):
-        return "packed segments have other dtypes, or rotations"
-    for segment, start, readers, rows in dense:
-        for read in reads:
-            if read.readers == readers and read.rows is rows and len(read.dense) < 2:
-                break
-        else:
-            read = Read(first, 0, 0, readers, rows, [])
-            reads.append(read)
-        keys, values = segment.keys, segment.values
-        if keys.dtype != first.dtype or values.dtype != first.dtype:
-            return f"scales are {first.dtype}, and states in full precision {keys.dtype} and {values.dtype}"
-        key_strides, value_strides = keys.stride(), values.stride()
-        if key_strides[3] != 1 or value_strides[3] != 1:
-            keys, values = keys.contiguous(), values.contiguous()
-            key_strides, value_strides = keys.stride(), values.stride()
-        read.dense.append((keys, values, key_strides[:3] + value_strides[:3], keys.shape[2], start))
-    return [read for read in reads if read.blocks or read.dense] or reads[:1]
+def rows_of_channels(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Keys and values whose channels are neighbours, copies if they are not, and the other strides of both."""
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        keys, values = keys.contiguous(), values.contiguous()
+    return keys, values, keys.stride()[:3] + values.stride()[:3]
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class SplitSpec:
     Attributes:
         keys: how keys are coded.
         values: how values are coded.
-        block_tokens: tokens of a packed block.
+        block_tokens: tokens of a packed block, or the most of a gathered piece in full precision.
         kv_heads: heads that have keys and values.
         groups: query heads of each kv head.
         rows: rows of queries that a program takes.
@@ -87,9 +87,11 @@ class SplitSpec:
         parts: parts of the scores of a block.
         mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
         first: whether tokens at the front of the first block have been evicted.
-        ends: whether there are blocks that are not full.
+        ends: whether there are blocks that are not full, or pieces that have other lengths.
         shared: whether several sequences side by side read each sequence of the segments.
         indexed: whether a tensor has the sequence of the segments that each sequence reads.
+        packed: whether the segment that is read in blocks is packed, and not in full precision.
+        gathered: whether tables have the blocks that each kv head reads.
         boost: factor of the value scales.
         divisor: factor of the sums that is to be undone.
         unfold: factor of the scores of packed keys.
@@ -113,6 +115,8 @@ class SplitSpec:
     ends: bool
     shared: bool
     indexed: bool
+    packed: bool
+    gathered: bool
     boost: float
     divisor: float
     unfold: float
@@ -131,6 +135,7 @@ class MergeSpec:
         rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
         at_once: splits that are read at once.
         logsumexp: whether the log-sum-exp is stored.
+        gaps: whether there may be splits without tokens, which have stored no sums.
     """
 
     heads: int
@@ -139,6 +144,7 @@ class MergeSpec:
     rotation: int
     at_once: int
     logsumexp: bool
+    gaps: bool
 
 
 def power_of_two(number: int) -> int:
@@ -178,6 +184,26 @@ def side_spec(
     )
 
 
+@functools.cache
+def dense_side_spec(head_dim: int) -> SideSpec:
+    """The spec of keys, or values, in full precision: each state is a word of its own."""
+    return SideSpec(
+        bits=16,
+        floating=False,
+        head_dim=head_dim,
+        row_group=1,
+        column_group=1,
+        row_groups=0,
+        column_groups=0,
+        folded=False,
+        chunks=1,
+        words=head_dim,
+        tiles=1,
+        rotation=0,
+        assembly=(),
+    )
+
+
 def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bool, int]:
     """Whether value scales can be multiplied into the weights, and the number of parts that rows are read in for that.
 
@@ -208,10 +234,12 @@ def split_spec(
     ends: bool,
     shared: bool,
     indexed: bool,
+    packed: bool,
+    gathered: bool,
 ) -> SplitSpec:
     """The spec of `attend_split` for `rows` rows of queries of a dtype."""
-    boost = _FLOAT16_BOOSTS[values.bits] if dtype == torch.float16 else 1.0
-    joined = keys.words < 16
+    boost = _FLOAT16_BOOSTS[values.bits] if packed and dtype == torch.float16 else 1.0
+    joined = packed and keys.words < 16
     widest = power_of_two(max(keys.head_dim, values.head_dim))
     return SplitSpec(
         keys=keys,
@@ -227,9 +255,11 @@ def split_spec(
         parts=keys.tiles // 2 if joined else keys.tiles,
         mask=mask,
         first=first,
-        ends=ends,
+        ends=ends or gathered,
         shared=shared,
         indexed=indexed,
+        packed=packed,
+        gathered=gathered,
         boost=boost,
         divisor=boost if values.folded and not values.floating else 1.0,
         # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.
@@ -240,8 +270,8 @@ def split_spec(
 
 
 @functools.cache
-def merge_spec(heads: int, values: SideSpec, logsumexp: bool) -> MergeSpec:
-    """The spec of `merge_splits` for packed values."""
+def merge_spec(heads: int, values: SideSpec, logsumexp: bool, gaps: bool) -> MergeSpec:
+    """The spec of `merge_splits` for values that are coded so."""
     return MergeSpec(
         heads=heads,
         head_dim=values.head_dim,
@@ -249,6 +279,7 @@ def merge_spec(heads: int, values: SideSpec, logsumexp: bool) -> MergeSpec:
         rotation=values.rotation,
         at_once=_SPLITS_MERGED_AT_ONCE,
         logsumexp=logsumexp,
+        gaps=gaps,
     )
 
 

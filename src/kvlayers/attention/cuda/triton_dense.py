@@ -29,6 +29,9 @@ def attend_tokens(
     query,
     keys,
     values,
+    counts,
+    first_columns,
+    pieces,
     mask,
     key_token,
     value_token,
@@ -44,11 +47,18 @@ def attend_tokens(
     rows_of_head,
     readers,
     SPEC: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):
     """Attention of queries `[rows, channels]` to tokens `begin` to `end` of a kv head, by an online softmax.
 
+    If they are gathered, each `block_tokens` of these have an entry in the tables: tokens `begin` to `end` are those of
+    all pieces if each had as many.
+
     Args:
         keys: pointer to the keys of the kv head, as `values`.
+        counts: pointer to the tokens of each piece.
+        first_columns: pointer to the column of the first token of each piece, counted from `column`.
+        pieces: pointer to the first token of each piece.
         key_token: states between the keys of neighbouring tokens, as `value_token`.
         column: column of the mask that belongs to token 0.
         scale: factor of the scores, in units of log2(e).
@@ -71,6 +81,14 @@ def attend_tokens(
     for start in tl.range(begin, end, SPEC.dense_tokens, num_stages=1):
         tokens = start + tl.arange(0, SPEC.dense_tokens)
         held = tokens < end
+        columns = column + tokens
+        if GATHERED:
+            piece = start // SPEC.block_tokens
+            tokens = start % SPEC.block_tokens + tl.arange(0, SPEC.dense_tokens)
+            held = tokens < tl.load(counts + piece)
+            if SPEC.mask != 0:
+                columns = column + tl.load(first_columns + piece) + tokens
+            tokens = tl.load(pieces + piece) + tokens
         key = tl.load(
             keys + tokens[None, :].to(tl.int64) * key_token + channels[:, None],
             mask=held[None, :] & (channels < SPEC.keys.head_dim)[:, None],
@@ -81,7 +99,7 @@ def attend_tokens(
         factor = scale
         if SPEC.mask != 0:
             seen = (rows_of_program(SPEC) < rows_of_head)[:, None] & held[None, :]
-            scores = mask_part(scores, seen, mask, rows_of_mask, column + tokens, mask_token, scale, SPEC.mask)
+            scores = mask_part(scores, seen, mask, rows_of_mask, columns, mask_token, scale, SPEC.mask)
             if SPEC.mask == 2:
                 factor = 1.0
         new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
@@ -99,6 +117,9 @@ def attend_tokens(
     asked = rows_of_program(SPEC) < rows_of_head
     rows = result_rows(rows_of_head, readers, SPEC)
     tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
+    if GATHERED:
+        # Nobody reads sums of no tokens.
+        asked = rows_of_program(SPEC) < tl.where(begin < end, rows_of_head, 0)
     tl.store(
         outs + (rows * (splits * HEAD_DIM))[:, None] + value_channels[None, :],
         normalised(sums, total, 1.0),

@@ -16,15 +16,16 @@ except ImportError:  # Tools that import every module, such as a collector of do
     triton = tl = None
 
 from kvlayers.attention.cuda.triton_dense import attend_tokens
+from kvlayers.attention.cuda.triton_gathered import filled_pieces
 from kvlayers.attention.cuda.triton_hadamard import rotate
 from kvlayers.attention.cuda.triton_packed import attend_blocks
 from kvlayers.attention.cuda.triton_softmax import finite_base, logsumexp_of, rows_of_program
 
 _GROWING = (
     *("mask_batch", "mask_head", "mask_query", "mask_token"),
-    *("blocks", "blocks_per_split", "packed_splits", "first", "packed_column"),
+    *("blocks", "blocks_per_split", "block_splits", "packed_splits", "first", "block_column"),
     *("tokens_a", "splits_a", "column_a", "tokens_b", "column_b"),
-    *("tokens_per_split", "packed_place", "dense_place", "splits", "q_tokens", "readers"),
+    *("tokens_per_split", "block_place", "dense_place", "splits", "q_tokens", "readers"),
 )
 """Numbers that change as tokens arrive: no kernel is recompiled because one of them is, say, a multiple of 16.
 
@@ -49,6 +50,7 @@ def attend_split(
     value_parameters,
     ends,
     starts,
+    pieces,
     keys_a,
     values_a,
     keys_b,
@@ -57,7 +59,7 @@ def attend_split(
     partials,
     segment_rows,
     query_strides,
-    packed_strides,
+    block_strides,
     strides_a,
     strides_b,
     mask_batch,
@@ -66,16 +68,16 @@ def attend_split(
     mask_token,
     blocks,
     blocks_per_split,
-    packed_splits,
+    block_splits,
     first,
-    packed_column,
+    block_column,
     tokens_a,
     splits_a,
     column_a,
     tokens_b,
     column_b,
     tokens_per_split,
-    packed_place,
+    block_place,
     dense_place,
     splits,
     q_tokens,
@@ -83,24 +85,34 @@ def attend_split(
     scale,
     SPEC: tl.constexpr,
 ):
-    """Attention of the queries of one kv head to one split of a packed segment, or of one of two dense ones, a and b.
+    """Attention of the queries of one kv head to a split of a segment in blocks, or of one of two dense ones, a and b.
 
-    The first splits of a launch are of packed blocks, then come those of a, then those of b. Their results have the
-    places from `packed_place` and from `dense_place` on, among the `splits` of all launches. The columns are those of
-    the mask that belong to the first token of each segment. `readers` sequences side by side read each sequence of the
-    segments, or `segment_rows` has the sequence that each one reads. `scale` makes scores of units of log2(e).
+    The first splits of a launch are of blocks, which are packed or in full precision (then `key_codes` and
+    `value_codes` are keys and values), then come those of a, then those of b. Their results have the places from
+    `block_place` and from `dense_place` on, among the `splits` of all launches. The columns are those of the mask that
+    belong to the first token of each segment. `readers` sequences side by side read each sequence of the segments, or
+    `segment_rows` has the sequence that each one reads. `scale` makes scores of units of log2(e).
+
+    If blocks are gathered, each kv head of each sequence has `blocks` entries in three tables: `pieces` has blocks, or
+    first tokens, `ends` the tokens of each piece, and `starts` their first columns of the mask.
     """
     split = tl.program_id(0)
     sequence = (tl.program_id(1) // SPEC.kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % SPEC.kv_heads).to(tl.int64)
     rows = rows_of_program(SPEC)
     reader = sequence
+    if SPEC.gathered:
+        entries = (sequence * SPEC.kv_heads + kv_head) * blocks
+        pieces += entries
+        ends += entries
+        if SPEC.mask != 0:
+            starts += entries
     if SPEC.indexed:
         sequence = tl.load(segment_rows + sequence)
     rows_of_reader = SPEC.groups * q_tokens
     rows_of_head = rows_of_reader
-    is_packed = split < packed_splits
-    place = tl.where(is_packed, split + packed_place, split - packed_splits + dense_place).to(tl.int64)
+    in_blocks = split < block_splits
+    place = tl.where(in_blocks, split + block_place, split - block_splits + dense_place).to(tl.int64)
     if SPEC.shared:
         rows_of_head = rows_of_reader * readers
         reader = sequence * readers + rows // rows_of_reader
@@ -122,39 +134,71 @@ def attend_split(
     outs = partials + place * SPEC.values.head_dim
     lses = partials + results * SPEC.values.head_dim + place
     rows_of_mask = reader * mask_batch + heads * mask_head + tokens * mask_query
-    if is_packed:
+    if in_blocks:
         begin = split * blocks_per_split
-        attend_blocks(
-            query,
-            key_codes + sequence * packed_strides[0] + kv_head * packed_strides[1],
-            key_parameters + sequence * packed_strides[3] + kv_head * packed_strides[4],
-            value_codes + sequence * packed_strides[6] + kv_head * packed_strides[7],
-            value_parameters + sequence * packed_strides[9] + kv_head * packed_strides[10],
-            ends,
-            starts,
-            mask,
-            packed_strides[2],
-            packed_strides[5],
-            packed_strides[8],
-            packed_strides[11],
-            rows_of_mask,
-            mask_token,
-            begin,
-            tl.minimum(begin + blocks_per_split, blocks),
-            first,
-            packed_column,
-            scale,
-            outs,
-            lses,
-            splits,
-            rows_of_head,
-            readers,
-            SPEC,
-        )
+        end = tl.minimum(begin + blocks_per_split, blocks)
+        if SPEC.gathered:
+            begin, end = filled_pieces(ends, begin, end)
+        keys_of_head = key_codes + sequence * block_strides[0] + kv_head * block_strides[1]
+        values_of_head = value_codes + sequence * block_strides[6] + kv_head * block_strides[7]
+        if SPEC.packed:
+            attend_blocks(
+                query,
+                keys_of_head,
+                key_parameters + sequence * block_strides[3] + kv_head * block_strides[4],
+                values_of_head,
+                value_parameters + sequence * block_strides[9] + kv_head * block_strides[10],
+                ends,
+                starts,
+                pieces,
+                mask,
+                block_strides[2],
+                block_strides[5],
+                block_strides[8],
+                block_strides[11],
+                rows_of_mask,
+                mask_token,
+                begin,
+                end,
+                first,
+                block_column,
+                scale,
+                outs,
+                lses,
+                splits,
+                rows_of_head,
+                readers,
+                SPEC,
+            )
+        else:
+            attend_tokens(
+                query,
+                keys_of_head,
+                values_of_head,
+                ends,
+                starts,
+                pieces,
+                mask,
+                block_strides[2],
+                block_strides[8],
+                rows_of_mask,
+                mask_token,
+                begin * SPEC.block_tokens,
+                end * SPEC.block_tokens,
+                block_column,
+                scale,
+                outs,
+                lses,
+                splits,
+                rows_of_head,
+                readers,
+                SPEC,
+                SPEC.gathered,
+            )
     else:
         # One loop for both dense segments: it reads from one of them or from the other.
-        of_b = split >= packed_splits + splits_a
-        begin = (split - packed_splits - tl.where(of_b, splits_a, 0)) * tokens_per_split
+        of_b = split >= block_splits + splits_a
+        begin = (split - block_splits - tl.where(of_b, splits_a, 0)) * tokens_per_split
         keys = tl.where(of_b, keys_b, keys_a)
         values = tl.where(of_b, values_b, values_a)
         key_sequence = tl.where(of_b, strides_b[0], strides_a[0])
@@ -165,6 +209,9 @@ def attend_split(
             query,
             keys + sequence * key_sequence + kv_head * key_head,
             values + sequence * value_sequence + kv_head * value_head,
+            ends,
+            starts,
+            pieces,
             mask,
             tl.where(of_b, strides_b[2], strides_a[2]),
             tl.where(of_b, strides_b[5], strides_a[5]),
@@ -180,6 +227,7 @@ def attend_split(
             rows_of_head,
             readers,
             SPEC,
+            False,
         )
 
 
@@ -197,9 +245,12 @@ def merge_splits(partials, outs, lses, packed_splits, splits, q_tokens, SPEC: tl
     for begin in range(0, splits, SPEC.at_once):
         some = begin + tl.arange(0, SPEC.at_once)
         of_splits = tl.load(partial_lses + row * splits + some, mask=some < splits, other=float("-inf"))
+        stored = some < splits
+        if SPEC.gaps:
+            stored = stored & (of_splits != float("-inf"))
         parts = tl.load(
             partials + (row * splits + some)[:, None] * SPEC.head_dim + channels[None, :],
-            mask=(some < splits)[:, None] & (channels < SPEC.head_dim)[None, :],
+            mask=stored[:, None] & (channels < SPEC.head_dim)[None, :],
             other=0.0,
         )
         new_largest = tl.maximum(largest, tl.max(of_splits[None, :], axis=1))

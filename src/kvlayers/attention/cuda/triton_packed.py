@@ -23,6 +23,7 @@ from kvlayers.attention.cuda.triton_codes import (
     tokens_of_part,
     zero_unseen,
 )
+from kvlayers.attention.cuda.triton_gathered import block_of_piece
 from kvlayers.attention.cuda.triton_hadamard import jit, rotate
 from kvlayers.attention.cuda.triton_softmax import (
     finite_base,
@@ -38,14 +39,20 @@ from kvlayers.attention.cuda.triton_softmax import (
 
 
 @jit
-def find_seen_tokens(ends, block, lead, SPEC: tl.constexpr):
-    """For each part, which of its tokens are held: neither evicted (the first `lead`) nor beyond the block's end."""
+def find_seen_tokens(ends, entry, lead, SPEC: tl.constexpr):
+    """For each part, which of its tokens are held: neither evicted (the first `lead`) nor beyond the block's end.
+
+    The end of a gathered block is counted from its first token that is held.
+    """
     seen_of_parts = ()
     for part in tl.static_range(tl.constexpr(SPEC.parts)):
         tokens = tokens_of_part(part, SPEC)
         seen = tokens >= lead
         if SPEC.ends:
-            seen = seen & (tokens < tl.load(ends + block))
+            end = tl.load(ends + entry)
+            if SPEC.gathered:
+                end += lead
+            seen = seen & (tokens < end)
         seen_of_parts = seen_of_parts + (seen,)
     return seen_of_parts
 
@@ -144,6 +151,7 @@ def attend_blocks(
     value_parameters,
     ends,
     starts,
+    pieces,
     mask,
     key_block,
     key_parameters_block,
@@ -168,6 +176,7 @@ def attend_blocks(
     Args:
         query: `[rows, channels]`, not rotated.
         key_codes: pointer to the key codes of the kv head, as the other pointers.
+        pieces: pointer to the blocks that are read, if they are gathered: `begin` and `end` are those of this table.
         key_block: words between key codes of neighbouring blocks; the other strides count parameters and words.
         column: column of the mask that belongs to the first packed token.
         scale: factor of the scores, in units of log2(e).
@@ -196,14 +205,22 @@ def attend_blocks(
         sums = sums + (tl.zeros([ROWS, COLUMNS], tl.float32),)
 
     # Parameters are too narrow to be copied ahead asynchronously, so they are read one block ahead.
+    leading = begin
+    if SPEC.gathered:
+        # Without any piece, the table may have no entry `begin`.
+        leading = block_of_piece(pieces, ends, tl.where(begin < end, begin, 0))
     if KEYS.folded:
-        key_scale, key_zero = load_key_parameters(key_parameters + begin * key_parameters_block, channels, KEYS)
+        key_scale, key_zero = load_key_parameters(key_parameters + leading * key_parameters_block, channels, KEYS)
     loaded = ()
     if VALUES.folded:
-        loaded = load_value_parameters(value_parameters + begin * value_parameters_block, SPEC)
+        loaded = load_value_parameters(value_parameters + leading * value_parameters_block, SPEC)
 
-    for block in range(begin, end):
-        following = tl.minimum(block + 1, end - 1)
+    for entry in range(begin, end):
+        block = entry
+        following = tl.minimum(entry + 1, end - 1)
+        if SPEC.gathered:
+            block = block_of_piece(pieces, ends, entry)
+            following = block_of_piece(pieces, ends, following)
         if SPEC.key_channels == KEYS.head_dim:
             words = tl.load(key_codes + block * key_block + key_places)
         else:
@@ -221,13 +238,13 @@ def attend_blocks(
             key_scale, key_zero = load_key_parameters(key_parameters + following * key_parameters_block, channels, KEYS)
 
         lead = tl.where(block == 0, first, 0)
-        seen_of_parts = find_seen_tokens(ends, block, lead, SPEC)
+        seen_of_parts = find_seen_tokens(ends, entry, lead, SPEC)
         scores = score_block(
             rows_of_block, words, offset, key_parameters + block * key_parameters_block, channels, seen_of_parts, SPEC
         )
         if SPEC.mask != 0:
             if SPEC.ends:
-                start = column + tl.load(starts + block) - lead
+                start = column + tl.load(starts + entry) - lead
             else:
                 start = column + block * SPEC.block_tokens - first
             scores = mask_block(scores, seen_of_parts, mask, rows_of_mask, mask_token, start, rows_of_head, scale, SPEC)
@@ -269,6 +286,9 @@ def attend_blocks(
     asked = rows_of_program(SPEC) < rows_of_head
     rows = result_rows(rows_of_head, readers, SPEC)
     tl.store(lses + rows * splits, logsumexp_of(largest, total), mask=asked)
+    if SPEC.gathered:
+        # Nobody reads sums of no tokens.
+        asked = rows_of_program(SPEC) < tl.where(begin < end, rows_of_head, 0)
     columns = tl.arange(0, SPEC.columns)
     for chunk in tl.static_range(tl.constexpr(VALUES.chunks)):
         for index in tl.static_range(tl.constexpr(VALUES.tiles)):

@@ -8,7 +8,7 @@ from kvlayers.eviction.selection import kept_tokens
 
 
 def block_scores(scores: Tensor, blocks: Tensor, sinks: int, recent: int, front: Tensor) -> Tensor:
-    """Scores with which the tokens of a block are chosen together: the mean of theirs.
+    """Scores with which the tokens of a block are chosen together: the mean of the scores of each block.
 
     A block that has a token which is always kept has the highest score.
 

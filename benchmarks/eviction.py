@@ -7,7 +7,7 @@
 
 | part | what it measures |
 |---|---|
-| bytes | `nbytes` after a prompt of 4,096 tokens, relative to transformers' `DynamicCache` |
+| bytes | `nbytes` after 16,384 tokens, relative to transformers' `DynamicCache` |
 | decode | the attention of a decode step at 16,384 tokens, update and selection included, of caches that evict |
 | recall | the same for recall of 64 pages at 8,192, 16,384 and 32,768 tokens |
 | prefill | a forward pass over 4,096 tokens with each rule, relative to `kvlayers.DynamicCache` |
@@ -52,9 +52,8 @@ RECALL = "recall"
 RULE = "keydiff"
 """The rule of caches whose decode steps are timed: it looks at keys, so that caches can be filled without queries."""
 
-QUICK_ATTENTION = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=32)
+QUICK_ATTENTION = AttentionShape(layers=1, heads=4, kv_heads=2, head_dim=32)
 PREFILL_SHAPE = Shape(layers=2, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=1024)
-BYTES_SHAPE = Shape(layers=2, heads=16, kv_heads=8, head_dim=128, intermediate=1024, vocab=1024)
 TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 
 DENSE_MAKERS: dict[str, Maker] = {
@@ -195,9 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bytes(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
-    makers, tokens = bytes_makers(), 1024 if given.quick else 4096
-    workload = RandomModel(BYTES_SHAPE)
-    found = measure_bytes(workload.model, workload.prompt(tokens), makers, ticking(f"bytes at {tokens}", len(makers)))
+    makers, tokens = bytes_makers(), 1024 if given.quick else 16384
+    shape = QUICK_ATTENTION if given.quick else AttentionShape(layers=2)
+    found = measure_bytes(shape, tokens, makers, ticking(f"bytes at {tokens}", len(makers)))
     return found, [
         f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens
     ]

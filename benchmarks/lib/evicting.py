@@ -172,13 +172,14 @@ def time_ratio(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return statistics.median(a / b for a, b in zip(one["means"], other["means"], strict=True))
 
 
-def measure_bytes(model: Any, ids: Tensor, makers: Mapping[str, Maker], tick: Tick) -> dict[str, Any]:
-    """Bytes that each cache holds after a forward pass over a prompt."""
-    found = {}
+def measure_bytes(shape: AttentionShape, tokens: int, makers: Mapping[str, Maker], tick: Tick) -> dict[str, Any]:
+    """Bytes that each cache holds after a prompt of so many tokens."""
+    found, config, states = {}, shape.config(), shape.states(tokens)
     with torch.no_grad():
         for name, make in makers.items():
-            cache = make(model.config, ids.shape[1])
-            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            cache = make(config, tokens)
+            for layer_idx, (keys, values) in enumerate(states):
+                cache.update(keys, values, layer_idx)
             found[name] = {"held": cache_nbytes(cache), "length": cache.get_seq_length()}
             tick()
     return found

@@ -12,7 +12,9 @@ from typing_extensions import override
 import families
 import kvlayers
 import versions
+from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation import registry
+from kvlayers.generation.name_options import named_cache
 from kvlayers.layers import LayerOperations, TokenLayer
 from kvlayers.upstream import model_layers, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
@@ -98,6 +100,7 @@ def test_recurrent_states_are_in_float32_whatever_the_dtype_of_the_model(family:
 
 
 LLAMA = tf.LlamaConfig(**COMMON)
+LONG = tf.LlamaConfig(num_hidden_layers=2, num_key_value_heads=8)
 WINDOWED = tf.Gemma2Config(**{**COMMON, "num_hidden_layers": 4}, sliding_window=100)
 HEAD = 8
 
@@ -185,6 +188,48 @@ def test_a_name_with_options_is_planned_as_the_cache_of_these_options() -> None:
     assert plan.recommended.name == "dynamic"
     with pytest.raises(kvlayers.OptionError, match="but was given 'window'"):
         kvlayers.plan(WINDOWED, 450, names=["sink:window=3"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        ("knorm", "keep=0.5"),
+        ("snapkv", "keep=0.5"),
+        ("snapkv", "keep=0.25,per_head=false"),
+        ("knorm", "budget=150"),
+        ("knorm", "keep=0.5,quantization.nbits=4"),
+    ],
+)
+def test_a_plan_is_what_caches_that_evict_hold(rule: str, options: str) -> None:
+    """Heads of different lengths have tables, whose size depends on how they differ."""
+    model, name = tiny_model("llama"), f"{rule}:recent_tokens=32,{options}"
+    ids = prompt(2, 400)
+    cache = registry.cache_for(
+        rule, kvlayers.CacheRequest(model.config, named_cache(name).options, length_hint=400, dtype=model.dtype)
+    )
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    planned = kvlayers.plan(model.config, 400, 2, model.dtype, names=[name, "dynamic"])
+    assert planned[name].nbytes == pytest.approx(cache.nbytes, rel=0 if "per_head=false" in options else 0.05)
+    assert planned[name].fidelity == "evicting"
+    assert planned[name].nbytes < planned["dynamic"].nbytes
+    assert planned.recommended.name == "dynamic"
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB", "40MiB"])
+def test_what_forgets_or_leaves_out_is_never_recommended_as_exact(memory: str | None) -> None:
+    plan = kvlayers.plan(LONG, "8k", dtype="bfloat16", memory=memory)
+    recommended = plan.recommended
+    assert recommended.fidelity != "evicting"
+    assert {plan[rule].fidelity for rule in (*BUILTIN_RULES, "evicting", "sink")} == {"evicting"}
+    assert not plan["recall"].is_exact
+    assert (recommended.name == "dynamic") == plan["dynamic"].fits
+    assert "evicts tokens" in plan["snapkv"].reason
+    if plan["dynamic"].fits:
+        assert "changes what attention computes" in plan["recall"].reason
+    exact = kvlayers.plan(LONG, "8k", names=["recall:recall.pages=all", "recall"])
+    assert [cache.is_exact for cache in exact.caches] == [True, False]
+    assert exact.recommended is exact.caches[0]
 
 
 def test_decoding_ends_where_the_plan_says() -> None:

@@ -55,3 +55,48 @@ def test_the_page_has_the_tables_of_the_records(monkeypatch: pytest.MonkeyPatch)
     page, records = tasks.CHOOSING.read_text(), tasks.recorded()
     assert len(records) == 2
     assert tasks.with_tables(page, records) == page
+
+
+def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tasks
+
+    names = tasks.eviction_names()
+    assert len(set(names)) == len(names)
+    assert {"snapkv:keep=0.25", "snapkv:keep=0.25,per_head=false", "random:keep=0.75"} <= set(names)
+    assert "tova:keep=0.5,per_head=false" not in names
+    [run] = tasks.eviction_runs([1024], "snapkv:keep=0.5")
+    assert run.arguments[::2] == ["--name"] * 3
+    assert [tasks.label(f"kvlayers {name}", "") for name in run.arguments[1::2]] == [
+        "`snapkv`, 0.5 kept",
+        "`snapkv`, 0.5 kept, even heads",
+        "`snapkv`, 0.5 kept, 4 bits",
+    ]
+
+
+def test_recall_of_a_part_of_the_pages_is_one_cache_at_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tasks
+
+    short, long = tasks.recall_runs([1024, 4096], "recall:")
+    assert short.called["recall:recall.pages=4"] == long.called["recall:recall.pages=16"] == "recall:part=1/4"
+    assert tasks.label("kvlayers recall:part=1/4", "") == "`recall`, 1/4 of the pages"
+
+    def printed(run: Any, pages: int, length: int, logprob: float) -> dict[str, Any]:
+        outcome = {"task": "needle", "length": length, "depth": 0.5, "index": 0, "answer": "", "failure": None}
+        caches = {"kvlayers dynamic": -1.0, f"kvlayers recall:recall.pages={pages}": logprob}
+        return {
+            **dict.fromkeys(tasks.KEPT),
+            "caches": [{"name": name, "nbytes": length} for name in caches],
+            "outcomes": [
+                {**outcome, "cache": name, "score": 1.0, "logprob": logprob} for name, logprob in caches.items()
+            ],
+            "summary": {"reference": "kvlayers dynamic"},
+        }
+
+    runs = [(short, printed(short, 4, 1024, -2.0)), (long, printed(long, 16, 4096, -4.0))]
+    found = tasks.merged(runs, [1024, 4096])
+    assert found["lengths"] == [1024, 4096]
+    assert found["caches"][1] == {"name": "kvlayers recall:part=1/4", "nbytes": 4096}
+    _, recall = found["results"]["tasks"]["overall"]
+    assert (recall["cache"], recall["samples"], recall["logprob"]) == ("kvlayers recall:part=1/4", 2, -3.0)

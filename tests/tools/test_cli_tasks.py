@@ -172,9 +172,10 @@ def test_a_model_that_is_too_weak_is_said(llama: Path) -> None:
 @pytest.mark.usefixtures("able")
 def test_json_says_what_was_measured_and_how(llama: Path) -> None:
     at_once, _ = measured(llama, "--bits", "4", "--seed", 3)
-    said, _ = measured(llama, "--bits", "4", "--seed", 3, "--chunk", 16)
+    said, _ = measured(llama, "--bits", "4", "--seed", 3, "--chunk", 16, "--question-chunk", 1)
     assert (said["tasks"], said["lengths"], said["depths"]) == (["echo"], list(LENGTHS), list(DEPTHS))
     assert (said["seed"], said["samples"], said["chunk"], said["text"]) == (3, 1, 16, "text.txt")
+    assert (said["question_chunk"], at_once["question_chunk"]) == (1, None)
     assert {"torch", "transformers", "kvlayers"} <= set(said["versions"])
     one = said["outcomes"][0]
     assert set(one) >= {"cache", "task", "length", "depth", "index", "score", "logprob", "answer", "failure"}

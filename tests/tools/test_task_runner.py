@@ -311,6 +311,72 @@ def test_a_cache_with_layers_of_another_package_or_of_another_model_reads_for_it
     assert not replay(one_more, kvlayers.DynamicCache(config=larger.config))
 
 
+OPTIONS_OF_EVICTION = "keep=0.4,recent_tokens=16,sink_tokens=2"
+FORGETTING = (
+    f"knorm:{OPTIONS_OF_EVICTION}",
+    f"snapkv:{OPTIONS_OF_EVICTION}",
+    f"snapkv:{OPTIONS_OF_EVICTION},per_head=false",
+    f"expected_attention:{OPTIONS_OF_EVICTION}",
+    f"h2o:{OPTIONS_OF_EVICTION}",
+    f"tova:{OPTIONS_OF_EVICTION}",
+    f"random:{OPTIONS_OF_EVICTION}",
+    "recall:recall.pages=1,recall.page_tokens=8,recall.recent_tokens=8",
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(family: str, passes: Any) -> None:
+    """To the last bit, for the question and for a token behind it. The context is read twice for all of them."""
+    model = fresh_model(family)
+    lengths, asked = passes(model), sample()
+    for name in FORGETTING:
+        [contender] = named(model, name)
+        read, given = contender.make(), SampleReader(model, asked, None).read(contender.make)
+        assert given.cache.get_seq_length() == CONTEXT + QUESTION
+        assert torch.equal(given.logits, slow_prompt(model, read, asked, None)), name
+        given.append([7])
+        assert torch.equal(given.logits, slow_read(model, read, [7], None)), name
+        assert given.cache.nbytes == read.nbytes, name
+    lengths.clear()
+    outcomes = run(model, [asked], named(model, "dynamic", *FORGETTING))
+    assert lengths.count(CONTEXT) == 2
+    assert [each.failure for each in outcomes] == [None] * len(outcomes)
+    assert len({each.logprob for each in outcomes}) > len(FORGETTING) // 2
+
+
+class LatterHalf(kvlayers.DynamicLayer):
+    """Lets a single query attend to the newest half of the tokens."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        single = args[0].shape[2] == 1
+        return (keys[:, :, self.length // 2 :], values[:, :, self.length // 2 :]) if single else (keys, values)
+
+
+def test_the_question_is_read_in_pieces_of_its_own(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatterHalf, "__module__", "kvlayers.made_up")
+    model = fresh_model("llama")
+    halves = Contender("package", "halves", lambda: kvlayers.Cache([LatterHalf() for _ in range(2)]))
+    lengths = passes(model)
+    caches = [*named(model, "dynamic"), halves]
+    exact, found = run(model, [sample()], caches, question_chunk=1)
+    assert lengths.count(CONTEXT) == 1
+    assert lengths.count(QUESTION) == 0
+    expected = slow_read(model, cache := halves.make(), sample().context_ids, None)
+    for token in sample().question_ids:
+        expected = slow_read(model, cache, [token], None)
+    given = SampleReader(model, sample(), None, 1).read(halves.make)
+    assert torch.equal(given.logits, expected)
+    at_once = run(model, [sample()], caches)
+    assert found.logprob != pytest.approx(at_once[1].logprob)
+    assert exact.logprob == pytest.approx(at_once[0].logprob, abs=1e-5)
+    with pytest.raises(OptionError, match="`question_chunk` must be at least 1 token, got 0"):
+        run(model, [sample()], caches, question_chunk=0)
+    identity = run_identity(model, "tiny", "text", 0, None)
+    assert run_identity(model, "tiny", "text", 0, None, 1) != identity
+    assert run_identity(model, "tiny", "text", 0, None, None) == identity
+
+
 class MostLooked(kvlayers.DynamicLayer):
     """Keeps the tokens to which the queries of the first pass give the highest scores."""
 

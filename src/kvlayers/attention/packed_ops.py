@@ -56,6 +56,11 @@ def observed(keys: Tensor, values: Tensor, observe: Callable[[Tensor], None]) ->
     return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
 
+def observer_of(keys: Tensor) -> Callable[[Tensor], None] | None:
+    """What is called with the queries that attend to keys that an update returned, `None` if nobody looks at them."""
+    return keys.snapshot.observe if isinstance(keys, PackedStates) else None
+
+
 def choosing(
     keys: Tensor,
     values: Tensor,

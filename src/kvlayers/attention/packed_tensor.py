@@ -58,6 +58,7 @@ class Snapshot:
         paths: counts the paths that attention on the segments takes.
         observe: called with the queries that attend, `[batch, heads, queries, head_dim]`, before attention is computed.
         choose: given queries, the segments and the mask, the segments that these queries attend to.
+        bring: given segments whose states are in other memory, the same segments on the device.
     """
 
     segments: KVSegments
@@ -69,6 +70,7 @@ class Snapshot:
     paths: PathCounter
     observe: Callable[[Tensor], None] | None = None
     choose: Callable[[Tensor, KVSegments, Tensor | None], KVSegments] | None = None
+    bring: Callable[[KVSegments], KVSegments] | None = None
 
     def __post_init__(self) -> None:
         self.version.handle.newest = weakref.ref(self)
@@ -79,12 +81,7 @@ class Snapshot:
         Raises:
             StaleStatesError: the cache has changed since.
         """
-        if self.version.number != self.version_number:
-            raise StaleStatesError(
-                "These states are stale: the cache has been updated, cropped or reordered since it returned them. Read "
-                "states before the cache changes, clone() what is needed longer, or fork() the cache."
-            )
-        return self.segments
+        return self._on_device(self._unchanged())
 
     def read_for(self, query: Tensor, mask: Tensor | None = None) -> KVSegments:
         """The segments that queries attend to; raises as `read`.
@@ -93,8 +90,19 @@ class Snapshot:
             query: `[batch, heads, queries, head_dim]`.
             mask: mask of all tokens, broadcast to `[batch, heads, queries, tokens]`; `None` if it is not known yet.
         """
-        segments = self.read()
-        return segments if self.choose is None else self.choose(query, segments, mask)
+        segments = self._unchanged()
+        return self._on_device(segments if self.choose is None else self.choose(query, segments, mask))
+
+    def _unchanged(self) -> KVSegments:
+        if self.version.number != self.version_number:
+            raise StaleStatesError(
+                "These states are stale: the cache has been updated, cropped or reordered since it returned them. Read "
+                "states before the cache changes, clone() what is needed longer, or fork() the cache."
+            )
+        return self.segments
+
+    def _on_device(self, segments: KVSegments) -> KVSegments:
+        return segments if self.bring is None else self.bring(segments)
 
     def dense(self, side: Side) -> Tensor:
         """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""

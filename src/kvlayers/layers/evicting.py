@@ -85,6 +85,7 @@ class EvictingLayer(TokenLayer):
 
     described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head", "scale")
     hints = ("left_padding",)
+    evicts_by_states = True
 
     @checks_options
     def __init__(

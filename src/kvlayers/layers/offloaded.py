@@ -1,13 +1,15 @@
 """A layer whose states are on the host, or on disk, between updates."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
 from kvlayers.layers.operations import LayerState
@@ -15,6 +17,7 @@ from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.wrapper import WrapperLayer
+from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm, memory_of
@@ -65,6 +68,7 @@ class OffloadedLayer(WrapperLayer):
         self.index = self.prefetcher.next_index()
         self.version = 0
         self._seen = self._past = 0
+        self._pages = PagedReads()
         self._read_counts()
 
     @property
@@ -83,8 +87,12 @@ class OffloadedLayer(WrapperLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        offloads = self.prefetcher.offloads(key_states.device)
-        attended = (self._update_offloaded if offloads else self.wrapped.update)(key_states, value_states)
+        if not self.prefetcher.offloads(key_states.device):
+            attended = self.wrapped.update(key_states, value_states)
+        elif (page_tokens := self._page_tokens(key_states)) is not None:
+            attended = self._update_pages(key_states, value_states, page_tokens)
+        else:
+            attended = self._update_offloaded(key_states, value_states)
         self._read_counts()
         return attended
 
@@ -93,14 +101,37 @@ class OffloadedLayer(WrapperLayer):
         try:
             self.prefetcher.fetch(self, key_states.device)
             attended = self.wrapped.update(key_states, value_states)
+            if (observe := observer_of(attended[0])) is not None:
+                return observed(*attended, functools.partial(self._show, observe))
             self.prefetcher.write_back(self)
         except BaseException:
             # The buffers on the host still hold what they held, as nobody wrote to them.
             self.wrapped = before
-            self.version += 1
+            self._note_change()
             self.prefetcher.discard(self)
             raise
         return attended
+
+    def _page_tokens(self, keys: Tensor) -> int | None:
+        """Tokens of a page, if the queries of new tokens read pages that they choose, of states in full precision."""
+        tracked = torch.is_grad_enabled() and keys.requires_grad
+        apart = self.wrapped.store.holds_tokens_apart and not tracked
+        return self.wrapped.chosen_page_tokens(keys.shape[2]) if apart else None
+
+    def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
+        """Take in a token where the states are held, and bring the pages that its query chooses."""
+        self.prefetcher.leave_at_home(self)
+        states = self.wrapped.update(keys, values)
+        return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
+
+    def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
+        """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
+        self.prefetcher.fetch(self, query.device)
+        try:
+            observe(query)
+        finally:
+            self._write_back_if_possible()
+        self._read_counts()
 
     # Counting for compiled code
 
@@ -162,7 +193,8 @@ class OffloadedLayer(WrapperLayer):
             yield
             return
         self.prefetcher.fetch(self, device)
-        self.version += changes
+        if changes:
+            self._note_change()
         try:
             yield
         finally:
@@ -171,14 +203,34 @@ class OffloadedLayer(WrapperLayer):
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[TokenLayer]:
         """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
-        self.prefetcher.synchronize(self)
+        self._settle()
         self.prefetcher.discard(self)
-        self.version += 1
+        self._note_change()
         try:
             yield self.wrapped
         finally:
             self._read_counts()
             self._write_back_if_possible()
+
+    @contextlib.contextmanager
+    def _where_it_evicts(self) -> Iterator[TokenLayer]:
+        """As `_on_host`, for an operation after which the layer may evict tokens that were recorded."""
+        if not (self.wrapped.evicts_by_states and self.wrapped.is_recording):
+            with self._on_host() as layer:
+                yield layer
+            return
+        with self._fetched(changes=True):
+            yield self.wrapped
+        self._read_counts()
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self._pages = PagedReads()
+
+    def _settle(self) -> None:
+        """Hold everything where it is held between updates, also if nobody showed the queries of the last update."""
+        self._write_back_if_possible()
+        self.prefetcher.synchronize(self)
 
     def _write_back_if_possible(self) -> None:
         # The operation is done. If there is no memory for the states on the host, they stay on their device until
@@ -194,7 +246,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        with self._on_host() as layer:
+        with self._where_it_evicts() as layer:
             layer.truncate(length)
 
     @override
@@ -229,7 +281,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def deactivate_past_recording(self) -> None:
-        with self._on_host() as layer:
+        with self._where_it_evicts() as layer:
             layer.deactivate_past_recording()
 
     @override
@@ -240,7 +292,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def fork(self) -> Self:
-        self.prefetcher.synchronize(self)
+        self._settle()
         twin = self.__class__(self.wrapped.fork(), self.prefetcher)
         twin.index = self.index
         twin._write_back_if_possible()
@@ -248,7 +300,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def use_prefetcher(self, prefetcher: Prefetcher) -> None:
-        self.prefetcher.synchronize(self)
+        self._settle()
         self.prefetcher.discard(self)
         self.prefetcher = prefetcher
 
@@ -269,10 +321,12 @@ class OffloadedLayer(WrapperLayer):
     @override
     def state(self) -> LayerState:
         """The state of the wrapped layer, with tensors on the host."""
-        self.prefetcher.synchronize(self)
+        self._settle()
         state = self.wrapped.state()
         device = None if self.device is None else str(self.device)
-        return LayerState(state.kind, state.tensors, {**state.facts, "device": device})
+        # What a layer holds beside its store, such as queries, is on the device.
+        tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+        return LayerState(state.kind, tensors, {**state.facts, "device": device})
 
     @override
     def load_state(self, state: LayerState) -> None:
@@ -306,6 +360,12 @@ class OffloadedLayer(WrapperLayer):
     def unwrapped(self) -> TokenLayer:
         return self.wrapped
 
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive between updates."""
+        yield from self.wrapped.held_tensors()
+        yield from self._pages.held_tensors()
+
     @property
     @override
     def memory_tier(self) -> str:
@@ -320,11 +380,6 @@ class OffloadedLayer(WrapperLayer):
 
     @property
     @override
-    def can_be_stacked(self) -> bool:
-        return self.wrapped.can_be_stacked
-
-    @property
-    @override
     def length(self) -> int:
         return self._seen if torch.compiler.is_compiling() else self.wrapped.length
 
@@ -334,21 +389,6 @@ class OffloadedLayer(WrapperLayer):
         with memory_of(self.prefetcher.memory.allocated_nbytes):
             allocated = sum(self.wrapped.planned_nbytes(shape, tokens, sized_for))
         return PlannedBytes(host=used, spare=allocated - used)
-
-    @property
-    @override
-    def batch_size(self) -> int | None:
-        return self.wrapped.batch_size
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether `crop` can put it back as it was."""
-        return self.wrapped.is_croppable
-
-    @property
-    @override
-    def is_recording(self) -> bool:
-        return self.wrapped.is_recording
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -363,24 +403,11 @@ class OffloadedLayer(WrapperLayer):
         return self.wrapped.mask_sizes(query_length)
 
     @override
-    def check_truncate(self, length: int) -> None:
-        self.wrapped.check_truncate(length)
-
-    @override
-    def check_select(self, batch_size: int) -> None:
-        self.wrapped.check_select(batch_size)
-
-    @override
     def check_state(self, state: LayerState) -> None:
         self.wrapped.check_state(self._on_device(state))
 
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive between updates."""
-        yield from self.wrapped.held_tensors()
-
     def __getstate__(self) -> dict[str, Any]:
-        self.prefetcher.synchronize(self)
+        self._settle()
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -113,6 +113,14 @@ class RecallLayer(DynamicLayer):
         choose = functools.partial(self._choose, (first, last))
         return choosing(*attended, choose, self._version, self._paths)
 
+    @override
+    def chosen_page_tokens(self, tokens: int) -> int | None:
+        recall, bounds = self.recall, self._bounds
+        if tokens != 1 or recall.pages == "all":
+            return None
+        last = bounds.pages_within(self._store.length + tokens - recall.recent_tokens)
+        return recall.page_tokens if last - bounds.pages_from(recall.sink_tokens) > recall.pages else None
+
     def _without_pages(self) -> PageBounds:
         """Bounds of no page, of the pages that the form of the states asks for.
 
@@ -133,7 +141,9 @@ class RecallLayer(DynamicLayer):
         unfinished = store.length - bounds.end
         if unfinished <= 0:
             return bounds.of_keys(as_dense(keys)[:, :, -unfinished:])
-        return bounds.of_keys(as_dense(store.newest_keys(unfinished)), as_dense(keys))
+        # Held keys may be in other memory than new ones.
+        held = as_dense(store.newest_keys(unfinished)).to(keys.device)
+        return bounds.of_keys(held, as_dense(keys))
 
     # The choice
 

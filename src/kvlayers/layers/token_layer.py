@@ -40,6 +40,9 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
 
+    evicts_by_states: ClassVar[bool] = False
+    """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
+
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
         self._store = DenseStore() if store is None else store
@@ -91,6 +94,10 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         if first is None or (first == 0 and self.fidelity != "evicting"):
             return first
         return self.length - self._store.length + first
+
+    def chosen_page_tokens(self, tokens: int) -> int | None:
+        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
+        return None
 
     def planned_tokens(self, tokens: int) -> int:
         """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""

@@ -1,6 +1,6 @@
 """A layer around a layer that attends: what both kinds of wrappers pass on to it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -122,3 +122,40 @@ class WrapperLayer(CacheLayer):
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:
         self.wrapped.note_left_padding(padding)
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        batch_size: int | None = self.wrapped.batch_size
+        return batch_size
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:
+        return bool(self.wrapped.can_be_stacked)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can put it back as it was."""
+        return bool(self.wrapped.is_croppable)
+
+    @property
+    @override
+    def is_recording(self) -> bool:
+        return bool(self.wrapped.is_recording)
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        self.wrapped.check_truncate(length)
+
+    @override
+    def nearest_restorable(self, length: int) -> int:
+        return int(self.wrapped.nearest_restorable(length))
+
+    @override
+    def check_select(self, batch_size: int) -> None:
+        self.wrapped.check_select(batch_size)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self.wrapped.held_tensors()

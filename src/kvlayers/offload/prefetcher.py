@@ -1,10 +1,11 @@
 """Copies the states of layers to their device just before they are needed, and writes back the new ones."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
@@ -165,12 +166,41 @@ class Prefetcher:
         queue.copy_to_host(write_back.pairs)
         self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in write_back.pairs)))
 
+    def carry(self, layer: OffloadTarget, device: torch.device, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Bring parts of a layer's states to their device, for all work that the current stream queues from now on.
+
+        Args:
+            layer: the layer, for the meter.
+            device: where they are needed.
+            states: contiguous tensors on the host, which nobody writes to any more.
+
+        Returns:
+            The same states on the device.
+        """
+        queue = self.queue(device)
+        self.meter.count(layer.index, Traffic(to_device=sum(each.nbytes for each in states)))
+        if queue is None:
+            return states
+        copy = queue.copy_to_device([Rows(each, 0, each.shape[0]) for each in states])
+        copy.make_stream_wait()
+        return copy.tensors
+
     def synchronize(self, layer: OffloadTarget) -> None:
         """Block until everything that was written back of a layer has arrived."""
         queue = self.queue(layer.device)
         if queue is not None and queue.written_back is not None:
             queue.transfers.wait(queue.written_back)
             queue.finish_writing_back()
+
+    def leave_at_home(self, layer: OffloadTarget) -> None:
+        """Have the states of a layer where they are held, for an update that the host does itself.
+
+        Blocks until everything that was written back has arrived, and until nobody needs what was copied ahead.
+        """
+        self.synchronize(layer)
+        queue = self.queue(layer.device)
+        if queue is not None and layer in queue.staged:
+            self.discard(layer)
 
     def discard(self, layer: OffloadTarget) -> None:
         """Discard the copies that were prefetched for a layer, because the host is about to change its states.

@@ -30,7 +30,8 @@ class PlannedCache:
         longest_context: the most tokens whose `device_bytes` are within the budget; `None` if any number is, or if
             there is no budget.
         fidelity: "exact" if all states that the model attends to are kept as they came, "rounded" if some are
-            quantized, "evicting" if tokens are evicted that the model would attend to.
+            quantized, or if a query reads only some of them, "evicting" if tokens are evicted that the model would
+            attend to.
         bits: bits of one number of a key or value, with its share of scales and zeros, in the layers with the fewest.
         fits: whether the cache is within the budget.
         reason: why it is recommended or not, in a sentence.

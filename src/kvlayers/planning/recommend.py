@@ -69,7 +69,7 @@ def why_not(cache: PlannedCache, best: PlannedCache) -> str:
     if cache.host_bytes and not best.host_bytes:
         return f"it brings states from the host for every token, and '{best.name}' does not."
     if cache.is_exact != best.is_exact:
-        return f"it rounds states, and '{best.name}' does not."
+        return f"it changes what attention computes, and '{best.name}' does not."
     if cache.bits != best.bits:
         return f"it has fewer bits than '{best.name}'."
     if cache.device_bytes != best.device_bytes:

@@ -17,7 +17,7 @@ from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.ragged import RaggedStore
 
 
-def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens) -> TokenStore:
+def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens, held: HeldTokens | None = None) -> TokenStore:
     """A store that holds only the kept tokens of a store and of new states. The store does not change.
 
     Kept tokens are held as they were: states in full precision as they came, and codes as they were packed. If each
@@ -29,12 +29,13 @@ def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens) -> TokenSto
         new: keys and values `[batch, kv_heads, new, head_dim]` of tokens behind those of the store, `None` for none.
         kept: the tokens to keep. Their numbers are those of the columns of `held_tokens(store)`, and then of the new
             tokens. The tokens of a packed block are kept or evicted together.
+        held: what `held_tokens(store)` has returned, if it was called already.
 
     Raises:
         StateMismatchError: the numbers are not those of tokens that there are, or only a part of a block is kept.
         UnsupportedLayerError: the store is of another kind.
     """
-    held = held_tokens(store)
+    held = held_tokens(store) if held is None else held
     inner = store.tail if isinstance(store, RaggedStore) else store
     with torch.inference_mode(False), torch.no_grad():
         states = _joined(held, new)

@@ -91,12 +91,12 @@ class FlatTokens(ABC):
         return self.__class__(part, tables)
 
     def selected(self, indices: Tensor) -> Self:
-        """The tokens of the sequences at `indices`, in the same memory."""
-        return self._with(self._part.fork(), self.tables.selected(indices))
+        """The tokens of the sequences at `indices`, in the same memory, in place of these."""
+        return self._with(self._part, self.tables.selected(indices))
 
     def expanded(self, repeats: int) -> Self:
-        """The tokens if each sequence is repeated `repeats` times in a row, in the same memory."""
-        return self._with(self._part.fork(), self.tables.expanded(repeats))
+        """The tokens if each sequence is repeated `repeats` times in a row, as `selected`."""
+        return self._with(self._part, self.tables.expanded(repeats))
 
     def fork(self) -> Self:
         """The same tokens, in the same memory unless it is offloaded."""

@@ -84,17 +84,18 @@ def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
     tail = held_tokens(store.tail)
     if tail is None:
         raise UnsupportedLayerError("The tail of a RaggedStore must know its form: make the store with `evicted`.")
-    order = columns_in_order(store, flat)
-    states = zip(flat.padded(), (tail.keys, tail.values), strict=True)
-    keys, values = (taken(torch.cat(parts, 2), order) for parts in states)
-    counts = flat.tables.tokens.cpu() + store.tail.length
-    numbers = flat.block_numbers()
-    if numbers is None:
-        return HeldTokens(keys, values, counts)
-    of_tail = torch.full_like(order[..., flat.width :], -1) if tail.blocks is None else tail.blocks
-    # Blocks of the tail have numbers behind those of the flat part.
-    of_tail = torch.where(of_tail < 0, of_tail, of_tail + flat.tables.counts.shape[2])
-    return HeldTokens(keys, values, counts, torch.cat([numbers, of_tail], 2).gather(2, order))
+    sides = zip(flat.padded(), (tail.keys, tail.values), strict=True)
+    keys, values = (torch.cat(parts, 2) for parts in sides)
+    numbers, blocks = flat.block_numbers(), None
+    if numbers is not None:
+        of_tail = numbers.new_full(tail.keys.shape[:3], -1) if tail.blocks is None else tail.blocks
+        # Blocks of the tail have numbers behind those of the flat part.
+        blocks = torch.cat([numbers, torch.where(of_tail < 0, of_tail, of_tail + flat.tables.counts.shape[2])], 2)
+    if store.sinks:
+        order = columns_in_order(store, flat)
+        keys, values = taken(keys, order), taken(values, order)
+        blocks = None if blocks is None else blocks.gather(2, order)
+    return HeldTokens(keys, values, flat.tables.tokens.cpu() + store.tail.length, blocks)
 
 
 def columns_in_order(store: RaggedStore, flat: FlatTokens) -> Tensor:
@@ -103,9 +104,7 @@ def columns_in_order(store: RaggedStore, flat: FlatTokens) -> Tensor:
     The sinks, which are in the tail, come first. Columns without a token come in front of them.
     """
     tokens = flat.tables.tokens[..., None]
-    columns = torch.arange(store.length, device=tokens.device).expand(*tokens.shape[:2], -1)
-    if not store.sinks:
-        return columns
+    columns = torch.arange(store.length, device=tokens.device)
     first = flat.width - tokens
     of_flat = torch.where(columns < first + store.sinks, columns + tokens, columns - store.sinks)
     return torch.where((columns < first) | (columns >= flat.width + store.sinks), columns, of_flat)

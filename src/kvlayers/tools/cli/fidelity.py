@@ -23,7 +23,7 @@ from kvlayers.tools.names import (
 OF_TEXT = ("context", "scored", "passages", "max_kl", "max_perplexity_increase")
 """Options that only a run over a text has."""
 
-OF_TASKS = ("lengths", "depths", "samples", "seed", "budget")
+OF_TASKS = ("lengths", "depths", "samples", "seed", "budget", "question_chunk")
 """Options that only a run over tasks has."""
 
 TEXT_PANEL = "A running text"
@@ -109,6 +109,15 @@ def fidelity(
             "cache then sees in full precision.",
         ),
     ] = None,
+    question_chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a forward pass while the question is read. Default: as `--chunk`. With 1, a cache that "
+            "leaves tokens out for single queries (recall) does so for the question too.",
+            rich_help_panel=TASKS_PANEL,
+        ),
+    ] = None,
     max_kl: Annotated[
         float | None,
         typer.Option(min=0, help="Budget: mean KL divergence, in nats a token.", rich_help_panel=TEXT_PANEL),
@@ -185,6 +194,7 @@ def fidelity(
                 against=tuple(against or ()),
                 calibration=calibration,
                 chunk=chunk,
+                question_chunk=question_chunk,
                 dtype=dtype,
                 device=device,
                 threads=threads,

@@ -61,6 +61,7 @@ class TaskFidelityRequest:
     names: tuple[str, ...]
     against: tuple[str, ...]
     chunk: int | None
+    question_chunk: int | None
     dtype: Dtype
     device: str | None
     threads: int | None
@@ -147,7 +148,9 @@ def _measure(
     with ExitStack() as open_file:
         file, resumption = None, None
         if path is not None:
-            identity = run_identity(loaded.model, loaded.name, plan.content, asked.seed, asked.chunk)
+            identity = run_identity(
+                loaded.model, loaded.name, plan.content, asked.seed, asked.chunk, asked.question_chunk
+            )
             uses = {each.name: plan.chosen.uses.get(each.short_name, {}) for each in contenders}
             # A calibration has options of its own each time, whatever its name.
             options = {name: plain(use) for name, use in uses.items() if "cache_config" in use}
@@ -155,7 +158,9 @@ def _measure(
             resumption = Resumption.of(file, plan.samples, contenders)
         runs = len(plan.samples) * len(contenders)
         begin = open_file.enter_context(bar_between_runs(console, runs, "Every cache on every sample"))
-        outcomes = run_tasks(loaded.model, loaded.tokenizer, plan.samples, contenders, asked.chunk, file, begin)
+        outcomes = run_tasks(
+            loaded.model, loaded.tokenizer, plan.samples, contenders, asked.chunk, file, begin, asked.question_chunk
+        )
     return TaskResults(
         run=RunFacts.of(loaded),
         text="Python's help" if asked.text is None else str(asked.text),
@@ -165,6 +170,7 @@ def _measure(
         samples=asked.samples,
         seed=asked.seed,
         chunk=asked.chunk,
+        question_chunk=asked.question_chunk,
         budget=asked.budget,
         contenders=contenders,
         uses=plan.chosen.uses,

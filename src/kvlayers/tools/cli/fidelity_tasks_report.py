@@ -27,6 +27,10 @@ NOTES = (
 def tasks_report(results: TaskResults, command: str) -> Report:
     """The report as a page."""
     read = "the context in one pass, with exact attention"
+    if results.chunk is not None:
+        read = f"{results.chunk} tokens at once, through every cache"
+    if results.question_chunk is not None:
+        read += f"; the question {results.question_chunk} at once"
     settings = {
         **results.run.settings,
         "Tasks": ", ".join(results.tasks),
@@ -34,7 +38,7 @@ def tasks_report(results: TaskResults, command: str) -> Report:
         "Depths": ", ".join(f"{100 * depth:.3g} %" for depth in results.depths),
         "Samples": f"{results.samples} per length and depth, seed {results.seed}",
         "Filler": results.text,
-        "Read": read if results.chunk is None else f"{results.chunk} tokens at once, through every cache",
+        "Read": read,
     }
     return Report(
         title=f"Long-context tasks for {results.run.model}",

@@ -49,6 +49,7 @@ class TaskResults:
         samples: samples of each task for each length and depth.
         seed: seed of the samples.
         chunk: tokens of a forward pass, `None` if the context was read in one pass.
+        question_chunk: tokens of a forward pass for the question, `None` if as many as `chunk`.
         budget: percentage points of the mean score that a cache may lose, `None` for no budget.
         contenders: the caches, the exact one first.
         uses: arguments of `generate()` that ask for such a cache, by its short name, if there are such arguments.
@@ -69,6 +70,7 @@ class TaskResults:
     samples: int
     seed: int
     chunk: int | None
+    question_chunk: int | None
     budget: float | None
     contenders: Sequence[Contender]
     uses: Mapping[str, Mapping[str, Any]]
@@ -133,6 +135,7 @@ class TaskResults:
             "samples": self.samples,
             "seed": self.seed,
             "chunk": self.chunk,
+            "question_chunk": self.question_chunk,
             "budget": self.budget,
             "left_out": self.left_out,
             "caches": [self._plain_cache(each) for each in self.contenders],

@@ -20,7 +20,9 @@ SampleKey = tuple[str, str, int, float | None, int]
 """Name of the cache, then task, length, depth and index of the sample."""
 
 
-def run_identity(model: Any, name: str, text: str, seed: int, chunk: int | None) -> dict[str, Any]:
+def run_identity(
+    model: Any, name: str, text: str, seed: int, chunk: int | None, question_chunk: int | None = None
+) -> dict[str, Any]:
     """What must be equal for two runs to have the same outcomes, as JSON types.
 
     Args:
@@ -29,8 +31,11 @@ def run_identity(model: Any, name: str, text: str, seed: int, chunk: int | None)
         text: the text that filler is taken from.
         seed: seed of the samples.
         chunk: tokens of a forward pass while context and question are read, `None` for one pass each.
+        question_chunk: tokens of a forward pass while the question is read, `None` if as many as `chunk`.
     """
-    return identity_of(model, name, text, {"seed": seed, "chunk": chunk})
+    # Files of runs without it stay valid.
+    question = {} if question_chunk is None else {"question_chunk": question_chunk}
+    return identity_of(model, name, text, {"seed": seed, "chunk": chunk, **question})
 
 
 class ResultsFile:

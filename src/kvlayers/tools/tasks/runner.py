@@ -28,6 +28,7 @@ def run_tasks(
     chunk: int | None,
     done: ResultsFile | None,
     tick: Tick,
+    question_chunk: int | None = None,
 ) -> list[TaskOutcome]:
     """Let a model answer samples through every cache.
 
@@ -44,25 +45,28 @@ def run_tasks(
         done: file of results. Outcomes in it are not computed again, and new ones are added to it as they come.
             Failures in it are tried again.
         tick: called before each sample with each cache.
+        question_chunk: tokens of a forward pass while the question is read, if other than `chunk`. With 1, the question
+            is read as answers are: so take part caches in which only single queries leave tokens out.
 
     Returns:
         One outcome for each sample and cache, in the order of the samples, and for each sample in the order of
         the caches.
 
     Raises:
-        OptionError: `chunk` is not positive, or two caches have one name.
+        OptionError: `chunk` or `question_chunk` is not positive, or two caches have one name.
         TaskError: the first cache fails.
         ResultsFileError: the file cannot be written.
     """
-    if chunk is not None and chunk < 1:
-        raise OptionError(f"`chunk` must be at least 1 token, got {chunk}.")
+    for name, size in (("chunk", chunk), ("question_chunk", question_chunk)):
+        if size is not None and size < 1:
+            raise OptionError(f"`{name}` must be at least 1 token, got {size}.")
     names = [contender.name for contender in contenders]
     if len(set(names)) != len(names):
         raise OptionError(f"`contenders` must have a name each, got {', '.join(names)}: leave out duplicates.")
     run = _Run(model, tokenizer, chunk, reference=names[0])
     outcomes = []
     for sample in samples:
-        reader = SampleReader(model, sample, chunk)
+        reader = SampleReader(model, sample, chunk, question_chunk)
         for contender in contenders:
             tick(f"{sample.task}, {sample.length} tokens: {contender.name}")
             outcome = None if done is None else done.outcome(contender.name, sample)

@@ -111,10 +111,12 @@ class SampleReader:
         model: a causal language model in eval mode.
         sample: the sample.
         chunk: tokens of a forward pass, for the context and for the question; `None` for one pass each.
+        question_chunk: tokens of a forward pass for the question, if other than `chunk`.
     """
 
-    def __init__(self, model: Any, sample: TaskSample, chunk: int | None) -> None:
+    def __init__(self, model: Any, sample: TaskSample, chunk: int | None, question_chunk: int | None = None) -> None:
         self.model, self.sample, self.chunk = model, sample, chunk
+        self.question_chunk = chunk if question_chunk is None else question_chunk
         self._replays = chunk is None and has_only_keys_and_values(model)
         self._contexts: dict[Callable[[Any, Sequence[int]], ContextStates], ContextStates] = {}
 
@@ -126,7 +128,7 @@ class SampleReader:
         """
         decoding = Decoding(self.model, self._with_context(make_cache))
         behind = tokens_at_once(self.model.config)
-        for piece in pieces(self.sample.question_ids, smallest(self.chunk, behind)):
+        for piece in pieces(self.sample.question_ids, smallest(self.question_chunk, behind)):
             decoding.append(piece)
         return decoding
 

@@ -1,0 +1,142 @@
+"""Attention to a few pages of offloaded states, which alone travel to the device."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvlayers.attention.packed_ops import packed_pair
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, Segment
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.offload.device_queue import OffloadTarget
+from kvlayers.offload.page_pool import NO_PAGE, Carry, PagePool
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.offload.traffic import Traffic
+from kvlayers.stores.contract import KVPair
+from kvlayers.stores.dense import DenseStore
+
+
+class PagedReads:
+    """What one offloaded layer has on its device while each of its queries reads a few pages.
+
+    The layer takes in a new token where its states are held, and the token is kept on the device too. When attention
+    shows the query, the layer chooses pages, and those that are not on the device are brought there. To know them, the
+    host waits for the query in any case.
+
+    On the device are the pages of the last step, which the next step is expected to read again (`PagePool`), the newest
+    tokens, and the first ones. So nothing need be copied ahead.
+
+    The states are in full precision.
+    """
+
+    def __init__(self) -> None:
+        self._pool: PagePool | None = None
+        self._first: DenseSegment | None = None
+        self._newest = DenseStore()
+        self._newest_end = 0
+        """Position behind the last token of `_newest`."""
+
+    def __reduce__(self) -> tuple[type["PagedReads"], tuple[()]]:
+        # A copy of a layer has nothing on the device.
+        return PagedReads, ()
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the device."""
+        for segment in (self._first, None if self._pool is None else self._pool.segment):
+            if segment is not None:
+                yield from (segment.keys, segment.values)
+        yield from self._newest.held_tensors()
+
+    def attended(
+        self, layer: OffloadTarget, prefetcher: Prefetcher, page_tokens: int, new: KVPair, states: KVPair
+    ) -> KVPair:
+        """The keys and values of an update, of which the chosen pages are brought to the device.
+
+        Args:
+            layer: the layer.
+            prefetcher: brings pages, and counts what travels.
+            page_tokens: tokens of a page. Pages begin at multiples of it.
+            new: keys and values of the new token on the device, `[batch, kv_heads, 1, head_dim]`.
+            states: keys and values that the layer returned, over states that are where they are held.
+        """
+        keys, values = states
+        if not isinstance(keys, PackedStates) or keys.snapshot.choose is None:
+            raise UnsupportedLayerError(f"`update` must return keys that choose pages, got a {type(keys).__name__}.")
+        device = new[0].device
+        if prefetcher.queue(device) is not None:
+            prefetcher.meter.count(layer.index, Traffic(to_host=sum(each.nbytes for each in new)))
+        if keys.shape[2] % page_tokens == 0:
+            # The layer has looked at the keys of a page that is full now.
+            nbytes = (page_tokens - 1) * new[0].nbytes
+            prefetcher.meter.count(layer.index, Traffic(to_device=nbytes))
+        self._add(new, keys.shape[2])
+        bring = functools.partial(self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device)
+        snapshot = replace(keys.snapshot, device=device, bring=bring)
+        return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
+
+    def _add(self, new: KVPair, length: int) -> None:
+        """Keep the newest of `length` tokens on the device, if the one before it is there."""
+        if self._newest.length and self._newest_end == length - 1:
+            self._newest.append(*new)
+            self._newest_end = length
+
+    def _bring(self, page_tokens: int, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
+        """Segments on the device, instead of where the states are held."""
+        brought: list[Segment] = []
+        end, tokens = 0, segments.tokens
+        for segment in segments.in_order:
+            end += segment.tokens
+            if isinstance(segment, GatheredSegment):
+                brought.append(self._pages(segment, page_tokens, device, carry))
+            elif len(segments.in_order) == 1:
+                brought.append(_carried(_dense(segment), carry))
+            elif end == tokens:
+                brought.append(self._newest_tokens(_dense(segment), end, carry))
+            else:
+                brought.append(self._first_tokens(_dense(segment), carry))
+        return KVSegments(tuple(brought))
+
+    def _pages(self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry) -> GatheredSegment:
+        """Chosen pages, from the pool."""
+        starts, counts = torch.stack([segment.starts, segment.counts]).cpu()
+        pages = starts.div(page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
+        source = _dense(segment.source)
+        if self._pool is None or self._pool.places < pages.shape[2]:
+            self._pool = PagePool(source, page_tokens, pages.shape[2], device)
+        places = self._pool.bring(source, pages, carry)
+        inside = places * page_tokens + starts % page_tokens
+        return replace(segment, source=self._pool.segment, starts=inside.to(device))
+
+    def _newest_tokens(self, segment: DenseSegment, end: int, carry: Carry) -> DenseSegment:
+        """The newest tokens, which end at position `end`."""
+        newest = self._newest
+        if self._newest_end != end or newest.length < segment.tokens:
+            carried = _carried(segment, carry)
+            newest.clear()
+            newest.validate(carried.keys, carried.values)
+            newest.append(carried.keys, carried.values)
+            self._newest_end = end
+        newest.drop_oldest(newest.length - segment.tokens)
+        return DenseSegment(*newest.newest(segment.tokens))
+
+    def _first_tokens(self, segment: DenseSegment, carry: Carry) -> DenseSegment:
+        """The first tokens, which stay as they are."""
+        if self._first is None or self._first.tokens != segment.tokens:
+            self._first = _carried(segment, carry)
+        return self._first
+
+
+def _carried(segment: DenseSegment, carry: Carry) -> DenseSegment:
+    keys, values = carry([segment.keys.contiguous(), segment.values.contiguous()])
+    return DenseSegment(keys, values)
+
+
+def _dense(segment: Segment) -> DenseSegment:
+    if not isinstance(segment, DenseSegment):
+        raise UnsupportedLayerError(
+            f"Pages can be brought to a device one by one in full precision, got a {type(segment).__name__}."
+        )
+    return segment

@@ -1,0 +1,252 @@
+"""Offloaded layers that evict: the same tokens as without offloading, and nothing that was evicted travels."""
+
+import gc
+import pathlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
+
+from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
+from kvlayers import OffloadedLayer, Prefetcher, UnsupportedLayerError
+from kvlayers.eviction import ALL_QUERIES, EvictionRule, register_eviction_rule, unregister_eviction_rule
+from kvlayers.layers.evicting import EvictingLayer
+from kvlayers.offload import DiskMemory, Traffic
+from kvlayers.offload.transfers import BlockingTransfers, Transfers
+from race_detector import RaceDetector
+
+KV_HEADS, HEAD_DIM = 2, 8
+HEADS = 2 * KV_HEADS
+SINKS, RECENT = 4, 16
+
+on_a_device = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
+
+
+@dataclass(frozen=True)
+class Attended(EvictionRule):
+    """A token is kept for its products with the newest queries."""
+
+    queries: int = 6
+
+    @override
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+        assert queries is not None
+        assert queries.device == keys.device
+        grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        return (grouped @ keys.transpose(2, 3)).amax(2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rules_by_name() -> Iterator[None]:
+    register_eviction_rule("attended in the tests")(Attended)
+    register_eviction_rule("attended by all in the tests")(lambda: Attended(ALL_QUERIES))
+    yield
+    unregister_eviction_rule("attended in the tests")
+    unregister_eviction_rule("attended by all in the tests")
+
+
+LAYERS: dict[str, Callable[[], EvictingLayer]] = {
+    "keys": lambda: _layer("knorm", keep=0.5),
+    "keys, budget": lambda: _layer("knorm", budget=60),
+    "queries": lambda: _layer("attended in the tests", keep=0.25),
+    "queries, budget": lambda: _layer("attended in the tests", budget=60),
+    "all queries, budget": lambda: _layer("attended by all in the tests", budget=60),
+}
+PER_HEAD = False
+
+
+def _layer(rule: Any, **options: Any) -> EvictingLayer:
+    return EvictingLayer(rule, **options, sink_tokens=SINKS, recent_tokens=RECENT, per_head=PER_HEAD)
+
+
+class Pair:
+    """A layer on the CPU, and one that is offloaded, which must always be equal."""
+
+    def __init__(self, kind: str, prefetcher: Prefetcher, where: torch.device) -> None:
+        self.plain = LAYERS[kind]()
+        self.offloaded = OffloadedLayer(LAYERS[kind](), prefetcher)
+        self.where = where
+        self.batch_size = 2
+        self.generator = torch.Generator().manual_seed(0)
+
+    def update(self, tokens: int, steps: int = 1) -> None:
+        for _ in range(steps):
+            keys, values = torch.randn((2, self.batch_size, KV_HEADS, tokens, HEAD_DIM), generator=self.generator)
+            query = torch.randn((self.batch_size, HEADS, tokens, HEAD_DIM), generator=self.generator)
+            results = []
+            for layer, place in ((self.plain, CPU), (self.offloaded, self.where)):
+                states = layer.update(keys.to(place), values.to(place))
+                assert states[0].device == place
+                results.append(scaled_dot_product_attention(query.to(place), *states, enable_gqa=True).to(CPU))
+            torch.testing.assert_close(*results)
+            self.check_counts()
+
+    def check_counts(self) -> None:
+        for name in ("length", "held_tokens", "batch_size", "exact_from"):
+            assert getattr(self.offloaded, name) == getattr(self.plain, name), name
+        assert self.offloaded.mask_sizes(3) == self.plain.mask_sizes(3)
+
+    def both(self, act: Callable[[Any], Any]) -> None:
+        act(self.plain)
+        act(self.offloaded)
+        self.check_counts()
+        self.batch_size = self.plain.batch_size or self.batch_size
+
+    def check(self) -> None:
+        one, other = self.plain.state(), self.offloaded.state()
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in one.tensors.items():
+            assert other.tensors[name].device == CPU
+            torch.testing.assert_close(other.tensors[name], tensor, msg=name)
+
+    def go_through_every_operation(self) -> None:
+        self.update(200)
+        self.update(1, steps=90)
+        self.check()
+        self.both(lambda layer: layer.crop(-5))
+        self.update(30)
+        self.update(1, steps=10)
+        self.both(lambda layer: layer.activate_past_recording())
+        self.update(1, steps=70)
+        self.both(lambda layer: layer.crop(-60))
+        self.update(1, steps=80)
+        self.both(lambda layer: layer.deactivate_past_recording())
+        self.check()
+        self.both(lambda layer: layer.batch_select_indices([1, 0]))
+        self.both(lambda layer: layer.batch_repeat_interleave(2))
+        self.update(1, steps=5)
+        twin = Pair.__new__(Pair)
+        twin.__dict__.update(self.__dict__)
+        twin.plain, twin.offloaded = self.plain.fork(), self.offloaded.fork()
+        self.update(1, steps=70)
+        twin.update(1, steps=20)
+        twin.update(40)
+        self.check()
+        twin.check()
+        state = twin.offloaded.state()
+        self.both(lambda layer: layer.reset())
+        self.both(lambda layer: layer.load_state(state))
+        self.update(1, steps=70)
+        self.check()
+        self.both(lambda layer: layer.reset())
+        self.batch_size = 1
+        self.update(120)
+        self.update(1, steps=3)
+        self.check()
+
+
+def buffers_of(layer: OffloadedLayer) -> list[Tensor]:
+    found: list[Tensor] = []
+    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.tensor) or buffer)  # type: ignore[func-returns-value]
+    return found
+
+
+TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
+    "at once": BlockingTransfers,
+    "late": lambda device: DeviceTransfers(),
+}
+
+
+@on_a_device
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_same_tokens_are_kept_on_the_host(kind: str, transfers: str) -> None:
+    pair = Pair(kind, Prefetcher(transfers=TRANSFERS[transfers]), DEVICE)
+    pair.go_through_every_operation()
+    assert {tensor.device for tensor in buffers_of(pair.offloaded)} == {CPU}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_same_tokens_are_kept_on_disk(kind: str, tmp_path: pathlib.Path) -> None:
+    pair = Pair(kind, Prefetcher(DiskMemory(tmp_path)), CPU)
+    pair.go_through_every_operation()
+    assert pair.offloaded.memory_tier == "disk"
+    assert all(type(buffer).__name__ == "HostBuffer" for buffer in kinds_of(pair.offloaded))
+
+
+def kinds_of(layer: OffloadedLayer) -> list[Any]:
+    found: list[Any] = []
+    layer.swap_buffers(lambda buffer, start, end: found.append(buffer) or buffer)  # type: ignore[func-returns-value]
+    return found
+
+
+@on_a_device
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_evicted_leaves_the_host_and_does_not_travel_there(kind: str) -> None:
+    prefetcher = Prefetcher(transfers=BlockingTransfers)
+    pair = Pair(kind, prefetcher, DEVICE)
+    pair.update(400)
+    kept = pair.plain.held_tokens
+    assert kept <= 200
+    token = 2 * 2 * KV_HEADS * HEAD_DIM * 4
+    assert prefetcher.meter.total == Traffic(to_host=kept * token, to_device=0)
+    assert sum(tensor.nbytes for tensor in buffers_of(pair.offloaded)) <= (kept + 32) * token
+    largest = kept
+    for _ in range(200):
+        pair.update(1)
+        largest = max(largest, pair.plain.held_tokens)
+    if "budget" in kind:
+        assert largest <= 60 + 64
+        assert sum(tensor.nbytes for tensor in buffers_of(pair.offloaded)) <= (largest + 32) * token
+
+
+@on_a_device
+@pytest.mark.parametrize("kind", LAYERS)
+def test_between_updates_the_device_holds_queries_alone(kind: str) -> None:
+    gc.collect()
+    before = device.live_bytes
+    pair = Pair(kind, Prefetcher(transfers=BlockingTransfers), DEVICE)
+    for tokens in (200, *[1] * 70, 30, 1):
+        pair.update(tokens)
+        gc.collect()
+        queries = sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE)
+        assert device.live_bytes - before <= queries
+        assert queries <= 2 * HEADS * HEAD_DIM * 4 * (6 if "all" not in kind else 64 + 60)
+
+
+@on_a_device
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if "queries" in kind])
+def test_queries_that_nobody_shows_are_an_error_and_can_be_taken_back(kind: str) -> None:
+    pair = Pair(kind, Prefetcher(transfers=TRANSFERS["late"]), DEVICE)
+    pair.update(200)
+    keys, values = torch.randn(2, 2, KV_HEADS, 80, HEAD_DIM).unbind()
+    for layer, place in ((pair.plain, CPU), (pair.offloaded, DEVICE)):
+        layer.update(keys.to(place), values.to(place))
+        for _ in range(2):
+            with pytest.raises(UnsupportedLayerError, match="queries"):
+                layer.update(keys.to(place), values.to(place))
+    pair.both(lambda layer: layer.crop(200))
+    pair.check()
+    pair.update(60)
+    pair.update(1, steps=70)
+    pair.check()
+
+
+@pytest.fixture
+def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
+    with RaceDetector().installed(monkeypatch) as detector:
+        yield detector
+        gc.collect()
+
+
+@on_a_device
+@pytest.mark.parametrize("kind", LAYERS)
+def test_nothing_races(detector: RaceDetector, kind: str) -> None:
+    prefetcher = Prefetcher()
+    layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(3)]
+    for tokens in (100, *[1] * 70, 40, *[1] * 3):
+        for layer in layers:
+            keys, values = (torch.ones(2, KV_HEADS, tokens, HEAD_DIM, device=DEVICE) for _ in range(2))
+            query = torch.ones(2, HEADS, tokens, HEAD_DIM, device=DEVICE)
+            scaled_dot_product_attention(query, *layer.update(keys, values), enable_gqa=True)
+    for layer in layers:
+        layer.crop(-2)
+        layer.batch_select_indices([1, 0])
+        layer.state()
+    del layers
+    gc.collect()

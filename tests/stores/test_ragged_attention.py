@@ -1,0 +1,129 @@
+"""What torch's attention computes on the states of a ragged store, with masks of left-padded batches."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvlayers import DenseStore, Quantization, QuantizedStore
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.eviction import evicted
+from kvlayers.stores.held_tokens import held_tokens
+from kvlayers.stores.ragged import RaggedStore
+from ragged_reference import HEADS, KEY_DIM, KV_HEADS, VALUE_DIM, RaggedLists, kept_tokens
+
+PROMPT = 300
+PADDING = [0, 270]
+RECENT = 16
+KEPT = [[150, 90], [30, 20]]
+
+generator = torch.Generator().manual_seed(0)
+
+STORES = {
+    "dense": DenseStore,
+    "packed": lambda: QuantizedStore(Quantization(residual_length=32, sink_tokens=8)),
+}
+
+
+def states(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
+        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
+    )
+
+
+def held_lists(store: TokenStore, lists: RaggedLists) -> RaggedLists:
+    """The lists with the states as the store holds them."""
+    held = held_tokens(store)
+    assert held is not None
+    for sequence in range(lists.batch):
+        for head in range(KV_HEADS):
+            keys, values = held.of_head(sequence, head)
+            lists.keys[sequence][head], lists.values[sequence][head] = [*keys[0, 0].unbind()], [*values[0, 0].unbind()]
+    return lists
+
+
+def padded_prompt(kind: str) -> tuple[RaggedStore, RaggedLists]:
+    """A store of what is left of a left-padded prompt: no padding, and recent tokens of each head."""
+    lists, new = RaggedLists(2), states(2, PROMPT)
+    lists.append(*new)
+    places = []
+    for padding, of_heads in zip(PADDING, KEPT, strict=True):
+        row = []
+        for count in of_heads:
+            others = torch.randperm(PROMPT - padding - RECENT, generator=generator)[: count - RECENT] + padding
+            row.append([*sorted(others.tolist()), *range(PROMPT - RECENT, PROMPT)])
+        places.append(row)
+    kept = kept_tokens(places, lists.counts, PROMPT)
+    lists.keep(places)
+    store = evicted(STORES[kind](), new, kept)
+    assert isinstance(store, RaggedStore)
+    return store, held_lists(store, lists)
+
+
+def mask_of(store: TokenStore, lists: RaggedLists, padding: list[int], queries: int) -> Tensor:
+    """The mask that a model makes: positions that are no padding, and no later ones than that of the query."""
+    columns = torch.arange(lists.seen - store.length, lists.seen)
+    of_queries = torch.arange(lists.seen - queries, lists.seen)
+    visible = columns[None, :] <= of_queries[:, None]
+    return (visible & (columns >= torch.tensor(padding)[:, None, None]))[:, None]
+
+
+def check(store: RaggedStore, lists: RaggedLists, padding: list[int], queries: int = 1) -> None:
+    new = states(lists.batch, queries)
+    store.validate(*new)
+    keys, values = store.extend(*new)
+    query = torch.randn(lists.batch, HEADS, queries, KEY_DIM, generator=generator)
+    lists.append(*new)
+    mask = mask_of(store, lists, padding, queries)
+    attended = scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+    expected = lists.attention(query[:, :, -1:])
+    torch.testing.assert_close(attended[:, :, -1:].double(), expected, atol=1e-5, rtol=1e-4)
+    assert attended.shape[2] == queries
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_left_padding_hides_no_token_that_a_head_holds(kind: str) -> None:
+    store, lists = padded_prompt(kind)
+    for queries in (1, 1, 5, 1):
+        check(store, lists, PADDING, queries)
+        held_lists(store, lists)
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("operation", ["fork", "expand", "select", "truncate"])
+def test_attention_goes_on_after_an_operation(kind: str, operation: str) -> None:
+    store, lists = padded_prompt(kind)
+    padding = PADDING
+    check(store, lists, padding, 3)
+    if operation == "fork":
+        first, store = store, store.fork()
+        check(first, lists.copy(), padding)
+    elif operation == "expand":
+        store.expand(2)
+        lists.select([0, 0, 1, 1])
+        padding = [PADDING[0]] * 2 + [PADDING[1]] * 2
+    elif operation == "select":
+        store.select(torch.tensor([1, 0, 1]))
+        lists.select([1, 0, 1])
+        padding = [PADDING[1], PADDING[0], PADDING[1]]
+    else:
+        store.truncate(store.length - 2)
+        lists.crop(2)
+    for queries in (1, 4, 1):
+        check(store, lists, padding, queries)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_eager_attention_reads_the_same(kind: str) -> None:
+    store, lists = padded_prompt(kind)
+    new = states(2, 1)
+    store.validate(*new)
+    keys, values = store.extend(*new)
+    lists.append(*new)
+    query = torch.randn(2, HEADS, 1, KEY_DIM, generator=generator)
+    keys, values = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (keys, values))
+    scores = query @ keys.transpose(2, 3) * KEY_DIM**-0.5
+    scores = scores.masked_fill(~mask_of(store, lists, PADDING, 1), torch.finfo(scores.dtype).min)
+    attended = torch.softmax(scores, -1) @ values
+    torch.testing.assert_close(attended.double(), lists.attention(query), atol=1e-5, rtol=1e-4)

@@ -15,6 +15,7 @@ from kvlayers import Quantization, QuantizedStore
 from kvlayers.attention.packed_tensor import as_dense
 from lib.compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
 from lib.gpu_check import BITS, QUANTIZATIONS
+from lib.gpu_gathered import evicted_attention, recalled_attention
 from lib.gpu_model import (
     CACHES,
     DYNAMIC,
@@ -277,6 +278,8 @@ STEPS = (
     ),
     Step("decoding behind 32k", 75, lambda setup: decoding(setup, 32768, ALL)),
     Step("first token of 8k", 35, first_token),
+    Step("attention to evicted tokens", 20, evicted_attention),
+    Step("attention to recalled pages", 25, recalled_attention),
     Step("packing", 25, packing),
     Step("eight samples of 32k", 40, samples),
     Step("second turn behind 32k", 25, second_turn),

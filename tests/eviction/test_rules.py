@@ -71,7 +71,8 @@ def assert_near(found: Tensor, expected: Tensor, near: float = 1e-5) -> None:
 
 
 def test_all_rules_are_registered() -> None:
-    assert eviction_rule_names() == NAMES
+    # Other tests register rules of their own.
+    assert [name for name in eviction_rule_names() if not name.startswith("test_")] == NAMES
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])

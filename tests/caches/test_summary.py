@@ -63,6 +63,21 @@ def test_states_are_counted_where_they_are_at_home(tmp_path: Path) -> None:
 
 
 @versions.kvlayers_recurrent_layers
+def test_an_evicting_cache_has_seen_more_than_it_holds() -> None:
+    cache = kvlayers.EvictingCache(LLAMA, rule="knorm", keep=0.5, recent_tokens=16, per_head=False)
+    [layers] = filled(cache, tokens=100).summary().layers
+    assert (layers.kind, layers.tokens, layers.held) == ("EvictingLayer", 100, 50)
+    assert layers.bytes["device"] == cache.layers[0].nbytes
+    assert "2 x EvictingLayer, 100 tokens" in repr(cache)
+
+
+def test_a_cache_with_recall_holds_what_it_has_seen() -> None:
+    cache = filled(kvlayers.DynamicCache(config=LLAMA, recall={"pages": 1}), tokens=300)
+    [layers] = cache.summary().layers
+    assert (layers.kind, layers.tokens, layers.held, layers.bits) == ("RecallLayer", 300, 300, None)
+    assert layers.bytes["device"] > filled(kvlayers.DynamicCache(config=LLAMA), tokens=300).layers[0].nbytes
+
+
 def test_recurrent_layers_and_hybrid_ones_have_a_kind() -> None:
     model = tiny_model("jamba")
     cache = kvlayers.DynamicCache(config=model.config)

@@ -21,6 +21,7 @@ class EvictionOracle:
         sinks: first tokens of each sequence that are always kept.
         recent: newest tokens that an eviction always keeps.
         padding: tokens of padding before each sequence.
+        per_head: whether heads keep different numbers of tokens.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class EvictionOracle:
         sinks: int = 4,
         recent: int = 16,
         padding: list[int] | None = None,
+        per_head: bool = False,
     ) -> None:
         self.rule, self.keep, self.budget = rule, keep, budget
         self.sinks, self.recent = sinks, recent
         self.padding = padding
+        self.per_head = per_head and not rule.shares_heads
         self.keys = self.values = self.queries = self.kept = None
         self.whole_from = 0
         self.evicted_at: list[int] | None = None
@@ -85,6 +88,7 @@ class EvictionOracle:
     def evict(self, new: int, padding: list[int], slack: int | None) -> None:
         if slack is None:
             return
+        whole_from = self.whole_from
         for row in range(self.keys.shape[0]):
             text = self.seen - padding[row]
             held = self.kept[row].sum(1).float().mean().item()
@@ -92,7 +96,8 @@ class EvictionOracle:
                 continue
             self.evict_from(row, new, min(self.allowed(text), text))
             self.evicted_at[row] = self.seen
-            self.whole_from = max(self.whole_from, self.seen - self.recent)
+            whole_from = max(whole_from, self.seen - self.recent)
+        self.whole_from = whole_from
 
     def evict_from(self, row: int, new: int, wanted: int) -> None:
         kv_heads = self.keys.shape[1]
@@ -100,13 +105,36 @@ class EvictionOracle:
         wanted = max(wanted, self.sinks + self.recent)
         every = [torch.where(self.kept[row, head])[0] for head in range(kv_heads)]
         scores = self.scores(row, every, new, group)
+        ranks = []
         for head, held in enumerate(every):
-            order = sorted(range(len(held)), key=lambda index: (-scores[head][index].item(), index))
             safe = {*range(self.sinks), *range(len(held) - self.recent, len(held))}
-            chosen = [*safe, *(index for index in order if index not in safe)][:wanted]
+            ranks.append([(index not in safe, -scores[head][index].item(), index) for index in range(len(held))])
+        counts = self.counts(ranks, wanted) if self.per_head else [wanted] * kv_heads
+        for head, held in enumerate(every):
+            chosen = [index for *_, index in sorted(ranks[head])[: counts[head]]]
             mask = torch.zeros(self.seen, dtype=torch.bool)
             mask[held[sorted(chosen)]] = True
-            self.kept[row] = torch.cat([self.kept[row, :head], mask[None], self.kept[row, head + 1 :]])
+            heads = [mask if other == head else kept for other, kept in enumerate(self.kept[row])]
+            rows = [torch.stack(heads) if other == row else kept for other, kept in enumerate(self.kept)]
+            self.kept = torch.stack(rows)
+
+    def counts(self, ranks: list[list[tuple[bool, float, int]]], wanted: int) -> list[int]:
+        """AdaKV: the best tokens of all heads together, after a fifth of an average head's for each head."""
+        floor = int(wanted * 0.2)
+        safe = [
+            (head, index)
+            for head, ranked in enumerate(ranks)
+            for number, (later, _, index) in enumerate(sorted(ranked))
+            if number < floor or not later
+        ]
+        others = sorted(
+            (score, head, index)
+            for head, ranked in enumerate(ranks)
+            for _, score, index in ranked
+            if (head, index) not in set(safe)
+        )
+        chosen = [head for head, _ in safe] + [head for _, head, _ in others[: wanted * len(ranks) - len(safe)]]
+        return [chosen.count(head) for head in range(len(ranks))]
 
     def scores(self, row: int, every: list[Tensor], new: int, group: int) -> list[Tensor]:
         queries = None
@@ -115,6 +143,8 @@ class EvictionOracle:
             if self.budget is not None and self.rule.queries != ALL_QUERIES:
                 newest = self.seen
             count = newest if self.rule.queries == ALL_QUERIES else min(newest, self.rule.queries)
+            # Tokens whose keys every head still has, so that each query stands beside its key.
+            count = min(count, self.seen - self.whole_from)
             queries = self.queries[row : row + 1, :, self.seen - count :]
         alike = all(torch.equal(held, every[0]) for held in every)
         if alike:
@@ -133,7 +163,7 @@ class EvictionOracle:
         self.kept = self.kept[:, :, :length]
         self.evicted_at = [min(position, length) for position in self.evicted_at]
         if not length:
-            self.__init__(self.rule, self.keep, self.budget, self.sinks, self.recent, self.padding)
+            self.__init__(self.rule, self.keep, self.budget, self.sinks, self.recent, self.padding, self.per_head)
 
     def select(self, rows: list[int]) -> None:
         self.keys, self.values, self.queries, self.kept = (

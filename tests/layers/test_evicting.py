@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.stores.held_tokens import held_tokens
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 8
 SINKS, RECENT = 4, 16
@@ -99,15 +100,18 @@ class Pair:
         layer, oracle = self.layer, self.oracle
         assert layer.length == oracle.seen
         assert layer.exact_from == oracle.whole_from
-        keys, values = layer.peek()
         if not oracle.seen:
-            assert keys is None or not keys.shape[2]
+            assert not layer.held_tokens
             return
+        held = held_tokens(layer.store)
+        front = 0 if layer.left_padding is None or oracle.whole_from else layer.left_padding.tolist()
         for row in range(self.batch):
+            first = front[row] if front else 0
             for head in range(KV_HEADS):
                 kept = oracle.kept[row, head]
-                torch.testing.assert_close(keys[row, head], oracle.keys[row, head, kept], rtol=0, atol=0)
-                torch.testing.assert_close(values[row, head], oracle.values[row, head, kept], rtol=0, atol=0)
+                keys, values = held.of_head(row, head)
+                torch.testing.assert_close(keys[0, 0, first:], oracle.keys[row, head, kept], rtol=0, atol=0)
+                torch.testing.assert_close(values[0, 0, first:], oracle.values[row, head, kept], rtol=0, atol=0)
 
     def go_on(self) -> None:
         for tokens in (1, 1, 30, *[1] * 80, 3, 1):
@@ -116,7 +120,8 @@ class Pair:
 
 def pair(rule: str, per_head: bool = False, **amounts: Any) -> Pair:
     layer = EvictingLayer(rule, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, **amounts)
-    return Pair(layer, EvictionOracle(eviction_rule(rule), sinks=SINKS, recent=RECENT, **amounts))
+    oracle = EvictionOracle(eviction_rule(rule), sinks=SINKS, recent=RECENT, per_head=per_head, **amounts)
+    return Pair(layer, oracle)
 
 
 READINGS = {
@@ -133,6 +138,33 @@ READINGS = {
 def test_attention_is_that_over_the_kept_tokens(rule: str, amount: str, reading: str) -> None:
     together = pair(rule, **AMOUNTS[amount])
     for tokens in READINGS[reading]:
+        together.step(tokens)
+
+
+@pytest.mark.parametrize("reading", ["a prompt and tokens", "chunks"])
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("rule", ["knorm", "test_window"])
+def test_heads_hold_different_tokens(rule: str, amount: str, reading: str) -> None:
+    together = pair(rule, per_head=True, **AMOUNTS[amount])
+    differ = []
+    for tokens in READINGS[reading]:
+        together.step(tokens)
+        differ.append(held_tokens(together.layer.store).counts.unique().numel() > 1)
+    assert any(differ)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("rule", ["knorm", "test_window"])
+def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bool) -> None:
+    layer = EvictingLayer(
+        rule, **AMOUNTS[amount], sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, left_padding=[0, 30]
+    )
+    oracle = EvictionOracle(
+        eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=[0, 30], per_head=per_head
+    )
+    together = Pair(layer, oracle)
+    for tokens in (100, *[1] * 100, 20, 1):
         together.step(tokens)
 
 

@@ -57,19 +57,21 @@ LAYERS: dict[str, Callable[[], EvictingLayer]] = {
     "queries, budget": lambda: _layer("attended in the tests", budget=60),
     "all queries, budget": lambda: _layer("attended by all in the tests", budget=60),
 }
-PER_HEAD = False
+PER_HEAD: dict[str, Callable[[], EvictingLayer]] = {
+    "queries, budget, per head": lambda: _layer("attended in the tests", budget=60, per_head=True),
+}
 
 
-def _layer(rule: Any, **options: Any) -> EvictingLayer:
-    return EvictingLayer(rule, **options, sink_tokens=SINKS, recent_tokens=RECENT, per_head=PER_HEAD)
+def _layer(rule: Any, per_head: bool = False, **options: Any) -> EvictingLayer:
+    return EvictingLayer(rule, **options, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head)
 
 
 class Pair:
     """A layer on the CPU, and one that is offloaded, which must always be equal."""
 
     def __init__(self, kind: str, prefetcher: Prefetcher, where: torch.device) -> None:
-        self.plain = LAYERS[kind]()
-        self.offloaded = OffloadedLayer(LAYERS[kind](), prefetcher)
+        make = (LAYERS | PER_HEAD)[kind]
+        self.plain, self.offloaded = make(), OffloadedLayer(make(), prefetcher)
         self.where = where
         self.batch_size = 2
         self.generator = torch.Generator().manual_seed(0)
@@ -154,14 +156,14 @@ TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
 
 @on_a_device
 @pytest.mark.parametrize("transfers", TRANSFERS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", LAYERS | PER_HEAD)
 def test_the_same_tokens_are_kept_on_the_host(kind: str, transfers: str) -> None:
     pair = Pair(kind, Prefetcher(transfers=TRANSFERS[transfers]), DEVICE)
     pair.go_through_every_operation()
     assert {tensor.device for tensor in buffers_of(pair.offloaded)} == {CPU}
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", LAYERS | PER_HEAD)
 def test_the_same_tokens_are_kept_on_disk(kind: str, tmp_path: pathlib.Path) -> None:
     pair = Pair(kind, Prefetcher(DiskMemory(tmp_path)), CPU)
     pair.go_through_every_operation()

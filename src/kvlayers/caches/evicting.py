@@ -13,8 +13,9 @@ from kvlayers.caches.registry import register_cache_class
 from kvlayers.caches.sink import left_padding_of, settings_of
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.settings import check_amounts, found_rule
-from kvlayers.layers import EvictingLayer
+from kvlayers.layers import EvictingLayer, LayerOperations
 from kvlayers.layers.evicting_config import EvictingConfig
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.rope.rotary import Rotary
@@ -58,6 +59,8 @@ class EvictingCache(Cache):
         sink_tokens: first tokens of each sequence that are always kept.
         recent_tokens: newest tokens that an eviction always keeps. A cache can be cropped within them.
         per_head: whether KV heads keep different numbers of tokens, as many on average.
+        layer_budgets: how tokens are divided among layers: "uniform", "pyramid" for fewer from layer to layer, or a
+            positive weight for each layer that evicts.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know and a rule that needs it.
         left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
         quantization: how kept tokens are held in packed codes: a `Quantization`, or a mapping of its options. Without
@@ -85,6 +88,7 @@ class EvictingCache(Cache):
         sink_tokens: int = 4,
         recent_tokens: int = 64,
         per_head: bool = True,
+        layer_budgets: LayerBudgets = "uniform",
         rotary: Rotary | None = None,
         left_padding: Sequence[int] | Tensor | None = None,
         quantization: Quantization | Mapping[str, Any] | None = None,
@@ -108,6 +112,7 @@ class EvictingCache(Cache):
             sink_tokens,
             recent_tokens,
             per_head,
+            _checked_layer_budgets(layer_budgets),
             _checked_quantization(quantization),
             padding_of(left_padding),
         )
@@ -129,6 +134,12 @@ class EvictingCache(Cache):
                 f"The eviction rule {self.rule!r} needs to know how the model rotates its keys, but the cache has no "
                 "config: make it with config=model.config, call prepare(model.config), or generate() under "
                 "kvlayers.install()."
+            )
+        if self._evicting.layer_budgets != "uniform":
+            raise ConfigError(
+                f"`layer_budgets` {self._evicting.layer_budgets!r} needs to know the layers of the model, but the "
+                "cache has no config: make it with config=model.config, call prepare(model.config), or generate() "
+                "under kvlayers.install()."
             )
         return self._evicting.layers([self._rotary], None)[0]
 
@@ -161,6 +172,15 @@ class EvictingCache(Cache):
             if is_recording:
                 self.activate_past_recording()
         self._evicting = evicting
+
+    @override
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        # All layers of full attention share the mask of one of them, although they need not hold as many tokens.
+        evicting = [layer for layer in map(_unwrapped, self.adapted_layers()) if isinstance(layer, EvictingLayer)]
+        columns = max((layer.columns for layer in evicting), default=0)
+        for layer in evicting:
+            layer.announce(columns)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     @property
     @override
@@ -201,6 +221,16 @@ class EvictingCache(Cache):
     def is_compileable(self) -> bool:
         """False: which tokens are kept depends on their states."""
         return False
+
+
+def _checked_layer_budgets(given: LayerBudgets) -> LayerBudgets:
+    check_layer_budgets(given)
+    return given if isinstance(given, str) else tuple(given)
+
+
+def _unwrapped(layer: LayerOperations) -> LayerOperations:
+    """The part of a layer that attends, without a wrapper that moves its states."""
+    return layer.parts[0].unwrapped
 
 
 def _checked_quantization(given: object) -> Quantization | None:

@@ -19,7 +19,7 @@ def select(
     *,
     sinks: int = 0,
     recent: int = 0,
-    padding: Sequence[int] | None = None,
+    padding: Sequence[int] | Tensor | None = None,
     head_budgets: HeadBudgets = EVEN,
     multiple: int = 1,
 ) -> KeptTokens:
@@ -34,7 +34,8 @@ def select(
             sequence. If there are more sinks and newest tokens than this, they are kept all the same.
         sinks: the first tokens of each sequence, after its padding, that are always kept.
         recent: the newest tokens of each sequence that are always kept.
-        padding: for each sequence the number of tokens in front that are padding. They are not kept.
+        padding: how many places in front have no token that may be kept: a number for each sequence, or int64
+            `[batch, kv_heads]` on the host.
         head_budgets: how the tokens of a sequence are divided among its KV heads.
         multiple: every head keeps a multiple of this number of tokens, or all tokens of its sequence.
 
@@ -42,21 +43,24 @@ def select(
         OptionError: a number is negative, there are not as many as sequences, or padding is longer than the sequence.
     """
     batch, _, tokens = scores.shape
-    front = _numbers("padding", 0 if padding is None else padding, batch)
+    if isinstance(padding, Tensor):
+        front = padding
+    else:
+        front = _numbers("padding", 0 if padding is None else padding, batch)[:, None].expand(-1, scores.shape[1])
     wanted = _numbers("keep", keep, batch)
     for name, number, least in (("sinks", sinks, 0), ("recent", recent, 0), ("multiple", multiple, 1)):
         if number < least:
             raise OptionError(f"`{name}` must be at least {least}, got {number}.")
-    most = tokens - front
-    if bool((most < 0).any()):
+    if bool((front > tokens).any()):
         raise OptionError(f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}.")
+    most = (tokens - front).amax(1)
     always = (-(-(sinks + recent) // multiple) * multiple) * torch.ones_like(most)
     budgets = SequenceBudgets(
         keep=torch.maximum(wanted, always).clamp(max=most), least=always.clamp(max=most), most=most, multiple=multiple
     )
     ranked = _ranked(scores, front, sinks, recent)
-    counts = head_budgets.counts(ranked, budgets)
-    return KeptTokens(_indices(highest(ranked, counts), counts), counts)
+    counts = head_budgets.counts(ranked, budgets).minimum(tokens - front)
+    return kept_tokens(highest(ranked, counts), counts)
 
 
 def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:
@@ -74,17 +78,22 @@ def _ranked(scores: Tensor, front: Tensor, sinks: int, recent: int) -> Tensor:
     limits = torch.finfo(wide.dtype)
     ranked = wide.nan_to_num(nan=limits.min, neginf=limits.min, posinf=limits.max)
     positions = torch.arange(tokens, device=scores.device)
-    first = front.to(scores.device)[:, None, None]
+    first = front.to(scores.device)[..., None]
     always = (positions >= tokens - recent) | (positions < first + sinks)
     return ranked.masked_fill(always, torch.inf).masked_fill(positions < first, -torch.inf)
 
 
-def _indices(kept: Tensor, counts: Tensor) -> Tensor:
-    """The numbers of the kept tokens, ascending and right-aligned, `[batch, kv_heads, most]`."""
+def kept_tokens(kept: Tensor, counts: Tensor) -> KeptTokens:
+    """The tokens that a mask keeps.
+
+    Args:
+        kept: bool `[batch, kv_heads, tokens]`.
+        counts: how many each head keeps, int64 `[batch, kv_heads]` on the host.
+    """
     most = int(counts.max())
     # Every kept token goes to its own place, and all others to one more place, which is cut off.
     free = most - counts.to(kept.device)[..., None]
     places = torch.where(kept, kept.cumsum(-1) - 1 + free, most)
     positions = torch.arange(kept.shape[2], device=kept.device).expand_as(places)
     indices = torch.zeros(*kept.shape[:2], most + 1, dtype=torch.int64, device=kept.device)
-    return indices.scatter_(-1, places, positions)[..., :most]
+    return KeptTokens(indices.scatter_(-1, places, positions)[..., :most], counts)

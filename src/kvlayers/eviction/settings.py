@@ -7,6 +7,7 @@ from typing_extensions import Self
 
 from kvlayers.errors import OptionError
 from kvlayers.eviction.contract import EvictionRule
+from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
 from kvlayers.eviction.registry import eviction_rule, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
 
@@ -71,6 +72,11 @@ class EvictionSettings:
     def protected(self) -> int:
         """Tokens that an eviction always keeps."""
         return self.sink_tokens + self.recent_tokens
+
+    @property
+    def head_budgets(self) -> HeadBudgets:
+        """How the tokens of a sequence are divided among its KV heads."""
+        return AdaptiveHeads() if self.per_head and not self.rule.shares_heads else EvenHeads()
 
     def allowed(self, tokens: int) -> int:
         """Tokens that an average KV head keeps of `tokens` tokens of a sequence."""

@@ -3,20 +3,19 @@
 import functools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import observed
-from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, EvictionRule
-from kvlayers.eviction.kept import KeptTokens
 from kvlayers.eviction.scoring import scores_of
 from kvlayers.eviction.selection import select
 from kvlayers.eviction.settings import STEP, EvictionSettings, name_of
+from kvlayers.eviction.whole_blocks import block_scores, without_parts
 from kvlayers.layers.arguments import repeated_rows, whole_number
 from kvlayers.layers.dynamic import check_rollback
+from kvlayers.layers.evicting_states import TokensToScore, joined_states, with_empty_columns
 from kvlayers.layers.eviction_account import NAMES as ACCOUNT_NAMES
 from kvlayers.layers.eviction_account import EvictionAccount
 from kvlayers.layers.observed_queries import NAME as QUERIES_NAME
@@ -27,17 +26,15 @@ from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.layers.token_layer import DEFAULT_STORE, TokenLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores import TokenStore
 from kvlayers.stores.contract import Fidelity, KVPair
+from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.eviction import evicted
+from kvlayers.stores.held_tokens import held_tokens
+from kvlayers.stores.ragged import RaggedStore
+from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.options import checks_options
-
-GROWTH_DIVISOR = 64
-"""A full buffer grows by this part. Less spare room than a `DenseStore` has otherwise, or it would be a good part of
-what eviction has freed. Moving all tokens every so often costs a few percent of reading them at each step."""
-
-MINIMUM_GROWTH = 16
-"""Fewest tokens by which a buffer grows."""
 
 WHOLE_FROM = "whole_from"
 """The name, in a state, of the position from which on every head holds every token."""
@@ -103,9 +100,7 @@ class EvictingLayer(TokenLayer):
     ) -> None:
         settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary, scale)
         self.settings, self.rotary, self.scale = settings, rotary, scale
-        self._empty = (
-            DenseStore(growth_divisor=GROWTH_DIVISOR, minimum_growth=MINIMUM_GROWTH) if store is None else store
-        )
+        self._empty = dense_in_small_steps() if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
         self._start_over(EvictionAccount(settings, padding_of(left_padding)))
@@ -115,6 +110,8 @@ class EvictingLayer(TokenLayer):
         self._seen = 0
         self._whole_from = 0
         """Position from which on every head holds every token."""
+        self._announced = 0
+        """Columns of held tokens that the mask of the next update has, if more than are held."""
         self._set_account(account)
         self._queries = ObservedQueries(self.settings.rule.queries)
         self._expect(None, 0, waits=False)
@@ -145,7 +142,11 @@ class EvictingLayer(TokenLayer):
         seen = self._seen + tokens
         if tokens > 1 and not self.record_past and account.is_due(seen, slack=0):
             return self._update_and_evict(key_states, value_states)
+        wider = self._announced - store.length
         attended = store.extend(key_states, value_states)
+        if wider > 0:
+            attended = with_empty_columns(attended, wider)
+        self._announced = 0
         self._seen = seen
         is_due = self._next_eviction is not None and seen >= self._next_eviction and not self.record_past
         if not self.settings.rule.queries:
@@ -159,7 +160,10 @@ class EvictingLayer(TokenLayer):
 
     def _update_and_evict(self, keys: Tensor, values: Tensor) -> KVPair:
         """Attend to everything, but store the kept tokens alone."""
-        states = _joined(self._held_states(), (keys, values))
+        states = joined_states(self._held_states(), keys, values)
+        if self._announced > self.columns:
+            states = with_empty_columns(states, self._announced - self.columns)
+        self._announced = 0
         if self.settings.rule.queries:
             self._seen += keys.shape[2]
             self._expect((keys, values), keys.shape[2], waits=True)
@@ -168,8 +172,11 @@ class EvictingLayer(TokenLayer):
         return states
 
     def _held_states(self) -> KVPair | None:
-        """Keys and values of the held tokens, `None` if no token is held."""
-        return self._store.newest(self._store.length) if self._store.length else None
+        """Keys and values of the held tokens, for attention; `None` if no token is held."""
+        store = self._store
+        if not store.length:
+            return None
+        return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
 
     def _observe(self, seen: int, query: Tensor) -> None:
         """Take note of the queries of the newest tokens, and evict if an eviction has waited for them.
@@ -204,31 +211,29 @@ class EvictingLayer(TokenLayer):
             seen: tokens seen, the new ones included.
         """
         settings, account = self.settings, self._account
-        keys, values = _joined(self._held_states(), new)
-        batch, kv_heads, columns, _ = keys.shape
-        absent = torch.zeros(batch, dtype=torch.int64)
-        if account.padding is not None and not self._whole_from:
-            absent = account.padding
-        scores = scores_of(settings.rule, keys, values, queries.held, (columns - absent)[:, None].expand(-1, kv_heads))
+        tokens = TokensToScore.of(held_tokens(self._store), new, None if self._whole_from else account.padding)
+        # Queries of tokens that some head has evicted would not stand beside their keys.
+        observed_tokens = queries.newest(seen - self._whole_from)
+        scores = scores_of(settings.rule, tokens.keys, tokens.values, observed_tokens, tokens.counts)
+        front = scores.shape[2] - tokens.counts
+        if tokens.blocks is not None:
+            scores = block_scores(scores, tokens.blocks, settings.sink_tokens, settings.recent_tokens, front)
         kept = select(
             scores,
-            account.wanted(seen, slack, batch),
+            account.wanted(seen, slack, scores.shape[0]),
             sinks=settings.sink_tokens,
             recent=settings.recent_tokens,
-            padding=absent.tolist(),
+            padding=front,
+            head_budgets=settings.head_budgets,
         )
-        self._store = self._stored(keys, values, kept)
+        if tokens.blocks is not None:
+            kept = without_parts(kept, tokens.blocks, scores)
+        self._store = evicted(self._store, new, kept)
         self._set_account(account.with_counts(seen, kept.counts))
         self._whole_from = max(self._whole_from, seen - settings.recent_tokens)
         keeps_queries = settings.budget is not None and settings.rule.queries != ALL_QUERIES
         self._queries = queries if keeps_queries else queries.emptied()
         self._seen = seen
-
-    def _stored(self, keys: Tensor, values: Tensor, kept: KeptTokens) -> TokenStore:
-        """A store of kept tokens, in memory of its own."""
-        if not kept.are_even:
-            raise UnsupportedLayerError("Heads and sequences must keep as many tokens, got different numbers of them.")
-        return self._empty.rewritten(_gathered(keys, kept), _gathered(values, kept))
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
@@ -267,12 +272,19 @@ class EvictingLayer(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = self._columns
+        held = max(self.columns, self._announced)
         return held + query_length, self._seen - held
 
+    def announce(self, columns: int) -> None:
+        """Return states with this many columns for held tokens from the next update.
+
+        The layers of a model share a mask, but need not hold as many tokens. Columns without a token come first.
+        """
+        self._announced = columns
+
     @property
-    def _columns(self) -> int:
-        """Tokens that the next token attends to, besides itself."""
+    def columns(self) -> int:
+        """Tokens that a head attends to at most, besides the next token."""
         return self._store.length + (0 if self._new is None else self._unseen)
 
     @property
@@ -426,6 +438,8 @@ class EvictingLayer(TokenLayer):
     def reset(self) -> None:
         """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
         super().reset()
+        if isinstance(self._store, RaggedStore):
+            self._store = self._empty.fork()
         self._start_over(EvictionAccount(self.settings))
 
     @override
@@ -488,7 +502,7 @@ class EvictingLayer(TokenLayer):
     @override
     def check_state(self, state: LayerState) -> None:
         own, stored = _split(state)
-        super().check_state(stored)
+        self._check_stored(stored)
         whole_from = state.facts.get(WHOLE_FROM)
         if not isinstance(whole_from, int) or not 0 <= whole_from <= state.length:
             raise StateMismatchError(
@@ -501,6 +515,16 @@ class EvictingLayer(TokenLayer):
                 f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
             )
         self._queries.of_state(own)
+
+    def _check_stored(self, state: LayerState) -> None:
+        """Check the state of the store, as a store of its kind does."""
+        before = self._store
+        try:
+            if is_ragged(state.tensors) and not isinstance(before, RaggedStore):
+                self._store = RaggedStore(self._empty.fork())
+            super().check_state(state)
+        finally:
+            self._store = before
 
     @override
     def check_held(self, held: int, seen: int) -> None:
@@ -515,26 +539,13 @@ class EvictingLayer(TokenLayer):
         self.check_state(state)
         own, stored = _split(state)
         store = self._empty.fork()
+        if is_ragged(stored.tensors):
+            store = RaggedStore(store)
         store.load_state(stored.tensors)
         self._start_over(self._account.of_state({n: own[n] for n in own if n in ACCOUNT_NAMES}, state.length))
         self._store, self._seen = store, state.length
         self._whole_from = int(state.facts[WHOLE_FROM] or 0)
         self._queries = self._queries.of_state(own)
-
-
-def _joined(held: KVPair | None, new: KVPair | None) -> KVPair:
-    """Keys and values of held tokens and of new ones behind them, in full precision."""
-    pairs = [pair for pair in (held, new) if pair is not None]
-    if len(pairs) == 1:
-        return as_dense(pairs[0][0]), as_dense(pairs[0][1])
-    keys, values = (torch.cat([as_dense(pair[side]) for pair in pairs], dim=2) for side in (0, 1))
-    return keys, values
-
-
-def _gathered(states: Tensor, kept: KeptTokens) -> Tensor:
-    """The states of kept tokens, of which each head has as many, `[batch, kv_heads, most, head_dim]`."""
-    index = kept.indices.to(states.device)[..., None]
-    return states.gather(2, index.expand(-1, -1, -1, states.shape[3]))
 
 
 def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets, layer_keeps, layer_tokens
 from kvlayers.eviction.settings import check_amounts, name_of
 from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.sink_tokens import padding_of
@@ -27,6 +28,7 @@ class EvictingConfig:
         sink_tokens: first tokens that are always kept.
         recent_tokens: newest tokens that an eviction always keeps.
         per_head: whether KV heads keep different numbers of tokens.
+        layer_budgets: how tokens are divided among layers; see `layer_keeps`.
         quantization: how kept tokens are held in packed codes, `None` for full precision.
         left_padding: tokens of padding before each sequence, int64 `[batch]`; `None` if there is no padding.
     """
@@ -37,6 +39,7 @@ class EvictingConfig:
     sink_tokens: int = 4
     recent_tokens: int = 64
     per_head: bool = True
+    layer_budgets: LayerBudgets = "uniform"
     quantization: Quantization | None = None
     left_padding: Tensor | None = None
 
@@ -67,6 +70,7 @@ class EvictingConfig:
         """
         config = cls(**{field.name: facts[field.name] for field in fields(cls)})
         check_amounts(config.keep, config.budget, config.sink_tokens, config.recent_tokens)
+        check_layer_budgets(config.layer_budgets)
         quantization = facts["quantization"]
         return replace(
             config,
@@ -84,13 +88,22 @@ class EvictingConfig:
         Raises:
             OptionError: an argument has a wrong value.
         """
-        return [self._layer(rotary, scale) for rotary in rotaries]
+        count = len(rotaries)
+        keeps: list[float | None] = [None] * count
+        budgets: list[int | None] = [None] * count
+        if self.budget is None:
+            keeps = [*layer_keeps(self.layer_budgets, count, 1.0 if self.keep is None else self.keep)]
+        else:
+            budgets = [*layer_tokens(self.layer_budgets, count, self.budget, self.sink_tokens + self.recent_tokens)]
+        return [self._layer(*of_layer, scale) for of_layer in zip(keeps, budgets, rotaries, strict=True)]
 
-    def _layer(self, rotary: Rotary | None, scale: float | None) -> EvictingLayer:
+    def _layer(
+        self, keep: float | None, budget: int | None, rotary: Rotary | None, scale: float | None
+    ) -> EvictingLayer:
         return EvictingLayer(
             self.rule,
-            self.keep,
-            self.budget,
+            keep,
+            budget,
             self.sink_tokens,
             self.recent_tokens,
             self.per_head,

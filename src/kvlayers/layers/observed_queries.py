@@ -30,6 +30,10 @@ class ObservedQueries:
         """Tokens whose queries are held."""
         return 0 if self.held is None else int(self.held.shape[2])
 
+    def newest(self, tokens: int) -> Tensor | None:
+        """The queries of at most the newest `tokens` tokens."""
+        return self.held if self.held is None or self.count <= tokens else self.held[:, :, -tokens:]
+
     def with_newest(self, queries: Tensor) -> "ObservedQueries":
         """The same with the queries of further tokens, `[batch, heads, new, head_dim]`, as far as they are wanted."""
         queries = queries.detach()

@@ -162,8 +162,8 @@ class PageBounds:
         Nothing is read by the host.
 
         Args:
-            query: `[batch, heads, 1, head_dim]`, heads a multiple of the kv_heads. A page has the highest bound that it
-                has for any of the query heads of a KV head.
+            query: `[batch, heads, 1, head_dim]`, heads a multiple of the kv_heads, or `[batch, kv_heads, group,
+                head_dim]`. A page has the highest bound that it has for any of the query heads of a KV head.
             first: the first page to choose from.
             last: the page behind the last one to choose from.
             count: pages to choose.

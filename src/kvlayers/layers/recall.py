@@ -159,8 +159,9 @@ class RecallLayer(DynamicLayer):
         """The pages that a query reads, made from the bounds alone, wherever the states are.
 
         Args:
-            query: `[batch, heads, 1, head_dim]`.
-            mask: mask of all tokens, bool or additive, `[batch, heads, 1, tokens]`, or `None`.
+            query: `[batch, heads, 1, head_dim]`, or `[batch, kv_heads, group, head_dim]`.
+            mask: mask of all tokens, bool or additive, of the same shape but for `tokens` in place of head_dim, or
+                `None`.
             choice: what `_choice` returned when the token of the query came.
 
         Returns:
@@ -176,9 +177,11 @@ class RecallLayer(DynamicLayer):
         return self._bounds.best(query, 0, last, min(most, last), priority), (0, last)
 
     def _choose(self, choice: PageRange, query: Tensor, segments: KVSegments, mask: Tensor | None) -> KVSegments:
-        """The segments with the same columns that queries `[batch, heads, queries, head_dim]` read."""
-        if query.shape[2] != 1:
-            return segments
+        """The segments with the same columns that the query of one token reads.
+
+        If there is a mask, transformers' "sdpa" makes the query heads of a KV head queries, and shows them as
+        `[batch, kv_heads, group, head_dim]`. All of them are of the one new token.
+        """
         if mask is not None:
             mask = mask.expand(*query.shape[:3], segments.tokens)
         places, (first, last) = self.choose_pages(query, mask, choice)

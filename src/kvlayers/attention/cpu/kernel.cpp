@@ -39,60 +39,6 @@ inline Vector load(const Element* from) {
 
 inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof(vector)); }
 
-inline Floats spread(float number) { return number - Floats{}; }
-
-inline float sum(Floats vector) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)vector);
-#endif
-    float parts[LANES];
-    store(parts, vector);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
-    return parts[0];
-}
-
-// The sum of each of 16 vectors, in their order.
-inline Floats sums_of(const Floats* vectors) {
-#ifdef __AVX512F__
-    __m512 quarters[4];
-    for (int i = 0; i < 4; ++i) {
-        const __m512* from = (const __m512*)vectors + 4 * i;
-        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(from[0], from[1]), _mm512_unpackhi_ps(from[0], from[1]));
-        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(from[2], from[3]), _mm512_unpackhi_ps(from[2], from[3]));
-        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
-        quarters[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    __m512 halves[2];
-    for (int i = 0; i < 2; ++i)
-        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
-                                  _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
-    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
-                                 _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
-#else
-    float sums[LANES];
-    for (int i = 0; i < LANES; ++i) sums[i] = sum(vectors[i]);
-    return load<Floats>(sums);
-#endif
-}
-
-// The largest number; not a number if any is not.
-inline float largest(const float* numbers, int64_t count) {
-    Floats highest = spread(-INFINITY);
-    Ints is_nan = {};
-    for (int64_t i = 0; i < count; i += LANES) {
-        const Floats given = load<Floats>(numbers + i);
-        highest = given > highest ? given : highest;
-        is_nan |= given != given;
-    }
-    float result = -INFINITY;
-    for (int lane = 0; lane < LANES; ++lane) {
-        if (is_nan[lane]) return NAN;
-        result = std::max(result, highest[lane]);
-    }
-    return result;
-}
-
 // Compilers turn a widening conversion into moves of single elements, so it is written as an intrinsic if there is one.
 inline Words widened(Bytes bytes) {
 #if defined(__AVX512F__)
@@ -149,32 +95,100 @@ inline void from_float(float number, BFloat16* to) {
         to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline Floats load_floats(const float* from) { return load<Floats>(from); }
+// Vectors as wide as registers are. Sums of several rows and tokens must stay in registers, and compilers compare wider
+// vectors element by element.
+#ifdef __AVX512F__
+constexpr int WIDTH = 16;
+#else
+constexpr int WIDTH = 8;
+#endif
 
-inline Floats load_floats(const BFloat16* from) {
-    const Words bits = widened(load<Halves>(from)) << 16;
-    return (Floats)bits;
+typedef float Register __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t IntRegister __attribute__((vector_size(WIDTH * 4)));
+
+inline Register load_register(const float* from) { return load<Register>(from); }
+
+inline Register load_register(const BFloat16* from) {
+#if defined(__AVX512F__)
+    return (Register)(widened(load<Halves>(from)) << 16);
+#elif defined(__AVX2__)
+    const __m128i halves = load<__m128i>(from);
+    return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+    typedef uint16_t Narrow __attribute__((vector_size(WIDTH * 2)));
+    typedef uint32_t Wide __attribute__((vector_size(WIDTH * 4)));
+    return (Register)(__builtin_convertvector(load<Narrow>(from), Wide) << 16);
+#endif
+}
+
+inline void store_register(float* to, Register vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
+// The sums of WIDTH vectors, in their order.
+inline Register sums_of_registers(const Register* vectors) {
+#if defined(__AVX512F__)
+    __m512 quarters[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m512* from = (const __m512*)vectors + 4 * i;
+        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(from[0], from[1]), _mm512_unpackhi_ps(from[0], from[1]));
+        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(from[2], from[3]), _mm512_unpackhi_ps(from[2], from[3]));
+        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+        quarters[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    __m512 halves[2];
+    for (int i = 0; i < 2; ++i)
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+                                  _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
+    return (Register)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                                 _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#elif defined(__AVX2__)
+    const __m256* from = (const __m256*)vectors;
+    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(from[0], from[1]), _mm256_hadd_ps(from[2], from[3]));
+    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(from[4], from[5]), _mm256_hadd_ps(from[6], from[7]));
+    return (Register)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+#else
+    Register sums = {};
+    for (int i = 0; i < WIDTH; ++i)
+        for (int lane = 0; lane < WIDTH; ++lane) sums[i] += vectors[i][lane];
+    return sums;
+#endif
 }
 
 // e^x for x <= 0, to within two units in the last place; 0 below -87.
-inline Floats exponential(Floats x) {
-    const Ints tiny = x < -87.0f;
-    x = (Floats)((~tiny & (Ints)x));
-    const Floats shifter = spread(12582912.0f);
-    Floats n = x * 1.44269504088896341f + shifter;
-    const Ints exponent = (Ints)n << 23;
+inline Register exponential(Register x) {
+    const IntRegister tiny = x < -87.0f;
+    x = (Register)((~tiny & (IntRegister)x));
+    const Register shifter = 12582912.0f - Register{};
+    Register n = x * 1.44269504088896341f + shifter;
+    const IntRegister exponent = (IntRegister)n << 23;
     n -= shifter;
-    Floats r = x - n * 0.693145751953125f;
+    Register r = x - n * 0.693145751953125f;
     r -= n * 1.42860682030941723e-6f;
-    Floats p = spread(1.9875691500e-4f);
+    Register p = 1.9875691500e-4f - Register{};
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const Ints bits = (Ints)p + exponent;
-    return (Floats)(~tiny & bits);
+    const IntRegister bits = (IntRegister)p + exponent;
+    return (Register)(~tiny & bits);
+}
+
+// The largest number; not a number if any is not.
+inline float largest(const float* numbers, int64_t count) {
+    Register highest = -INFINITY - Register{};
+    IntRegister is_nan = {};
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const Register given = load_register(numbers + i);
+        highest = given > highest ? given : highest;
+        is_nan |= given != given;
+    }
+    float result = -INFINITY;
+    for (int lane = 0; lane < WIDTH; ++lane) {
+        if (is_nan[lane]) return NAN;
+        result = std::max(result, highest[lane]);
+    }
+    return result;
 }
 
 }  // namespace
@@ -444,38 +458,44 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
 
 // Dense tokens
 
+// Tokens of which R rows of scores are summed at once.
+template <int R>
+constexpr int TOKENS_AT_ONCE = R > 2 ? WIDTH / 4 : WIDTH / R;
+
 // Scores of T tokens for each of R rows.
 template <int R, int T, typename State>
 inline void score_tokens(const State* keys, int64_t token_stride, int64_t head_dim, const float* query,
                          int64_t query_stride, float* scores, int64_t score_stride) {
-    const int64_t whole = head_dim / LANES * LANES;
-    Floats sums[LANES] = {};
-    for (int64_t channel = 0; channel < whole; channel += LANES) {
-        Floats states[T];
+    const int64_t whole = head_dim / WIDTH * WIDTH;
+    Register sums[WIDTH] = {};
+    for (int64_t channel = 0; channel < whole; channel += WIDTH) {
+        Register states[T];
 #pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) states[t] = load_floats(keys + t * token_stride + channel);
+        for (int t = 0; t < T; ++t) states[t] = load_register(keys + t * token_stride + channel);
 #pragma GCC unroll 4
         for (int i = 0; i < R; ++i) {
-            const Floats row = load<Floats>(query + i * query_stride + channel);
+            const Register row = load_register(query + i * query_stride + channel);
 #pragma GCC unroll 16
             for (int t = 0; t < T; ++t) sums[i * T + t] += row * states[t];
         }
     }
-    float found[LANES];
-    store(found, sums_of(sums));
+    float found[WIDTH];
+    store_register(found, sums_of_registers(sums));
+#pragma GCC unroll 4
     for (int i = 0; i < R; ++i)
-        for (int t = 0; t < T; ++t) {
-            float score = found[i * T + t];
-            for (int64_t channel = whole; channel < head_dim; ++channel)
-                score += query[i * query_stride + channel] * to_float(keys[t * token_stride + channel]);
-            scores[i * score_stride + t] = score;
-        }
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) scores[i * score_stride + t] = found[i * T + t];
+    for (int64_t channel = whole; channel < head_dim; ++channel)
+        for (int i = 0; i < R; ++i)
+            for (int t = 0; t < T; ++t)
+                scores[i * score_stride + t] +=
+                    query[i * query_stride + channel] * to_float(keys[t * token_stride + channel]);
 }
 
 template <int R, typename State>
 void dense_scores(const State* keys, int64_t token_stride, int64_t tokens, int64_t head_dim, const float* query,
                   int64_t query_stride, float* scores, int64_t score_stride) {
-    constexpr int T = R > 2 ? 4 : 16 / R;
+    constexpr int T = TOKENS_AT_ONCE<R>;
     int64_t token = 0;
     for (; token + T <= tokens; token += T)
         score_tokens<R, T>(keys + token * token_stride, token_stride, head_dim, query, query_stride, scores + token,
@@ -489,25 +509,37 @@ void dense_scores(const State* keys, int64_t token_stride, int64_t tokens, int64
 template <int R, int V, typename State>
 inline void combine_channels(const State* values, int64_t token_stride, int64_t tokens, const float* weights,
                              int64_t weight_stride, float* acc, int64_t acc_stride) {
-    Floats sums[R][V];
+    Register sums[R][V];
+#pragma GCC unroll 4
     for (int i = 0; i < R; ++i)
-        for (int v = 0; v < V; ++v) sums[i][v] = load<Floats>(acc + i * acc_stride + v * LANES);
-    for (int64_t token = 0; token < tokens; ++token)
-        for (int v = 0; v < V; ++v) {
-            const Floats state = load_floats(values + token * token_stride + v * LANES);
-            for (int i = 0; i < R; ++i) sums[i][v] += weights[i * weight_stride + token] * state;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[i][v] = load_register(acc + i * acc_stride + v * WIDTH);
+    for (int64_t token = 0; token < tokens; ++token) {
+        Register states[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) states[v] = load_register(values + token * token_stride + v * WIDTH);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) {
+            const float weight = weights[i * weight_stride + token];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sums[i][v] += weight * states[v];
         }
+    }
+#pragma GCC unroll 4
     for (int i = 0; i < R; ++i)
-        for (int v = 0; v < V; ++v) store(acc + i * acc_stride + v * LANES, sums[i][v]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) store_register(acc + i * acc_stride + v * WIDTH, sums[i][v]);
 }
 
 template <int R, typename State>
 void dense_combine(const State* values, int64_t token_stride, int64_t tokens, int64_t head_dim, const float* weights,
                    int64_t weight_stride, float* acc, int64_t acc_stride) {
+    // Sixteen sums fit into the registers of AVX-512, eight into those of AVX2.
+    constexpr int V = WIDTH == 16 ? 4 : R > 2 ? 2 : 4;
     int64_t channel = 0;
-    for (; channel + 4 * LANES <= head_dim; channel += 4 * LANES)
-        combine_channels<R, 4>(values + channel, token_stride, tokens, weights, weight_stride, acc + channel, acc_stride);
-    for (; channel + LANES <= head_dim; channel += LANES)
+    for (; channel + V * WIDTH <= head_dim; channel += V * WIDTH)
+        combine_channels<R, V>(values + channel, token_stride, tokens, weights, weight_stride, acc + channel, acc_stride);
+    for (; channel + WIDTH <= head_dim; channel += WIDTH)
         combine_channels<R, 1>(values + channel, token_stride, tokens, weights, weight_stride, acc + channel, acc_stride);
     for (int64_t token = 0; token < tokens; ++token)
         for (int64_t rest = channel; rest < head_dim; ++rest)
@@ -861,13 +893,15 @@ struct AttendUnit {
                 for (int64_t channel = 0; channel < stride; ++channel) rotated[i * stride + channel] *= shrink;
             }
             partial.highest[row + i] = highest;
-            Floats total = {};
-            for (int64_t token = 0; token < padded_end; token += LANES) {
-                const Floats weight = exponential(load<Floats>(scores + token) - highest);
-                store(scores + token, weight);
+            Register total = {};
+            for (int64_t token = 0; token < padded_end; token += WIDTH) {
+                const Register weight = exponential(load_register(scores + token) - highest);
+                store_register(scores + token, weight);
                 total += weight;
             }
-            partial.total[row + i] += std::isnan(highest) ? NAN : sum(total);
+            float sum_of_weights = 0.0f;
+            for (int lane = 0; lane < WIDTH; ++lane) sum_of_weights += total[lane];
+            partial.total[row + i] += std::isnan(highest) ? NAN : sum_of_weights;
         }
         head.template combine<R>(unit, plain, rotated);
     }

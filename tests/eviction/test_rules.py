@@ -71,7 +71,8 @@ def assert_near(found: Tensor, expected: Tensor, near: float = 1e-5) -> None:
 
 
 def test_all_rules_are_registered() -> None:
-    assert eviction_rule_names() == NAMES
+    # Other tests register rules of their own.
+    assert [name for name in eviction_rule_names() if not name.startswith("test_")] == NAMES
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
@@ -263,7 +264,7 @@ def test_random_is_a_hash_of_the_key() -> None:
 @pytest.mark.parametrize("seed", [0, 1, -5, 1 << 70])
 def test_random_is_spread_evenly_and_differs_by_head_and_sequence(seed: int) -> None:
     keys = torch.randn(1, 1, 2000, HEAD_DIM).expand(2, 4, -1, -1).clone()
-    keys[1] += 1e-3
+    keys += torch.arange(8).view(2, 4, 1, 1) * 1e-3
     found = RandomEviction(seed).scores(keys, keys, None) / (1 << 24)
     rows = [*found[0], found[1, 0]]
     for number, row in enumerate(rows):
@@ -275,9 +276,12 @@ def test_random_is_spread_evenly_and_differs_by_head_and_sequence(seed: int) -> 
             assert abs(torch.corrcoef(torch.stack((row, other)))[0, 1]) < 0.1
 
 
-def test_random_gives_equal_keys_other_scores_in_each_head() -> None:
-    keys = torch.zeros(1, 8, 3, HEAD_DIM)
-    assert len(set(RandomEviction().scores(keys, keys, None)[0, :, 0].tolist())) == 8
+def test_random_gives_a_head_the_scores_that_it_gives_it_alone() -> None:
+    keys, values, _ = states(50)
+    together = RandomEviction().scores(keys, values, None)
+    for head in range(KV_HEADS):
+        alone = RandomEviction().scores(keys[:, head : head + 1], values[:, head : head + 1], None)
+        assert torch.equal(alone, together[:, head : head + 1])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -198,7 +198,7 @@ def _copy(make: Callable[[EvictingLayer], EvictingLayer]) -> Callable[[Pair], No
 
 def _state(layer: EvictingLayer) -> EvictingLayer:
     fresh = EvictingLayer(
-        layer.rule, layer.settings.keep, layer.settings.budget, SINKS, RECENT, layer.settings.per_head
+        layer.settings.rule, layer.settings.keep, layer.settings.budget, SINKS, RECENT, layer.settings.per_head
     )
     fresh.load_state(layer.state())
     return fresh

@@ -17,10 +17,10 @@ CHANNELS = 4
 @register_eviction_rule("random")
 @dataclass(frozen=True)
 class RandomEviction(EvictionRule):
-    """A token is kept by chance: its score is a hash of its key, its KV head and the seed.
+    """A token is kept by chance: its score is a hash of its key and the seed.
 
-    So a token has the same score whenever it is scored, and on every device; heads, layers and sequences keep different
-    tokens; and no generator of random numbers is used up.
+    So a token has the same score whenever it is scored, beside whatever other heads, and on every device. Heads, layers
+    and sequences keep different tokens, as their keys differ. No generator of random numbers is used up.
 
     Args:
         seed: another seed gives other scores.
@@ -37,10 +37,9 @@ class RandomEviction(EvictionRule):
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-        heads = torch.arange(keys.shape[1], device=keys.device)[:, None]
         # Bits of float32, which holds the keys of all narrower dtypes unchanged.
         bits = keys[..., :CHANNELS].float().contiguous().view(torch.int32).long()
-        mixed = _mixed(_mixed(heads + self.seed % (1 << 31)).expand(keys.shape[:3]))
+        mixed = _mixed(_mixed(torch.full(keys.shape[:3], self.seed % (1 << 31), device=keys.device)))
         for channel in range(bits.shape[-1]):
             mixed = _mixed(mixed ^ bits[..., channel])
         # float32 holds whole numbers up to this one.

@@ -69,6 +69,26 @@ class EvictionSettings:
         )
 
     @property
+    def rule_shown(self) -> str:
+        """The rule, as messages name it."""
+        return type(self.rule).__name__ if self.rule_name is None else repr(self.rule_name)
+
+    def facts(self) -> dict[str, str | float | int | bool | None]:
+        """The fields as plain values, the rule by its name.
+
+        Raises:
+            OptionError: the rule has no name, so that the layer can be neither saved nor described.
+        """
+        return {
+            "rule": name_of(self.rule) if self.rule_name is None else self.rule_name,
+            "keep": self.keep,
+            "budget": self.budget,
+            "sink_tokens": self.sink_tokens,
+            "recent_tokens": self.recent_tokens,
+            "per_head": self.per_head,
+        }
+
+    @property
     def protected(self) -> int:
         """Tokens that an eviction always keeps."""
         return self.sink_tokens + self.recent_tokens

@@ -7,18 +7,15 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import observed
-from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction import ALL_QUERIES, EvictionRule
-from kvlayers.eviction.scoring import scores_of
-from kvlayers.eviction.selection import select
-from kvlayers.eviction.settings import STEP, EvictionSettings, name_of
-from kvlayers.eviction.whole_blocks import block_scores, without_parts
+from kvlayers.errors import StateMismatchError
+from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.settings import STEP, EvictionSettings
 from kvlayers.layers.arguments import repeated_rows, whole_number
+from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
-from kvlayers.layers.evicting_states import TokensToScore, joined_states, with_empty_columns
-from kvlayers.layers.eviction_account import NAMES as ACCOUNT_NAMES
-from kvlayers.layers.eviction_account import EvictionAccount
-from kvlayers.layers.observed_queries import NAME as QUERIES_NAME
+from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
+from kvlayers.layers.eviction_choice import evict
+from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
@@ -30,14 +27,9 @@ from kvlayers.stores import TokenStore
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
-from kvlayers.stores.eviction import evicted
-from kvlayers.stores.held_tokens import held_tokens
 from kvlayers.stores.ragged import RaggedStore
 from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.options import checks_options
-
-WHOLE_FROM = "whole_from"
-"""The name, in a state, of the position from which on every head holds every token."""
 
 
 @register_layer
@@ -103,80 +95,47 @@ class EvictingLayer(TokenLayer):
         self._empty = dense_in_small_steps() if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
-        self._start_over(EvictionAccount(settings, padding_of(left_padding)))
+        self._start_over(EvictionProgress.start(settings, padding_of(left_padding)))
 
-    def _start_over(self, account: EvictionAccount) -> None:
-        """Count as before the first token."""
-        self._seen = 0
-        self._whole_from = 0
-        """Position from which on every head holds every token."""
-        self._announced = 0
-        """Columns of held tokens that the mask of the next update has, if more than are held."""
-        self._set_account(account)
-        self._queries = ObservedQueries(self.settings.rule.queries)
-        self._expect(None, 0, waits=False)
-
-    def _set_account(self, account: EvictionAccount) -> None:
-        self._account = account
-        # Asked for at every token.
-        self._next_eviction = account.next_eviction
-
-    def _expect(self, new: KVPair | None, tokens: int, waits: bool) -> None:
-        """Expect attention to show the queries of the newest `tokens` tokens.
-
-        Args:
-            new: states of these tokens, if they are not stored yet.
-            tokens: how many.
-            waits: whether an eviction waits for the queries.
-        """
-        self._new, self._unseen, self._waits = new, tokens, waits
+    def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:
+        """Go on from there, with nothing expected."""
+        self._progress, self._seen = progress, seen
+        self._announced, self._awaited = 0, NOTHING
 
     # Taking in states
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
         self._check_settled()
-        store, account = self._store, self._account
+        store, account, settings = self._store, self._progress.account, self.settings
         tokens = store.validate(key_states, value_states)
         account.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         if tokens > 1 and not self.record_past and account.is_due(seen, slack=0):
             return self._update_and_evict(key_states, value_states)
-        wider = self._announced - store.length
-        attended = store.extend(key_states, value_states)
-        if wider > 0:
-            attended = with_empty_columns(attended, wider)
-        self._announced = 0
-        self._seen = seen
-        is_due = self._next_eviction is not None and seen >= self._next_eviction and not self.record_past
-        if not self.settings.rule.queries:
+        attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
+        self._announced, self._seen = 0, seen
+        is_due = account.next_eviction is not None and seen >= account.next_eviction and not self.record_past
+        if not settings.rule.queries:
             if is_due:
-                self._evict(None, self._queries, STEP - 1, seen)
+                self._evict(None, self._progress.queries, STEP - 1, seen)
             return attended
-        if self.settings.budget is None and not self.record_past:
+        if settings.budget is None and not self.record_past:
             return attended
-        self._expect(None, tokens, waits=is_due)
+        self._awaited = AwaitedQueries(tokens, delay_eviction=is_due)
         return observed(*attended, functools.partial(self._observe, seen))
 
     def _update_and_evict(self, keys: Tensor, values: Tensor) -> KVPair:
         """Attend to everything, but store the kept tokens alone."""
-        states = joined_states(self._held_states(), keys, values)
-        if self._announced > self.columns:
-            states = with_empty_columns(states, self._announced - self.columns)
-        self._announced = 0
-        if self.settings.rule.queries:
-            self._seen += keys.shape[2]
-            self._expect((keys, values), keys.shape[2], waits=True)
-            return observed(*states, functools.partial(self._observe, self._seen))
-        self._evict((keys, values), self._queries, 0, self._seen + keys.shape[2])
-        return states
-
-    def _held_states(self) -> KVPair | None:
-        """Keys and values of the held tokens, for attention; `None` if no token is held."""
-        store = self._store
-        if not store.length:
-            return None
-        return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
+        tokens = keys.shape[2]
+        states = with_columns(joined_states(held_states(self._store), keys, values), self._announced + tokens)
+        self._announced, seen = 0, self._seen + tokens
+        if not self.settings.rule.queries:
+            self._evict((keys, values), self._progress.queries, 0, seen)
+            return states
+        self._seen = seen
+        self._awaited = AwaitedQueries(tokens, (keys, values), delay_eviction=True)
+        return observed(*states, functools.partial(self._observe, seen))
 
     def _observe(self, seen: int, query: Tensor) -> None:
         """Take note of the queries of the newest tokens, and evict if an eviction has waited for them.
@@ -185,69 +144,27 @@ class EvictingLayer(TokenLayer):
             seen: tokens seen when the states were returned that the queries attend to.
             query: `[batch, heads, queries, head_dim]`.
         """
-        if seen != self._seen or query.shape[2] != self._unseen:
+        awaited = self._awaited
+        if seen != self._seen or query.shape[2] != awaited.tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
-        new, waits, queries = self._new, self._waits, self._queries.with_newest(query)
-        if waits:
-            try:
-                self._evict(new, queries, STEP - 1 if new is None else 0, seen)
-            except BaseException:
-                # Nothing waits any longer, and tokens that were not stored are taken back.
-                self._seen -= 0 if new is None else self._unseen
-                self._expect(None, 0, waits=False)
-                raise
+        queries = self._progress.queries.with_newest(query)
+        # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
+        self._awaited = NOTHING
+        if awaited.delay_eviction:
+            self._seen -= awaited.unstored
+            self._evict(awaited.new, queries, STEP - 1 if awaited.new is None else 0, seen)
         elif self.settings.budget is not None or self.record_past:
-            self._queries = queries
-        self._expect(None, 0, waits=False)
+            self._progress = self._progress.with_queries(queries)
 
     def _evict(self, new: KVPair | None, queries: ObservedQueries, slack: int, seen: int) -> None:
-        """Keep fewer tokens of each sequence that holds more than `slack` tokens too many.
-
-        Args:
-            new: states of the newest tokens, if they are not stored yet.
-            queries: the queries that the rule may ask for.
-            slack: tokens that a sequence may hold beyond what is allowed.
-            seen: tokens seen, the new ones included.
-        """
-        settings, account = self.settings, self._account
-        tokens = TokensToScore.of(held_tokens(self._store), new, None if self._whole_from else account.padding)
-        # Queries of tokens that some head has evicted would not stand beside their keys.
-        observed_tokens = queries.newest(seen - self._whole_from)
-        scores = scores_of(settings.rule, tokens.keys, tokens.values, observed_tokens, tokens.counts)
-        front = scores.shape[2] - tokens.counts
-        if tokens.blocks is not None:
-            scores = block_scores(scores, tokens.blocks, settings.sink_tokens, settings.recent_tokens, front)
-        kept = select(
-            scores,
-            account.wanted(seen, slack, scores.shape[0]),
-            sinks=settings.sink_tokens,
-            recent=settings.recent_tokens,
-            padding=front,
-            head_budgets=settings.head_budgets,
-        )
-        if tokens.blocks is not None:
-            kept = without_parts(kept, tokens.blocks, scores)
-        self._store = evicted(self._store, new, kept)
-        self._set_account(account.with_counts(seen, kept.counts))
-        self._whole_from = max(self._whole_from, seen - settings.recent_tokens)
-        keeps_queries = settings.budget is not None and settings.rule.queries != ALL_QUERIES
-        self._queries = queries if keeps_queries else queries.emptied()
+        """Keep fewer tokens; the arguments are those of `evict`."""
+        self._store, self._progress = evict(self._store, self._progress, new, queries, slack, seen)
         self._seen = seen
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
-        if self._waits:
-            raise UnsupportedLayerError(
-                f"The eviction rule {self._rule_shown} needs the queries of the newest {self._unseen} tokens, but the "
-                "attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or 'kvlayers', or "
-                "a rule without queries, such as 'keydiff'. reset() or crop() takes these tokens back."
-            )
-
-    @property
-    def _rule_shown(self) -> str:
-        name = self.settings.rule_name
-        return type(self.settings.rule).__name__ if name is None else repr(name)
+        self._awaited.check_shown(self.settings)
 
     # What the layer is and holds
 
@@ -263,7 +180,7 @@ class EvictingLayer(TokenLayer):
     @property
     @override
     def batch_size(self) -> int | None:
-        return super().batch_size if self._new is None else int(self._new[0].shape[0])
+        return super().batch_size if self._awaited.new is None else int(self._awaited.new[0].shape[0])
 
     @property
     @override
@@ -285,12 +202,12 @@ class EvictingLayer(TokenLayer):
     @property
     def columns(self) -> int:
         """Tokens that a head attends to at most, besides the next token."""
-        return self._store.length + (0 if self._new is None else self._unseen)
+        return self._store.length + self._awaited.unstored
 
     @property
     @override
     def held_tokens(self) -> int:
-        return int(self._account.held(self._seen).max())
+        return int(self._progress.account.held(self._seen).max())
 
     @property
     @override
@@ -301,9 +218,7 @@ class EvictingLayer(TokenLayer):
     @override
     def exact_from(self) -> int | None:
         first = self._store.exact_from
-        if not first:
-            return None if first is None else self._whole_from
-        return max(self._whole_from, self._seen - self._store.length + first)
+        return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
 
     @override
     def planned_tokens(self, tokens: int) -> int:
@@ -312,16 +227,11 @@ class EvictingLayer(TokenLayer):
     @property
     def left_padding(self) -> Tensor | None:
         """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
-        return self._account.padding
+        return self._progress.account.padding
 
     @left_padding.setter
     def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
-        if self._seen:
-            raise StateMismatchError(
-                f"`left_padding` must be given before the first token, got it after {self._seen} tokens: reset the "
-                "cache first."
-            )
-        self._set_account(self._account.with_padding(padding_of(padding)))
+        self._progress = self._progress.with_padding(padding_of(padding), self._seen)
 
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:
@@ -330,8 +240,8 @@ class EvictingLayer(TokenLayer):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
-        yield from self._queries.held_tensors()
-        yield from self._new or ()
+        yield from self._progress.queries.held_tensors()
+        yield from self._awaited.new or ()
 
     @override
     def _handed_out(self, side: Side) -> Tensor | None:
@@ -345,11 +255,7 @@ class EvictingLayer(TokenLayer):
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
-        if self._whole_from or states.shape[2] != self._seen:
-            raise StateMismatchError(
-                f"States can only be assigned to an evicting layer for all of its {self._seen} tokens while none is "
-                f"evicted, got states of {states.shape[2]} tokens: use state() and load_state()."
-            )
+        self._progress.check_assigned(states.shape[2], self._seen)
         return states
 
     # Rolling back
@@ -357,33 +263,25 @@ class EvictingLayer(TokenLayer):
     @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
-        stored = self._seen - (0 if self._new is None else self._unseen)
-        if length > stored and length != self._seen:
+        if self._seen > length > self._seen - self._awaited.unstored:
             self._check_settled()
-        if length and length < self._whole_from:
-            raise RollbackError(
-                f"The layer can be rolled back to {self._whole_from} to {self._seen} tokens, or to 0, got {length}: "
-                "some of the tokens before have been evicted. Call activate_past_recording() before the tokens that "
-                "may be taken back, protect more recent_tokens, or fork() the cache."
-            )
+        self._progress.check_truncate(length, self._seen)
 
     @override
     def truncate(self, length: int) -> None:
         length = whole_number(length, "a length")
         self.check_truncate(length)
-        dropped = self._seen - length
         if not length:
-            padding = self._account.padding
+            padding = self.left_padding
             self.reset()
             self.left_padding = padding
             return
-        if not dropped and self._waits:
+        if length == self._seen and self._awaited.delay_eviction:
             return
-        stored = self._seen - (0 if self._new is None else self._unseen)
-        self._store.truncate(self._store.length - (stored - length))
-        self._queries = self._queries.without_newest(stored - length)
-        self._seen = length
-        self._expect(None, 0, waits=False)
+        dropped = self._seen - self._awaited.unstored - length
+        self._store.truncate(self._store.length - dropped)
+        progress = self._progress.with_queries(self._progress.queries.without_newest(dropped))
+        self._start_over(progress, length)
         self._evict_recorded()
 
     @override
@@ -400,13 +298,10 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        rule = self.settings.rule
-        if (
-            self.record_past
-            and self._account.is_due(self._seen, STEP - 1)
-            and not (rule.queries and not self._queries.count)
-        ):
-            self._evict(None, self._queries, STEP - 1, self._seen)
+        rule, progress = self.settings.rule, self._progress
+        can_score = not rule.queries or progress.queries.count
+        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
+            self._evict(None, progress.queries, STEP - 1, self._seen)
 
     # The batch, copies and state
 
@@ -414,11 +309,7 @@ class EvictingLayer(TokenLayer):
     def select(self, indices: Tensor) -> None:
         self._check_settled()
         super().select(indices)
-        self._select_others(indices)
-
-    def _select_others(self, indices: Tensor) -> None:
-        self._set_account(self._account.selected(indices))
-        self._queries = self._queries.selected(indices)
+        self._progress = self._progress.selected(indices)
 
     @override
     def expand(self, repeats: int) -> None:
@@ -426,12 +317,12 @@ class EvictingLayer(TokenLayer):
         batch_size = self.batch_size
         super().expand(repeats)
         if batch_size is not None:
-            self._select_others(repeated_rows(repeats, batch_size))
+            self._progress = self._progress.selected(repeated_rows(repeats, batch_size))
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
         # After an eviction the first tokens of the store are no longer those of the text.
-        if isinstance(other, EvictingLayer) and not self._whole_from and not other._whole_from:
+        if isinstance(other, EvictingLayer) and not self._progress.whole_from and not other._progress.whole_from:
             super().share_prefix(other, tokens)
 
     @override
@@ -440,7 +331,7 @@ class EvictingLayer(TokenLayer):
         super().reset()
         if isinstance(self._store, RaggedStore):
             self._store = self._empty.fork()
-        self._start_over(EvictionAccount(self.settings))
+        self._start_over(EvictionProgress.start(self.settings))
 
     @override
     def fork(self) -> Self:
@@ -452,37 +343,15 @@ class EvictingLayer(TokenLayer):
         """The rotation of the keys, if the rule was told."""
         return () if self.rotary is None else (self.rotary,)
 
-    @property
-    def rule(self) -> str:
-        """Name of the rule.
-
-        Raises:
-            OptionError: the rule has no name, so that the layer can be neither saved nor described.
-        """
-        name = self.settings.rule_name
-        return name_of(self.settings.rule) if name is None else name
-
     @override
     def described_arguments(self) -> dict[str, Fact]:
-        settings = self.settings
-        return {
-            "rule": self.rule,
-            "keep": settings.keep,
-            "budget": settings.budget,
-            "sink_tokens": settings.sink_tokens,
-            "recent_tokens": settings.recent_tokens,
-            "per_head": settings.per_head,
-            "scale": self.scale,
-        }
+        return {**self.settings.facts(), "scale": self.scale}
 
     @override
     def describe(self) -> dict[str, Fact]:
         store = self._empty.describe()
-        return {
-            **({} if store == DEFAULT_STORE else store),
-            **self.described_arguments(),
-            "rotary": None if self.rotary is None else self.rotary.fingerprint,
-        }
+        rotary = None if self.rotary is None else self.rotary.fingerprint
+        return {**({} if store == DEFAULT_STORE else store), **self.described_arguments(), "rotary": rotary}
 
     @classmethod
     @override
@@ -494,37 +363,23 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         tensors = self._store.state()
         if tensors:
-            device = tensors["keys"].device
-            tensors |= dict(self._account.state(device)) | self._queries.state()
-        facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._whole_from}
+            tensors |= dict(self._progress.state(tensors["keys"].device))
+        facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
         return LayerState(self.kind, tensors, facts)
 
     @override
     def check_state(self, state: LayerState) -> None:
-        own, stored = _split(state)
-        self._check_stored(stored)
-        whole_from = state.facts.get(WHOLE_FROM)
-        if not isinstance(whole_from, int) or not 0 <= whole_from <= state.length:
-            raise StateMismatchError(
-                f"`{WHOLE_FROM}` must be a position among the {state.length} tokens of the state, got {whole_from!r}: "
-                "take the state again."
-            )
-        account = self._account.of_state({name: own[name] for name in own if name in ACCOUNT_NAMES}, state.length)
-        if not whole_from and bool(account.evicted.any()):
-            raise StateMismatchError(
-                f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
-            )
-        self._queries.of_state(own)
+        stored = of_the_store(state)
+        # As a layer with a store of the same kind checks it.
+        twin = self._twin()
+        twin._store = self._store_of(stored)
+        super(EvictingLayer, twin).check_state(stored)
+        self._progress.of_state(state)
 
-    def _check_stored(self, state: LayerState) -> None:
-        """Check the state of the store, as a store of its kind does."""
-        before = self._store
-        try:
-            if is_ragged(state.tensors) and not isinstance(before, RaggedStore):
-                self._store = RaggedStore(self._empty.fork())
-            super().check_state(state)
-        finally:
-            self._store = before
+    def _store_of(self, stored: LayerState) -> TokenStore:
+        """An empty store for the states of a store."""
+        store = self._empty.fork()
+        return RaggedStore(store) if is_ragged(stored.tensors) else store
 
     @override
     def check_held(self, held: int, seen: int) -> None:
@@ -537,20 +392,8 @@ class EvictingLayer(TokenLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        own, stored = _split(state)
-        store = self._empty.fork()
-        if is_ragged(stored.tensors):
-            store = RaggedStore(store)
+        stored = of_the_store(state)
+        store = self._store_of(stored)
         store.load_state(stored.tensors)
-        self._start_over(self._account.of_state({n: own[n] for n in own if n in ACCOUNT_NAMES}, state.length))
-        self._store, self._seen = store, state.length
-        self._whole_from = int(state.facts[WHOLE_FROM] or 0)
-        self._queries = self._queries.of_state(own)
-
-
-def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
-    """The tensors beside those of the store, and the state of the store."""
-    names = {*ACCOUNT_NAMES, QUERIES_NAME}
-    own = {name: tensor for name, tensor in state.tensors.items() if name in names}
-    stored = {name: tensor for name, tensor in state.tensors.items() if name not in names}
-    return own, LayerState(state.kind, stored, state.facts)
+        self._store = store
+        self._start_over(self._progress.of_state(state), state.length)

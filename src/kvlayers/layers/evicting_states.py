@@ -1,17 +1,23 @@
-"""The states of an evicting layer: what attention reads, and what a rule scores."""
+"""The states that attention reads of an evicting layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version, as_dense
+from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments
-from kvlayers.stores.contract import KVPair
-from kvlayers.stores.held_tokens import HeldTokens
+from kvlayers.stores.contract import KVPair, TokenStore
+from kvlayers.stores.ragged import RaggedStore
+
+
+def held_states(store: TokenStore) -> KVPair | None:
+    """Keys and values of the held tokens, for attention; `None` if no token is held."""
+    if not store.length:
+        return None
+    return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
 
 
 def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
@@ -23,13 +29,15 @@ def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
     return _with_segments(held, (), (DenseSegment(keys, values),))
 
 
-def with_empty_columns(states: KVPair, columns: int) -> KVPair:
-    """States with `columns` further columns in front, in which no head has a token."""
+def with_columns(states: KVPair, columns: int) -> KVPair:
+    """States with at least `columns` columns: if there are fewer, with some in front in which no head has a token."""
+    missing = columns - states[0].shape[2]
+    if missing <= 0:
+        return states
     source = states if not isinstance(states[0], PackedStates) else _some_states(states[0].snapshot.segments)
     dense = DenseSegment(source[0].as_subclass(Tensor)[:, :, :1], source[1][:, :, :1])
     nothing = torch.zeros(*dense.keys.shape[:2], 1, dtype=torch.int64, device=dense.keys.device)
-    empty = GatheredSegment(dense, nothing, nothing, nothing, columns)
-    return _with_segments(states, (empty,), ())
+    return _with_segments(states, (GatheredSegment(dense, nothing, nothing, nothing, missing),), ())
 
 
 def _some_states(segments: KVSegments) -> KVPair:
@@ -52,45 +60,3 @@ def _with_segments(states: KVPair, before: tuple[GatheredSegment, ...], behind: 
         segments, version = KVSegments((*before, plain, *behind)), Version()
         whole = Snapshot(segments, keys.dtype, keys.device, version, version.number, segments.tokens, PathCounter())
     return packed_pair(whole, keys.shape[1], (keys.shape[3], values.shape[3]))
-
-
-@dataclass(frozen=True, eq=False)
-class TokensToScore:
-    """The held tokens of a layer and new ones behind them.
-
-    Attributes:
-        keys: `[batch, kv_heads, columns, key_head_dim]`.
-        values: `[batch, kv_heads, columns, value_head_dim]`.
-        counts: tokens of each head, in its last columns, int64 `[batch, kv_heads]` on the host.
-        blocks: number of the packed block of each token, -1 for tokens in full precision, int64
-            `[batch, kv_heads, columns]`; `None` if no token is packed.
-    """
-
-    keys: Tensor
-    values: Tensor
-    counts: Tensor
-    blocks: Tensor | None
-
-    @classmethod
-    def of(cls, held: HeldTokens | None, new: KVPair | None, padding: Tensor | None) -> Self:
-        """Tokens of a store, if it has any, and new states.
-
-        Args:
-            held: the tokens of the store.
-            new: states behind them.
-            padding: places in front of each sequence that are padding, int64 `[batch]` on the host.
-        """
-        pairs = [] if held is None or not held.keys.shape[2] else [(held.keys, held.values)]
-        if new is not None:
-            pairs.append((as_dense(new[0]), as_dense(new[1])))
-        keys, values = (torch.cat(side, 2) if len(side) > 1 else side[0] for side in zip(*pairs, strict=True))
-        added = 0 if new is None else new[0].shape[2]
-        counts = torch.full(keys.shape[:2], added)
-        if held is not None and held.keys.shape[2]:
-            counts = held.counts + added
-        if padding is not None:
-            counts = counts - padding[:, None]
-        blocks = None if held is None else held.blocks
-        if blocks is not None and added:
-            blocks = torch.cat([blocks, blocks.new_full((*blocks.shape[:2], added), -1)], 2)
-        return cls(keys, values, counts, blocks)

@@ -1,5 +1,6 @@
 """How many tokens of each sequence a layer has evicted, and how many it may hold."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ NAMES = (EVICTED_NAME, PADDING_NAME)
 _NOTHING = torch.zeros(1, dtype=torch.int64)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class EvictionAccount:
     """Numbers of tokens of each sequence, for an average KV head. Every change makes a new object.
 
@@ -34,7 +35,7 @@ class EvictionAccount:
     padding: Tensor | None = None
     evicted: Tensor = _NOTHING
 
-    @property
+    @functools.cached_property
     def next_eviction(self) -> int | None:
         """Tokens seen when a sequence, whose tokens come one by one, is due; `None` if that never evicts any."""
         if self.settings.budget is None:

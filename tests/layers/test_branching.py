@@ -26,6 +26,8 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.stores.held_tokens import held_tokens
+from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.tensor_memory import storages_of
 from layer_kinds import KINDS
 from oracle import KV_HEADS, TOLERANCE
@@ -74,10 +76,19 @@ NEEDS = {"hqq": "hqq", "quanto": "optimum.quanto"}
 def holds_the_same(branch: Branch) -> None:
     """To the last bit, since nothing is computed from it; and all memory is counted."""
     shared = branch.shared
-    assert shared.nbytes == bytes_reached(shared.layer if isinstance(shared, OffloadedLayer) else shared)
+    assert shared.nbytes == bytes_reached(
+        (shared.layer, shared._pages) if isinstance(shared, OffloadedLayer) else shared
+    )
     seen, expected = branch.shared.state(), branch.alone.state()
     assert (seen.kind, seen.facts) == (expected.kind, expected.facts)
     assert seen.tensors.keys() == expected.tensors.keys()
+    if is_ragged(expected.tensors):
+        # Where the tokens of a head stand depends on what branches share.
+        pair = held_tokens(shared.store), held_tokens(branch.alone.store)
+        for row, head in itertools.product(range(branch.rows), range(KV_HEADS)):
+            for found, wanted in zip(*(held.of_head(row, head) for held in pair), strict=True):
+                assert torch.equal(found, wanted)
+        return
     for name, tensor in expected.tensors.items():
         assert torch.equal(seen.tensors[name], tensor), name
 

@@ -216,6 +216,38 @@ def test_a_plan_is_what_caches_that_evict_hold(rule: str, options: str) -> None:
     assert planned.recommended.name == "dynamic"
 
 
+WIDE = tf.LlamaConfig(
+    **{**COMMON, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+)
+
+
+@pytest.mark.parametrize("tokens", [1000, 4096])
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("knorm:keep=0.5", 0.03),
+        ("knorm:keep=0.5,per_head=false", 0.01),
+        ("knorm:keep=0.5,per_head=false,quantization.nbits=4", 0),
+        # Blocks of heads that keep different numbers are not as full as those of one number.
+        ("knorm:keep=0.5,quantization.nbits=4", 0.07),
+        ("recall:recall.pages=8", 0.001),
+    ],
+)
+def test_a_plan_of_many_tokens_is_what_is_held_after_the_first_decoded_one(
+    name: str, tolerance: float, tokens: int
+) -> None:
+    generator, named = torch.Generator().manual_seed(0), named_cache(name)
+    request = kvlayers.CacheRequest(WIDE, named.options, length_hint=tokens, dtype=torch.float32)
+    cache = registry.cache_for(named.name, request)
+    heads = torch.tensor([0.6, 0.9, 1.1, 1.4])[:, None, None]
+    for layer in range(WIDE.num_hidden_layers):
+        for count in (tokens - 1, 1):
+            keys, values = (torch.randn(1, 4, count, 64, generator=generator) for _ in range(2))
+            cache.update(keys * heads, values, layer)
+    planned = kvlayers.plan(WIDE, tokens, 1, torch.float32, names=[name, "dynamic"])[name]
+    assert planned.nbytes == pytest.approx(cache.nbytes, rel=tolerance)
+
+
 @pytest.mark.parametrize("memory", [None, "1GiB", "40MiB"])
 def test_what_forgets_or_leaves_out_is_never_recommended_as_exact(memory: str | None) -> None:
     plan = kvlayers.plan(LONG, "8k", dtype="bfloat16", memory=memory)

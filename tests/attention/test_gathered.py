@@ -27,7 +27,7 @@ from kvlayers.attention.packed_tensor import Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
 from kvlayers.errors import UnsupportedLayerError
-from random_states import check
+from random_states import SUMS, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SOURCES = ["dense", "flat", "packed 2", "packed 4", "packed 8", "packed fp8", "packed 3", "flat packed", "cut packed"]
@@ -152,14 +152,52 @@ def test_the_products_of_eager_attention(with_kernel: bool, dtype: torch.dtype, 
     check(sums, weights.double() @ values, weights.double() @ values.norm(dim=-1, keepdim=True))
 
 
-@pytest.mark.parametrize("name", ["dense", "flat", "packed 4"])
+@pytest.mark.parametrize("name", ["dense", "flat", "packed 3", "packed fp8", "flat packed", "cut packed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_queries(dtype: torch.dtype, name: str) -> None:
+    for seed, group in ((5, 1), (6, 3)):
+        held = around(held_pieces(name, 2, dtype, seed), 2, dtype)
+        query = held.query(group, kernel.CPU_MAXIMUM_ROWS // group + 1)
+        for kind in MASKS[seed % 2 :: 2]:
+            check_by_head(held, query, random_mask(kind, query, held))
+
+
+def check_by_head(held: Mixed, query: Tensor, mask: Tensor | None) -> None:
+    """Torch's attention rounds the weights to bfloat16, and so are codes and queries that are not."""
+    paths = PathCounter()
+    seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
+    held.check(query, mask, seen, error=0.03 if query.dtype == torch.bfloat16 else SUMS)
+    assert [path.startswith(dispatch.HEADS) for path in paths.counts] == [True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_queries(with_kernel: bool, dtype: torch.dtype, name: str) -> None:
-    held = around(held_pieces(name, 2, dtype, 5), 2, dtype)
-    query = held.query(1, kernel.CPU_MAXIMUM_ROWS + 1)
-    for kind in ("causal", "left padding"):
-        mask = random_mask(kind, query, held)
-        held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
+def test_many_queries_of_right_aligned_heads(dtype: torch.dtype) -> None:
+    """As a store of evicted tokens has them: each head one run, in left-padded sequences, and new tokens behind it."""
+    pieces = [[[(0, 64), (64, 31)], [(95, 64), (159, 64), (223, 2)]], [[(225, 40)], []]]
+    held = mixed(
+        [gathered(dense_source(2, 300, dtype, flat=True), pieces), ordinary(dense_source(2, 50, dtype))], dtype
+    )
+    tokens, query = held.segments.tokens, held.query(2, 50)
+    padded = torch.ones(2, 1, 50, tokens, dtype=torch.bool).tril(tokens - 50)
+    padded[1, :, :, : tokens - 70] = False
+    for mask in (padded, torch.zeros(padded.shape).masked_fill_(~padded, -torch.inf), None):
+        check_by_head(held, query, mask)
+
+
+@pytest.mark.parametrize("name", ["dense", "flat packed"])
+@pytest.mark.parametrize("queries", [1, 3, kernel.CPU_MAXIMUM_ROWS])
+def test_threads_change_nothing_but_the_order_of_sums(with_kernel: bool, queries: int, name: str) -> None:
+    held = around(held_pieces(name, 2, torch.float32, 5, most=15), 2, torch.float32)
+    query, before = held.query(2, queries), torch.get_num_threads()
+    mask, seen = random_mask("causal", query, held), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            seen.append(dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
+    finally:
+        torch.set_num_threads(before)
+    for result in seen:
+        held.check(query, mask, result)
 
 
 def test_sequences_may_share_a_source(with_kernel: bool) -> None:
@@ -182,7 +220,7 @@ def test_sequences_may_share_a_source(with_kernel: bool) -> None:
             torch.ones(3, KV_HEADS, 30, dtype=torch.bool),
         )
         held = mixed([beside, pieces, ordinary(dense_source(3, 7, torch.float32))], torch.float32)
-        for queries in (1, 3):
+        for queries in (1, 3, kernel.CPU_MAXIMUM_ROWS):
             query = held.query(2, queries)
             mask = random_mask("causal", query, held)
             held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))

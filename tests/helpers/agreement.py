@@ -7,17 +7,18 @@ from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer, Rotary
 from kvlayers.attention.packed_operators import StoreHandle
+from kvlayers.layers.eviction_account import EvictionAccount
 from oracle import Oracle, states
 
 
 def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
     """Every tensor that an object of kvlayers reaches, by walking all of its attributes.
 
-    How keys are rotated is left out: a handful of numbers, which all layers of a model share. So is the number by which
-    compiled code knows a store.
+    How keys are rotated is left out: a handful of numbers, which all layers of a model share. So are the number by
+    which compiled code knows a store, and how many tokens of each sequence were evicted, which the host counts.
     """
     seen = set() if seen is None else seen
-    if id(thing) in seen or isinstance(thing, Rotary | StoreHandle):
+    if id(thing) in seen or isinstance(thing, Rotary | StoreHandle | EvictionAccount):
         return []
     seen.add(id(thing))
     if isinstance(thing, Tensor):
@@ -50,7 +51,7 @@ def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
     if oracle.length:
         kept = oracle.length - oracle.first_attended(oracle.length)
         # Not `keys` and `values`, which are handed out for good, and so change what a fork shares.
-        held_keys, held_values = layer.peek()
+        held_keys, held_values = oracle.peeked(layer)
         assert held_keys.shape[2] >= kept
         start = oracle.length - held_keys.shape[2]
         recorded = oracle.keys[:, :, start:], oracle.values[:, :, start:]

@@ -127,11 +127,12 @@ class EvictionOracle:
             for number, (later, _, index) in enumerate(sorted(ranked))
             if number < floor or not later
         ]
+        taken = set(safe)
         others = sorted(
             (score, head, index)
             for head, ranked in enumerate(ranks)
             for _, score, index in ranked
-            if (head, index) not in set(safe)
+            if (head, index) not in taken
         )
         chosen = [head for head, _ in safe] + [head for _, head, _ in others[: wanted * len(ranks) - len(safe)]]
         return [chosen.count(head) for head in range(len(ranks))]

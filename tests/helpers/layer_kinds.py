@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from agreement import check_at_rest, continue_decoding, step
+from kept_oracle import KeptOracle
 from kvlayers import (
     CacheLayer,
     DynamicLayer,
+    EvictingLayer,
     OffloadedLayer,
     Prefetcher,
     Quantization,
     QuantizedLayer,
     QuantizedStore,
+    Recall,
+    RecallLayer,
     RollbackError,
     Rotary,
     SinkLayer,
@@ -56,6 +60,20 @@ def _offloaded(layer: TokenLayer, oracle: Oracle) -> tuple[CacheLayer, Oracle]:
     return OffloadedLayer(layer, Prefetcher(transfers=_recording_transfers)), oracle
 
 
+def _evicting(per_head: bool, **amount: float) -> tuple[EvictingLayer, KeptOracle]:
+    layer = EvictingLayer("knorm", sink_tokens=2, recent_tokens=4, per_head=per_head, **amount)
+    return layer, KeptOracle("knorm", 2, 4, per_head, **amount)
+
+
+def _recall() -> RecallLayer:
+    return RecallLayer(Recall(pages=2, page_tokens=8, sink_tokens=2, recent_tokens=4))
+
+
+def _recall_of_codes() -> RecallLayer:
+    recall = Recall(pages=1, sink_tokens=2, recent_tokens=4)
+    return RecallLayer(recall, store=QuantizedStore(QUANTIZATION))
+
+
 def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[SinkLayer, SinkOracle]:
     layer = SinkLayer(window, sinks, Rotary(INV_FREQ, "halves"), left_padding=padding)
     return layer, SinkOracle(window, sinks, padding)
@@ -82,6 +100,12 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "sink over a long window": lambda: _sink(40, 4),
     "sink that is nearly all of the window": lambda: _sink(WINDOW, WINDOW - 1),
     "sink of padded sequences": lambda: _sink(WINDOW, 3, [0, 6]),
+    "evicting": lambda: _evicting(per_head=False, keep=0.5),
+    "evicting within a budget": lambda: _evicting(per_head=False, budget=24),
+    "evicting from heads": lambda: _evicting(per_head=True, keep=0.5),
+    "evicting from heads within a budget": lambda: _evicting(per_head=True, budget=24),
+    "recall": lambda: (_recall(), Oracle()),
+    "recall of codes": lambda: (_recall_of_codes(), QuantizedOracle(QUANTIZATION)),
     "quantized": lambda: (QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
     "quantized without sinks": lambda: (
         QuantizedLayer(QUANTIZATION_ALONG_TOKENS, length_hint=100),
@@ -92,6 +116,9 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "offloaded": lambda: _offloaded(DynamicLayer(), Oracle()),
     "offloaded sliding": lambda: _offloaded(SlidingLayer(40), Oracle(40)),
     "offloaded sink": lambda: _offloaded(*_sink(40, 4)),
+    "offloaded evicting": lambda: _offloaded(*_evicting(per_head=False, budget=24)),
+    "offloaded evicting from heads": lambda: _offloaded(*_evicting(per_head=True, budget=24)),
+    "offloaded recall": lambda: _offloaded(_recall(), Oracle()),
     "offloaded static": lambda: _offloaded(StaticLayer(90, max_batch_size=8), Oracle(capacity=90)),
     "offloaded static that grows": lambda: _offloaded(StaticLayer(4, grow=True), Oracle()),
     "offloaded static sliding": lambda: _offloaded(StaticSlidingLayer(90, 40, max_batch_size=8), Oracle(40)),

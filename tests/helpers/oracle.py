@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvlayers import CacheLayer
+
 KV_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
 TOLERANCE = 1e-5
 """Of states of about 1, relative and absolute: what float32 leaves, where the same products are in another order."""
@@ -96,6 +98,10 @@ class Oracle:
     def empty(self) -> "Oracle":
         """An oracle of the same settings that has seen nothing."""
         return Oracle(self.window, self.capacity)
+
+    def peeked(self, layer: CacheLayer) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer holds."""
+        return layer.peek()
 
     def check_states(self, seen: Tensor, expected: Tensor) -> None:
         """Fail where a layer's states are not those expected: to the last bit, as nothing is computed."""

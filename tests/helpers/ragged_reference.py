@@ -120,13 +120,14 @@ def loop_attention(query: Tensor, segments: KVSegments) -> Tensor:
     out = torch.zeros(batch, heads, 1, segments.head_dims[1], dtype=torch.float64)
     for sequence in range(batch):
         for head in range(heads):
-            keys, values = _states_of_head(segments, sequence, head // (heads // KV_HEADS))
+            keys, values = states_of_head(segments, sequence, head // (heads // KV_HEADS))
             scores = keys.double() @ query[sequence, head, 0].double() * query.shape[3] ** -0.5
             out[sequence, head, 0] = torch.softmax(scores, 0) @ values.double()
     return out
 
 
-def _states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
+def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens of a KV head of a sequence, `[tokens, head_dim]`."""
     keys, values = [], []
     for segment in segments.in_order:
         source = segment.source if isinstance(segment, GatheredSegment) else segment

@@ -52,10 +52,10 @@ SUMS = 2e-6
 into its exponential. The largest that was seen in any case of these is 0.5e-6."""
 
 
-def check(seen: Tensor, exact: Tensor, magnitude: Tensor) -> None:
-    """No state is further off than sums in float32 are, and the one rounding to the dtype of the result."""
+def check(seen: Tensor, exact: Tensor, magnitude: Tensor, sums: float = SUMS) -> None:
+    """No state is further off than sums (in float32) are, and the one rounding to the dtype of the result."""
     assert seen.shape == exact.shape
     rounding = 0 if seen.dtype == torch.float32 else torch.finfo(seen.dtype).eps / 2
     # The rounding is that of the number with its error, hence a little more.
-    excess = (seen.double() - exact).abs() - rounding * 1.01 * exact.abs() - SUMS * magnitude
+    excess = (seen.double() - exact).abs() - rounding * 1.01 * exact.abs() - sums * magnitude
     assert excess.max() <= 0, f"{(seen.double() - exact).abs().max()} off, of {magnitude.max()}"

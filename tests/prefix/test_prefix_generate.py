@@ -125,11 +125,15 @@ def test_prompts_that_part_find_the_snapshot_before(family: str) -> None:
     assert covered == least
 
 
-@pytest.mark.parametrize("name", ["int8", "sink"])
+@pytest.mark.parametrize("name", ["int8", "sink", "knorm", "snapkv", "recall"])
 def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(name: str) -> None:
     model, store, options = tiny_model("llama"), PrefixStore(ROOM), {"cache_implementation": name}
     if name == "sink":
         options["cache_config"] = {"window_length": 30, "num_sink_tokens": 2}
+    elif name in ("knorm", "snapkv"):
+        options["cache_config"] = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 8}
+    elif name == "recall":
+        options["cache_config"] = {"recall": {"pages": 1, "page_tokens": 8, "recent_tokens": 8}}
     ids, expected_cache = prompt(tokens=DOCUMENT), None
     for turn in range(3):
         if expected_cache is None:
@@ -583,6 +587,46 @@ def test_modes_caches_and_namespaces_are_told_apart() -> None:
     for call in calls:
         call()
     assert store.statistics.hits == len(calls)
+
+
+EVICTING = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 8}
+RECALL = {"pages": 1, "page_tokens": 8, "recent_tokens": 8}
+OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "evicted by a rule": (
+        {"cache_implementation": "keydiff", "cache_config": EVICTING},
+        [
+            {"cache_implementation": "dynamic"},
+            {"cache_implementation": "keydiff", "cache_config": {**EVICTING, "keep": 0.25}},
+            {"cache_implementation": "keydiff", "cache_config": {**EVICTING, "per_head": False}},
+            {"cache_implementation": "keydiff", "cache_config": {**EVICTING, "quantization": {"nbits": 4}}},
+            {"cache_implementation": "knorm", "cache_config": EVICTING},
+        ],
+    ),
+    "read in pages": (
+        {"cache_implementation": "recall", "cache_config": {"recall": RECALL}},
+        [
+            {"cache_implementation": "dynamic"},
+            {"cache_implementation": "recall", "cache_config": {"recall": {**RECALL, "pages": 2}}},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_only_a_call_with_the_same_eviction_finds_an_entry(kind: str) -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    asked, others = OTHERS[kind]
+    first = by_store(model, store, ids, **asked)
+    longer = torch.cat([first, prompt(tokens=7, seed=1)], dim=1)
+    for other in others:
+        by_store(model, store, longer, **other)
+    assert (store.statistics.hits, store.statistics.misses) == (0, 1 + len(others))
+    cache = kvlayers.make_cache(asked["cache_implementation"], model, **asked["cache_config"])
+    with kvlayers.installed():
+        model.generate(ids, past_key_values=cache, **OPTIONS)
+        expected = model.generate(longer, past_key_values=cache, **OPTIONS)
+    assert torch.equal(by_store(model, store, longer, **asked), expected)
+    assert store.statistics.hits == 1
 
 
 def test_a_static_cache_is_reserved_for_the_call() -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvlayers.attention import fused, reference, shared_segments
+from kvlayers.attention import by_head, fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
@@ -16,6 +16,7 @@ CPU = "a compiled kernel on segments"
 CUDA = "a Triton kernel on segments"
 BLOCKS = "plain torch, block by block"
 COPY = "torch's attention on a copy of segments"
+HEADS = "torch's attention, one KV head after another"
 SLABS = "slab by slab"
 SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
@@ -60,11 +61,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     with without_autocast(query.device):
         if not fused.serves(query.device):
-            obstacle = cpu_kernel.obstacle(query, segments)
-            if obstacle is None or not reference.copying_pays(query, segments):
-                return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
-            paths.record(f"{COPY}, as {obstacle}")
-            return reference.attend_to_copy(query, segments, mask, scale)
+            return _attend_on_cpu(query, segments, mask, scale, paths)
         obstacle = cuda_kernel.obstacle(query, segments, mask)
         if obstacle is None:
             paths.record(CUDA)
@@ -72,6 +69,19 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         shares = segments.shares_rows
         paths.record(f"{fused.description(query, segments)}, {SHARED if shares else SLABS}, as {obstacle}")
         return (shared_segments.attend if shares else fused.attend)(query, segments, mask, scale)
+
+
+def _attend_on_cpu(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, paths: PathCounter
+) -> Tensor:
+    obstacle = cpu_kernel.obstacle(query, segments)
+    if obstacle is not None and reference.copying_pays(query, segments):
+        paths.record(f"{COPY}, as {obstacle}")
+        return reference.attend_to_copy(query, segments, mask, scale)
+    if obstacle is not None and by_head.pays(query, segments):
+        paths.record(f"{HEADS}, as {obstacle}")
+        return by_head.attend(query, segments, mask, scale)
+    return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:

@@ -260,6 +260,11 @@ class KVSegments:
         return all(isinstance(segment, DenseSegment) for segment in self.in_order)
 
     @property
+    def holds_packed(self) -> bool:
+        """Whether a segment, or the source of one, is packed."""
+        return any(isinstance(_source(segment), PackedSegment) for segment in self.in_order)
+
+    @property
     def gathered(self) -> list[tuple[int, GatheredSegment]]:
         """The segments of which each head reads its own tokens, with the column at which each begins."""
         first = itertools.accumulate((segment.tokens for segment in self.in_order), initial=0)

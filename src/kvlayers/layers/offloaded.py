@@ -12,7 +12,9 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
+from kvlayers.layers.offloaded_state import facts_of_wrapped, on_device, on_host
 from kvlayers.layers.operations import LayerState
+from kvlayers.layers.page_segments import page_tokens_of
 from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
@@ -89,7 +91,7 @@ class OffloadedLayer(WrapperLayer):
         self.prefetcher.meter.begin_update(self.index)
         if not self.prefetcher.offloads(key_states.device):
             attended = self.wrapped.update(key_states, value_states)
-        elif (page_tokens := self._page_tokens(key_states)) is not None:
+        elif (page_tokens := page_tokens_of(self.wrapped, key_states)) is not None:
             attended = self._update_pages(key_states, value_states, page_tokens)
         else:
             attended = self._update_offloaded(key_states, value_states)
@@ -112,12 +114,6 @@ class OffloadedLayer(WrapperLayer):
             raise
         return attended
 
-    def _page_tokens(self, keys: Tensor) -> int | None:
-        """Tokens of a page, if the queries of new tokens read pages that they choose, of states in full precision."""
-        tracked = torch.is_grad_enabled() and keys.requires_grad
-        apart = self.wrapped.store.holds_tokens_apart and not tracked
-        return self.wrapped.chosen_page_tokens(keys.shape[2]) if apart else None
-
     def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
         """Take in a token where the states are held, and bring the pages that its query chooses."""
         self.prefetcher.leave_at_home(self)
@@ -126,11 +122,8 @@ class OffloadedLayer(WrapperLayer):
 
     def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
         """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
-        self.prefetcher.fetch(self, query.device)
-        try:
+        with self._fetched(on=query.device):
             observe(query)
-        finally:
-            self._write_back_if_possible()
         self._read_counts()
 
     # Counting for compiled code
@@ -186,9 +179,9 @@ class OffloadedLayer(WrapperLayer):
             return self.wrapped.peek()
 
     @contextlib.contextmanager
-    def _fetched(self, changes: bool = False) -> Iterator[None]:
-        """Keep the states on their device within this context."""
-        device = self.device
+    def _fetched(self, changes: bool = False, on: torch.device | None = None) -> Iterator[None]:
+        """Keep the states on their device, or `on` a device before there are any, within this context."""
+        device = self.device if on is None else on
         if device is None or not self.prefetcher.offloads(device):
             yield
             return
@@ -311,34 +304,23 @@ class OffloadedLayer(WrapperLayer):
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(context.layer(facts["offloaded"], _of_wrapped(facts)))
+        return cls(context.layer(facts["offloaded"], facts_of_wrapped(facts)))
 
     @classmethod
     @override
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        return layer_class(facts["offloaded"]).reserved_by(_of_wrapped(facts))
+        return layer_class(facts["offloaded"]).reserved_by(facts_of_wrapped(facts))
 
     @override
     def state(self) -> LayerState:
         """The state of the wrapped layer, with tensors on the host."""
         self._settle()
-        state = self.wrapped.state()
-        device = None if self.device is None else str(self.device)
-        # What a layer holds beside its store, such as queries, is on the device.
-        tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
-        return LayerState(state.kind, tensors, {**state.facts, "device": device})
+        return on_host(self.wrapped.state(), self.device)
 
     @override
     def load_state(self, state: LayerState) -> None:
         with self._on_host() as layer:
-            layer.load_state(self._on_device(state))
-
-    def _on_device(self, state: LayerState) -> LayerState:
-        device = state.facts.get("device") if self.device is None else self.device
-        if not isinstance(device, str | torch.device):
-            return state
-        tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
-        return LayerState(state.kind, tensors, state.facts)
+            layer.load_state(on_device(state, self.device))
 
     @override
     def offload(self) -> None:
@@ -404,7 +386,7 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        self.wrapped.check_state(self._on_device(state))
+        self.wrapped.check_state(on_device(state, self.device))
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -416,8 +398,3 @@ class OffloadedLayer(WrapperLayer):
 
     def __repr__(self) -> str:
         return f"OffloadedLayer({self.wrapped!r})"
-
-
-def _of_wrapped(facts: Facts) -> dict[str, Fact]:
-    """The facts of the wrapped layer, without that which says of what kind it is."""
-    return {name: fact for name, fact in facts.items() if name != "offloaded"}

@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
 from kvlayers.layers.page_bounds import PagePlaces
+from kvlayers.layers.token_layer import TokenLayer
 
 
 def chosen_segments(segments: KVSegments, places: PagePlaces, first: int, last: int) -> KVSegments:
@@ -82,3 +86,15 @@ def _cut_packed(segment: PackedSegment, begin: int, end: int) -> Iterator[Packed
 
 
 _CUTS: dict[type, Callable[..., Iterator[Segment]]] = {DenseSegment: _cut_dense, PackedSegment: _cut_packed}
+
+
+def page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
+    """Tokens of a page if the queries of new tokens read pages, and these can be read apart; else `None`.
+
+    Args:
+        layer: the layer.
+        keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
+    """
+    tracked = torch.is_grad_enabled() and keys.requires_grad
+    apart = layer.store.holds_tokens_apart and not tracked
+    return layer.chosen_page_tokens(keys.shape[2]) if apart else None

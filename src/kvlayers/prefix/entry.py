@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import RollbackError
-from kvlayers.layers import OffloadedLayer
+from kvlayers.layers import EvictingLayer, LayerOperations, OffloadedLayer
 from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.utils.tensor_memory import Storages
 
@@ -77,6 +77,9 @@ def restorable_length(cache: Cache, length: int) -> int:
     """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
     if length == cache.get_seq_length():
         return length
+    if any(_has_evicted(layer) for layer in cache.adapted_layers()):
+        # The tokens behind `length` have had a part in which of those before were evicted.
+        return 0
     try:
         target = cache.nearest_restorable(length)
         # transformers' layers, and layers that do not count their tokens, have to be tried.
@@ -85,6 +88,12 @@ def restorable_length(cache: Cache, length: int) -> int:
     except RollbackError:
         return 0
     return target
+
+
+def _has_evicted(layer: LayerOperations) -> bool:
+    """Whether tokens have been evicted for the scores of a rule."""
+    parts = [part.unwrapped.original for part in layer.parts]
+    return any(isinstance(part, EvictingLayer) and part.held_tokens < part.length for part in parts)
 
 
 def shares_memory(cache: Cache) -> bool:

@@ -24,6 +24,10 @@ CPU_MAXIMUM_DENSE_ROWS = 512
 """As `CPU_MAXIMUM_ROWS`, if no token is packed: with more, torch's attention on a copy of the states takes less time.
 Where sequences share segments, that would be a copy for each sequence, so the kernel takes any number."""
 
+CPU_MAXIMUM_GATHERED_ROWS = 32
+"""As `CPU_MAXIMUM_DENSE_ROWS`, if each KV head reads its own tokens: with more, torch's attention on one KV head after
+another takes less time."""
+
 
 class _Dense(ctypes.Structure):
     _fields_ = [
@@ -101,11 +105,17 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"the kernel does not take {rows.dtype}"
     queries = rows.shape[1] // segments.kv_heads * rows.shape[2]
     # At most all sequences read one, so that a step of decoding need not look closer.
-    if queries * rows.shape[0] > CPU_MAXIMUM_ROWS and not (segments.are_dense and segments.shares_rows):
-        maximum = CPU_MAXIMUM_DENSE_ROWS if segments.are_dense else CPU_MAXIMUM_ROWS
+    if queries * rows.shape[0] > CPU_MAXIMUM_GATHERED_ROWS and not (segments.are_dense and segments.shares_rows):
+        maximum = _maximum_rows(segments)
         if queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
     return None if library() is not None else "the kernel could not be compiled (the log says why)"
+
+
+def _maximum_rows(segments: KVSegments) -> int:
+    if segments.holds_packed:
+        return CPU_MAXIMUM_ROWS
+    return CPU_MAXIMUM_DENSE_ROWS if segments.are_dense else CPU_MAXIMUM_GATHERED_ROWS
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:

@@ -36,7 +36,7 @@ from kvlayers.generation.prefixes.eligibility import (
     prompts_of,
 )
 from kvlayers.generation.prefixes.model_identity import model_identity
-from kvlayers.generation.prefixes.stored_caches import StoredCaches
+from kvlayers.generation.prefixes.stored_caches import StoredCaches, depends_on_chunks
 from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.prefix import Hit
 from kvlayers.upstream import generate_calls, model_types
@@ -139,7 +139,7 @@ class PrefixedCall:
             cache = self._for_one_prompt()
         else:
             example = self._caches.empty()
-            if example.rotates_keys:
+            if depends_on_chunks(example):
                 raise IneligibleError(f"the content of the layers of {example!r} depends on which tokens came at once")
             common, stackable = self._prompts.common_prefix_length(), can_be_stacked(example)
             shareable = self._can_share(example, common)
@@ -172,7 +172,7 @@ class PrefixedCall:
     def _for_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
         cache = self._caches.cache_of(self._caches.lookup(ids))
-        if not cache.rotates_keys and not cache.keeps_every_token:
+        if not depends_on_chunks(cache) and not cache.keeps_every_token:
             self._caches.compute(ids, cache, ids.shape[1] - 1)
         return cache
 

@@ -145,6 +145,11 @@ def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Ca
     return cache
 
 
+def depends_on_chunks(cache: Cache) -> bool:
+    """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
+    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
+
+
 def _max_new_tokens(config: Any, prompt_tokens: int) -> int:
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)

@@ -1,0 +1,157 @@
+"""The slow reference of evicting layers: every token ever seen, and for each head a mask of those that are kept."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eviction_oracle import STEP, EvictionOracle
+from kvlayers import CacheLayer, UnsupportedLayerError
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.eviction import eviction_rule
+from kvlayers.stores.held_tokens import held_tokens
+from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle
+from ragged_reference import states_of_head
+
+
+class _UnreadHistory(EvictionOracle):
+    """A history that nobody attends to."""
+
+    def attention(self, queries: Tensor, first: int) -> Tensor:
+        return queries
+
+
+class KeptOracle(Oracle):
+    """An oracle that forgets the tokens that a rule without queries scores lowest.
+
+    A head that keeps fewer tokens than another one has zeros in its first columns.
+
+    Args:
+        rule: name of the rule.
+        sinks: first tokens of each sequence that are always kept.
+        recent: newest tokens that an eviction always keeps.
+        per_head: whether heads keep different numbers of tokens.
+        keep: part of the tokens that is kept, or
+        budget: tokens that are kept.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        sinks: int,
+        recent: int,
+        per_head: bool,
+        keep: float | None = None,
+        budget: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.empty_columns = 0
+        self.given = (rule, sinks, recent, per_head, keep, budget)
+        self.history = _UnreadHistory(
+            eviction_rule(rule), keep=keep, budget=budget, sinks=sinks, recent=recent, per_head=per_head
+        )
+
+    def empty(self) -> "KeptOracle":
+        return KeptOracle(*self.given)
+
+    def copy(self) -> "KeptOracle":
+        twin = super().copy()
+        twin.history = self.history.copy()
+        return twin
+
+    @property
+    def counts(self) -> Tensor:
+        """Tokens that each head keeps, int64 `[batch, kv_heads]`."""
+        return self.history.kept.sum(2)
+
+    def first_attended(self, length: int) -> int:
+        return length - (self.columns if self.length else 0)
+
+    @property
+    def columns(self) -> int:
+        """Columns of held tokens: as many as the head had that kept the most, though it may not be selected now."""
+        return int(self.counts.max()) + self.empty_columns
+
+    def attended_next(self) -> tuple[Tensor, Tensor]:
+        width, counts = self.columns, self.counts
+        pair = []
+        for states in (self.keys, self.values):
+            found = torch.zeros(*states.shape[:2], width, states.shape[3])
+            for row in range(states.shape[0]):
+                for head in range(KV_HEADS):
+                    found[row, head, width - int(counts[row, head]) :] = states[row, head, self.history.kept[row, head]]
+            pair.append(found)
+        return pair[0], pair[1]
+
+    @property
+    def exact_from(self) -> int:
+        return self.history.whole_from
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        attended = (keys, values)
+        if self.length:
+            attended = tuple(map(lambda held, new: torch.cat([held, new], 2), self.attended_next(), (keys, values)))
+        self.history.recording = self.recording
+        before = 0 if self.history.kept is None else int(self.history.kept.sum())
+        self.history.step(torch.zeros_like(keys), keys, values)
+        if int(self.history.kept.sum()) < before + keys.shape[:3].numel():
+            self.empty_columns = 0
+        self.keys, self.values = self.history.keys, self.history.values
+        return attended
+
+    def can_truncate(self, length: int) -> bool:
+        return length == 0 or max(self.history.whole_from, 1) <= length <= self.length
+
+    def truncate(self, length: int) -> None:
+        if not length:
+            self.empty_columns = 0
+        if self.length:
+            self.history.truncate(length)
+            self.keys, self.values = self.history.keys, self.history.values
+        if self.recording and self.length:
+            # What recording has held beyond the step is evicted.
+            before = int(self.history.kept.sum())
+            self.history.evict(1, [0] * self.keys.shape[0], STEP - 1)
+            self.empty_columns = 0 if int(self.history.kept.sum()) < before else self.empty_columns
+
+    def select(self, rows: list[int]) -> None:
+        if self.length:
+            columns = self.columns
+            self.history.select(rows)
+            self.empty_columns = columns - int(self.counts.max())
+            self.keys, self.values = self.history.keys, self.history.values
+
+    def reset(self) -> None:
+        super().reset()
+        self.empty_columns = 0
+        self.history = self.empty().history
+
+    def peeked(self, layer: CacheLayer) -> tuple[Tensor, Tensor]:
+        counts = self.counts
+        if not self.empty_columns and bool((counts == counts[0, 0]).all()):
+            return super().peeked(layer)
+        with pytest.raises(UnsupportedLayerError):
+            layer.peek()
+        held, width = held_tokens(layer.store), self.columns
+        pair = [torch.zeros(*counts.shape, width, dim) for dim in (KEY_DIM, VALUE_DIM)]
+        for row in range(counts.shape[0]):
+            for head in range(KV_HEADS):
+                for states, found in zip(pair, held.of_head(row, head), strict=True):
+                    states[row, head, width - int(counts[row, head]) :] = found[0, 0]
+        return pair[0], pair[1]
+
+    def check_states(self, seen: Tensor, expected: Tensor) -> None:
+        if not isinstance(seen, PackedStates):
+            assert torch.equal(seen, expected)
+            return
+        segments, width = seen.snapshot.read(), seen.shape[2]
+        for row in range(seen.shape[0]):
+            for head in range(KV_HEADS):
+                states = states_of_head(segments, row, head)[0 if seen.side == "keys" else 1]
+                assert torch.equal(states, expected[row, head, width - states.shape[0] :])
+                assert not expected[row, head, : width - states.shape[0]].any()
+
+    def least_bytes(self, tokens: int) -> int:
+        if self.history.per_head:
+            # A sequence that is selected several times is held once.
+            return 0
+        return int(self.counts.sum()) * (KEY_DIM + VALUE_DIM) * 4

@@ -239,6 +239,6 @@ def _checked_quantization(given: object) -> Quantization | None:
     if not isinstance(given, Mapping):
         raise OptionError(
             "`quantization` must be a kvlayers.Quantization or a mapping of its options, got a "
-            f"{type(given).__name__}: pass, for example, quantization={'nbits': 4}."
+            f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
         )
     return Quantization(**given)

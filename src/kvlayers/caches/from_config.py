@@ -291,8 +291,8 @@ def evicting_layers(config: object, evicting: EvictingConfig, rotary: Rotary | N
         rotary: how the keys of all layers are rotated; as the config says if it is not given.
 
     Raises:
-        ConfigError: no layer has full attention, attention depends on the columns of tokens, or the rule needs to know
-            how keys are rotated, and kvlayers does not know that.
+        ConfigError: no layer has full attention, attention depends on the columns of tokens, the rule needs queries
+            and the model caches latents, or the rule needs to know how keys are rotated, and kvlayers does not.
     """
     if model_types.goes_by_columns(config):
         raise ConfigError(
@@ -307,7 +307,14 @@ def evicting_layers(config: object, evicting: EvictingConfig, rotary: Rotary | N
             f"A cache evicts tokens of full attention, but the layers of the model are "
             f"{', '.join(sorted({spec.layer_type for spec in specs}))}: use a DynamicCache."
         )
-    rotations = rotaries_for(found_rule(evicting.rule)[0], config, rotary)
+    rule = found_rule(evicting.rule)[0]
+    if rule.queries and model_types.caches_latents(config):
+        raise ConfigError(
+            f"The eviction rule {evicting.rule!r} needs queries, but '{model_types.decoder_config(config).model_type}' "
+            "has multi-head latent attention, which caches latents and shows no queries that fit them: use a rule "
+            "without queries, such as 'keydiff'."
+        )
+    rotations = rotaries_for(rule, config, rotary)
     made = evicting.layers([rotations[index] for index in full], attention_scale(config))
     for index, layer in zip(full, made, strict=True):
         layers[index] = _beside_recurrent(layers[index], layer)

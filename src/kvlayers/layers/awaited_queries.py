@@ -31,8 +31,9 @@ class AwaitedQueries:
         if self.delay_eviction:
             raise UnsupportedLayerError(
                 f"The eviction rule {settings.rule_shown} needs the queries of the newest {self.tokens} tokens, but "
-                "the attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or 'kvlayers', "
-                "or a rule without queries, such as 'keydiff'. reset() or crop() takes these tokens back."
+                "the attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or 'kvlayers' "
+                "without torch.compile, or a rule without queries, such as 'keydiff'. reset() or crop() takes these "
+                "tokens back."
             )
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from kvlayers.errors import ConfigError
+from kvlayers.upstream import compat
 
 SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
 """Model types whose scan over several tokens cannot start from a state: later tokens are passed one by one."""
@@ -127,6 +128,11 @@ def goes_by_columns(config: object) -> bool:
         or "relative_attention_num_buckets" in fields
         or "local" in fields.get("attention_layers", ())
     )
+
+
+def caches_latents(config: object) -> bool:
+    """Whether the cache gets the latents of multi-head latent attention, so that attention never reads its states."""
+    return compat.CACHES_LATENTS and vars(decoder_config(config)).get("kv_lora_rank") is not None
 
 
 def counts_on_the_whole_reservation(config: object) -> bool:

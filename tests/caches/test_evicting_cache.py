@@ -1,0 +1,223 @@
+"""Evicting caches: their options, the models that they serve, copies, files, and compiled code."""
+
+import copy
+import pathlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from families import model_and_inputs
+from kvlayers import (
+    ConfigError,
+    DynamicCache,
+    EncoderDecoderCache,
+    EvictingCache,
+    OptionError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
+from models import fresh_model, prompt, tiny_model
+
+OPTIONS: dict[str, Any] = {"keep": 0.4, "sink_tokens": 2, "recent_tokens": 8}
+READ, TOKENS = 60, 8
+
+BAD_OPTIONS = {
+    "nothing kept": ({"keep": 0}, "`keep`.*got 0"),
+    "more than all": ({"keep": 1.5}, "`keep`.*got 1.5"),
+    "negative": ({"keep": -0.1}, "`keep`"),
+    "both": ({"keep": 0.5, "budget": 100}, "got both"),
+    "a budget below the protected tokens": ({"budget": 67}, "at least the 68 sinks and recent tokens"),
+    "a budget in words": ({"budget": "many"}, "budget"),
+    "no sinks": ({"sink_tokens": 0}, "`sink_tokens`"),
+    "half a recent token": ({"recent_tokens": 0.5}, "`recent_tokens`"),
+    "an unknown rule": ({"rule": "knrm"}, "knrm"),
+    "a number as the rule": ({"rule": 3}, "`rule`"),
+    "a rule that is a class": ({"rule": kvlayers.EvictingLayer}, "`rule`"),
+    "per_head in words": ({"per_head": "yes"}, "`per_head`"),
+    "an unknown division": ({"layer_budgets": "cone"}, "layer_budgets"),
+    "a negative weight": ({"layer_budgets": [1.0, -1.0]}, "layer_budgets"),
+    "weights for other layers": ({"layer_budgets": [1.0, 1.0, 1.0]}, "layer_budgets"),
+    "quantization by a number": ({"quantization": 4}, "`quantization`"),
+    "rotary by a name": ({"rotary": "halves"}, "`rotary`"),
+    "negative padding": ({"left_padding": [-1]}, "left_padding"),
+    "a misspelt option": ({"keeps": 0.5}, "did you mean 'keep'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_wrong_options_are_refused(case: str) -> None:
+    options, message = BAD_OPTIONS[case]
+    with pytest.raises(OptionError, match=message):
+        EvictingCache(**{"config": tiny_model("llama").config, **options})
+
+
+def read(model: Any, cache: Any, ids: Tensor, prefill: int = READ) -> Tensor:
+    """Logits behind a prompt, and of the tokens after it, which come one by one."""
+    with torch.no_grad():
+        logits = [model(ids[:, :prefill], past_key_values=cache).logits[:, -1]] if prefill else []
+        for at in range(prefill, ids.shape[1]):
+            logits.append(model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1])
+    return torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("family", ["bloom", "t5", "mistral", "mamba", "recurrent_gemma"])
+def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) -> None:
+    families = ("bloom", "recurrent_gemma")
+    model = model_and_inputs(family)[0] if family in families else tiny_model(family)
+    message = "depends on how many tokens" if family in ("bloom", "t5") else "the layers of the model are"
+    with pytest.raises(ConfigError, match=message):
+        EvictingCache(model.config, **OPTIONS)
+    cache = EvictingCache(**OPTIONS)
+    with pytest.raises(ConfigError, match=message):
+        cache.prepare(model.config)
+    assert not cache.layers
+
+
+@pytest.mark.parametrize("rule", ["keydiff", "snapkv"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gpt2", "bamba", "falcon_h1", "deepseek_v3"])
+def test_a_model_is_served_with_all_tokens_kept_exactly(family: str, rule: str) -> None:
+    is_small = family in ("gemma3", "gpt2", "deepseek_v3")
+    model = tiny_model(family) if is_small else model_and_inputs(family)[0]
+    if family == "deepseek_v3" and rule == "snapkv":
+        if kvlayers.upstream.compat.CACHES_LATENTS:
+            with pytest.raises(ConfigError, match="'snapkv' needs queries.*'deepseek_v3' has multi-head latent"):
+                EvictingCache(model.config, rule=rule, **OPTIONS)
+        return
+    ids = prompt(2, 30 + TOKENS)
+    dense = read(model, DynamicCache(config=model.config), ids, 30)
+    whole = EvictingCache(model.config, rule=rule, **{**OPTIONS, "keep": 1.0})
+    assert torch.equal(read(model, whole, ids, 30), dense)
+    cache = EvictingCache(model.config, rule=rule, **OPTIONS)
+    assert read(model, cache, ids, 30).isfinite().all()
+    held = [layer.parts[0].held_tokens for layer in cache.adapted_layers() if layer.fidelity == "evicting"]
+    assert held
+    assert all(tokens == 12 + TOKENS for tokens in held)
+    assert cache.get_seq_length() == 30 + TOKENS
+
+
+def test_windows_are_left_alone() -> None:
+    cache = EvictingCache(tiny_model("gemma3").config)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    assert kinds == ["SlidingLayer", "SlidingLayer", "EvictingLayer", "SlidingLayer"]
+
+
+def test_a_decoder_evicts_beside_its_encoder() -> None:
+    model, ids = tiny_model("bart"), prompt(1, 12)
+    how = {"do_sample": False, "max_new_tokens": 90}
+    dense = model.generate(ids, **how)
+    pairs = [
+        EncoderDecoderCache(EvictingCache(model.config, recent_tokens=8, **options), DynamicCache())
+        for options in ({"keep": 1.0}, {"budget": 16})
+    ]
+    assert torch.equal(model.generate(ids, past_key_values=pairs[0], **how), dense)
+    model.generate(ids, past_key_values=pairs[1], **how)
+    assert all(layer.held_tokens <= 16 + 64 < layer.length for layer in pairs[1].self_attention_cache.layers)
+    with pytest.raises(OptionError, match="EncoderDecoderCache"), kvlayers.installed():
+        model.generate(ids, past_key_values=EvictingCache(model.config), **how)
+
+
+COPIES = {
+    "fork": lambda cache: cache.fork(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "select": lambda cache: cache.batch_select_indices([0, 1]) or cache,
+    "repeat and select": lambda cache: (cache.batch_repeat_interleave(2), cache.batch_select_indices([1, 2]), cache)[2],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"per_head": False}, {"keep": None, "budget": 24}], ids=str)
+@pytest.mark.parametrize("rule", ["keydiff", "snapkv", "h2o"])
+def test_copies_states_and_files_go_on(rule: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    model, ids = tiny_model("llama"), prompt(2, READ + TOKENS)
+
+    def make() -> EvictingCache:
+        return EvictingCache(model.config, rule=rule, **{**OPTIONS, **options})
+
+    cache = make()
+    read(model, cache, ids[:, :READ])
+    expected = read(model, cache.fork(), ids[:, READ:], 0)
+    for copied in COPIES.values():
+        twin = copied(cache.fork())
+        assert type(twin) is EvictingCache
+        torch.testing.assert_close(read(model, twin, ids[:, READ:], 0), expected, rtol=0, atol=1e-6)
+    other = make()
+    other.load_state(cache.state())
+    cache.save(tmp_path / "cache.safetensors", config=model.config)
+    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
+    assert loaded.describe() == cache.describe()
+    for twin in (other, loaded):
+        torch.testing.assert_close(read(model, twin, ids[:, READ:], 0), expected, rtol=0, atol=1e-6)
+    cache.reset()
+    torch.testing.assert_close(read(model, cache, ids)[:, 1:], expected, rtol=0, atol=1e-6)
+
+
+def test_a_state_of_other_options_is_refused() -> None:
+    model, ids = tiny_model("llama"), prompt(1, READ)
+    cache = EvictingCache(model.config, **OPTIONS)
+    read(model, cache, ids)
+    for changes in ({"keep": 0.5}, {"rule": "knorm"}, {"recent_tokens": 9}, {"per_head": False}):
+        stranger = EvictingCache(model.config, **{**OPTIONS, **changes})
+        with pytest.raises(StateMismatchError):
+            stranger.load_state(cache.state())
+        assert stranger.get_seq_length() == 0
+
+
+def test_a_rule_without_a_name_serves_and_is_not_saved(tmp_path: pathlib.Path) -> None:
+    class Nameless(kvlayers.eviction.EvictionRule):
+        """Has no name."""
+
+        def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+            return keys[..., 0]
+
+    model = tiny_model("llama")
+    cache = EvictingCache(model.config, rule=Nameless(), **OPTIONS)
+    read(model, cache, prompt(1, READ))
+    assert cache.layers[0].held_tokens == 24
+    with pytest.raises(OptionError, match=r"Nameless.*register_eviction_rule"):
+        cache.save(tmp_path / "cache.safetensors")
+
+
+def test_a_cache_without_a_config_learns_it() -> None:
+    model, ids = tiny_model("llama"), prompt(1, READ + TOKENS)
+    for options in ({"rule": "expected_attention"}, {"layer_budgets": "pyramid"}):
+        cache = EvictingCache(**options, **OPTIONS)
+        with pytest.raises(ConfigError, match=r"prepare\(model.config\)"):
+            model(ids, past_key_values=cache)
+        assert not cache.get_seq_length()
+        cache.prepare(model.config)
+        expected = read(model, EvictingCache(model.config, **options, **OPTIONS), ids)
+        assert torch.equal(read(model, cache, ids), expected)
+        with pytest.raises(StateMismatchError, match="68 tokens"):
+            cache.prepare(model.config)
+    bare = EvictingCache(**OPTIONS)
+    assert torch.equal(read(model, bare, ids), read(model, EvictingCache(model.config, **OPTIONS), ids))
+
+
+def test_padding_of_another_batch_is_refused_before_anything_is_changed() -> None:
+    model = tiny_model("llama")
+    cache = EvictingCache(model.config, left_padding=[0, 2, 1], **OPTIONS)
+    with pytest.raises(StateMismatchError, match="3 entries"):
+        model(prompt(2, READ), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("rule", ["keydiff", "snapkv"])
+def test_compiled_forward_passes_are_right_or_named(rule: str) -> None:
+    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(1, READ + 2)
+    expected = read(model, EvictingCache(model.config, rule=rule, **OPTIONS), ids)
+    model.forward = torch.compile(model.forward, backend="eager")
+    cache = EvictingCache(model.config, rule=rule, **OPTIONS)
+    try:
+        if rule == "keydiff":
+            torch.testing.assert_close(read(model, cache, ids), expected)
+        else:
+            with pytest.raises(UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"):
+                read(model, cache, ids)
+            assert cache.get_seq_length() == READ
+    finally:
+        torch._dynamo.reset()
+    assert not cache.is_compileable

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 import families
@@ -110,8 +111,15 @@ def fed(name: str, config: Any, tokens: int, batch: int, dtype: torch.dtype) -> 
     cache = kvlayers.make_cache(name, config, batch_size=batch, length_hint=tokens, dtype=dtype)
     states = torch.randn(batch, 2, tokens, HEAD, dtype=dtype)
     for index in range(config.num_hidden_layers):
-        cache.update(states, states, index)
+        # Some rules of eviction wait for the queries.
+        scaled_dot_product_attention(states, *cache.update(states, states, index))
     return cache
+
+
+def is_planned_about(cache: Any) -> Any:
+    """The planned bytes: within 3 % if heads keep different numbers of tokens, which depend on the states."""
+    name = cache.name
+    return pytest.approx(cache.nbytes, rel=0.03) if name in ("evicting", *BUILTIN_RULES) else cache.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,7 +128,7 @@ def fed(name: str, config: Any, tokens: int, batch: int, dtype: torch.dtype) -> 
 def test_a_plan_is_what_caches_hold_at_every_length(config: Any, tokens: int, batch: int, dtype: torch.dtype) -> None:
     plan = kvlayers.plan(config, tokens, batch, dtype)
     for cache in plan.caches:
-        assert fed(cache.name, config, tokens, batch, dtype).nbytes == cache.nbytes, cache.name
+        assert fed(cache.name, config, tokens, batch, dtype).nbytes == is_planned_about(cache), cache.name
 
 
 @pytest.mark.parametrize("tokens", [1000, 1300, 1249, 3000])
@@ -210,7 +218,9 @@ def test_a_plan_is_what_caches_that_evict_hold(rule: str, options: str) -> None:
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
     planned = kvlayers.plan(model.config, 400, 2, model.dtype, names=[name, "dynamic"])
-    assert planned[name].nbytes == pytest.approx(cache.nbytes, rel=0 if "per_head=false" in options else 0.05)
+    # Packed blocks of heads that keep different numbers are not as full as those of one number.
+    tolerance = 0 if "per_head=false" in options else 0.08 if "nbits" in options else 0.05
+    assert planned[name].nbytes == pytest.approx(cache.nbytes, rel=tolerance)
     assert planned[name].fidelity == "evicting"
     assert planned[name].nbytes < planned["dynamic"].nbytes
     assert planned.recommended.name == "dynamic"

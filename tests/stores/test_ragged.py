@@ -129,11 +129,11 @@ def test_a_head_may_hold_nothing_at_all() -> None:
         step(store, lists)
 
 
-def test_heads_that_keep_as_many_tokens_stay_in_a_dense_store_without_spare_room() -> None:
+def test_heads_that_keep_as_many_tokens_stay_in_a_dense_store_with_little_spare_room() -> None:
     lists = RaggedLists(2)
     store = evict(DenseStore(growth_divisor=40, minimum_growth=16), lists, [[80, 80]] * 2, states(2, 160))
     assert type(store) is DenseStore
-    assert store.nbytes == 2 * KV_HEADS * 80 * (KEY_DIM + VALUE_DIM) * 4
+    assert store.nbytes == 2 * KV_HEADS * (80 + 16) * (KEY_DIM + VALUE_DIM) * 4
     check(store, lists)
     for _ in range(40):
         step(store, lists)
@@ -145,14 +145,13 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     flat = int(lists.counts.sum()) - 4 * RECENT
     assert store.flat is not None
     pieces = store.flat.tables.counts.shape[2]
-    tail = 2 * KV_HEADS * RECENT
+    tail = 2 * KV_HEADS * (RECENT + 16)
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
     step(store, lists)
-    grown = 2 * KV_HEADS * (RECENT + 1 + 16)
-    assert store.nbytes == (flat + grown) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
+    assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
 
 
-def test_planned_bytes_are_those_of_a_store_without_spare_room() -> None:
+def test_planned_bytes_are_those_of_a_store_with_a_step_of_spare_room() -> None:
     store, _ = ragged([[133, 123]])
     forms = (StateForm(1, KV_HEADS, dim, torch.float32, torch.device("cpu")) for dim in (KEY_DIM, VALUE_DIM))
     planned = store.planned_nbytes(*forms, 128, None)

@@ -162,21 +162,30 @@ class DenseStore(SegmentedStore):
         self._advance(tokens)
 
 
-def without_spare_room(keys: Tensor, values: Tensor, growth_divisor: int = 1, minimum_growth: int = 0) -> DenseStore:
-    """A store of a copy of states `[batch, kv_heads, tokens, head_dim]`, which has no spare room yet.
+def store_of(keys: Tensor, values: Tensor, growth_divisor: int, minimum_growth: int) -> DenseStore:
+    """A store of a copy of states `[batch, kv_heads, tokens, head_dim]`, with spare room for the next tokens.
 
     Args:
         keys: the keys.
         values: the values.
-        growth_divisor: the store grows by its size divided by this when further tokens are appended.
-        minimum_growth: fewest tokens by which it grows then.
+        growth_divisor: the spare room is the size of the store divided by this.
+        minimum_growth: fewest tokens for which there is spare room.
     """
-    store = DenseStore(keys.shape[2], growth_divisor, minimum_growth)
+    return _filled(DenseStore(None, growth_divisor, minimum_growth), keys, values)
+
+
+def without_spare_room(keys: Tensor, values: Tensor, growth_divisor: int = 1, minimum_growth: int = 0) -> DenseStore:
+    """As `store_of`, without spare room until further tokens are appended."""
+    store = _filled(DenseStore(keys.shape[2], growth_divisor, minimum_growth), keys, values)
+    # From now on it grows in its own steps.
+    store.length_hint = None
+    return store
+
+
+def _filled(store: DenseStore, keys: Tensor, values: Tensor) -> DenseStore:
     store.validate(keys, values)
     with torch.no_grad():
         store.append(keys.detach(), values.detach())
-    # From now on it grows in its own steps.
-    store.length_hint = None
     return store
 
 

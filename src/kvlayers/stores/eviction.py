@@ -8,7 +8,7 @@ from kvlayers.attention.segments import DENSE_PIECE_TOKENS
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores.contract import KVPair, TokenStore
-from kvlayers.stores.dense import DenseStore, without_spare_room
+from kvlayers.stores.dense import DenseStore, store_of
 from kvlayers.stores.flat_tokens import DenseFlatTokens
 from kvlayers.stores.held_tokens import HeldTokens, cannot_evict_from, held_tokens, taken
 from kvlayers.stores.packed_eviction import packed_evicted, packed_pieces
@@ -99,9 +99,9 @@ def _dense(growth: tuple[int, int], states: KVPair, kept: KeptTokens, run: int) 
     """A store in full precision of kept tokens among `states`, of which every head keeps the newest `run`."""
     keys, values = (side.detach() for side in states)
     if kept.are_even:
-        return without_spare_room(taken(keys, kept.indices), taken(values, kept.indices), *growth)
+        return store_of(taken(keys, kept.indices), taken(values, kept.indices), *growth)
     first = keys.shape[2] - run
-    tail = without_spare_room(keys[:, :, first:], values[:, :, first:], *growth)
+    tail = store_of(keys[:, :, first:], values[:, :, first:], *growth)
     counts = kept.counts - run
     places = taken_places(kept.indices, kept.counts, counts)
     tables = PieceTables.of_heads(counts, DENSE_PIECE_TOKENS)

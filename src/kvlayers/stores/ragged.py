@@ -13,7 +13,7 @@ from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, KVSegm
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
-from kvlayers.stores.dense import DenseStore, dense_in_small_steps
+from kvlayers.stores.dense import SMALL_STEP, DenseStore, dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.flat_tokens import FlatTokens
 from kvlayers.stores.piece_tables import tables_nbytes
@@ -151,13 +151,13 @@ class RaggedStore(TokenStore):
 
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        """The bytes if all tokens are in the flat part, `tokens` of an average head, and there is no spare room."""
+        """The bytes for `tokens` tokens of an average head, and a step of spare room behind them."""
         if not tokens:
             return 0
         tables = tables_nbytes(key_form, tokens, DENSE_PIECE_TOKENS)
         if self._tail.bits is not None:
             return tables + self._tail.planned_nbytes(key_form, value_form, tokens, sized_for)
-        return tables + nbytes_of(key_form, tokens) + nbytes_of(value_form, tokens)
+        return tables + nbytes_of(key_form, tokens + SMALL_STEP) + nbytes_of(value_form, tokens + SMALL_STEP)
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:

@@ -231,8 +231,10 @@ def test_the_host_waits_no_more_than_with_the_cache_of_transformers(family: str,
     seen = check_step(cache, check_step(cache, PROMPT))
     with counting.counted() as counts:
         cache.reorder_cache(torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    # The host selects sequences where they are held.
-    assert not counts.stalls or "offloaded" in name
+    # The host selects sequences where they are held, and it counts the tokens of each sequence that evicts: with
+    # padding, sequences hold different numbers, so it reads once which sequences go on.
+    counting_layers = sum(isinstance(layer, kvlayers.EvictingLayer) for layer in cache.layers) if padded else 0
+    assert counts.stalls.total() <= counting_layers or "offloaded" in name
     seen = check_step(cache, seen)
     check_step(transferring(cache.fork()), seen)
     if family == "llama" and cache.layers[0].fidelity != "evicting":

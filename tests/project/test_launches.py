@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
+from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
@@ -178,7 +179,8 @@ def test_two_devices_do_not_mix() -> None:
 # A model
 
 
-CACHES = [name for name in kvlayers.cache_names() if name != "auto"]
+# One rule of eviction that needs queries, and one that does not, stand for the others.
+CACHES = sorted({*kvlayers.cache_names()} - {"auto", *BUILTIN_RULES} | {"snapkv", "keydiff"})
 PROMPT, CROPPED = 400, 230
 
 

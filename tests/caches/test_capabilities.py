@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[], CacheLayer]] = {
     "StaticLayer": lambda: StaticLayer(RESERVED, max_batch_size=6),
     "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW, max_batch_size=6),
     "SinkLayer": lambda: SinkLayer(WINDOW, 2, Rotary(torch.tensor([1.0, 0.1]), "halves")),
-    "EvictingLayer": lambda: EvictingLayer("knorm", budget=16, sink_tokens=2, recent_tokens=8),
+    "EvictingLayer": lambda: EvictingLayer("knorm", budget=16, sink_tokens=2, recent_tokens=8, per_head=False),
     "RecallLayer": lambda: RecallLayer(Recall(pages=4, page_tokens=8, recent_tokens=8)),
     "QuantizedLayer": lambda: QuantizedLayer(IN_CODES),
     "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),

@@ -116,7 +116,7 @@ def _attention(
 
 
 def _show(query: Tensor, key: Tensor) -> None:
-    """Show queries to whoever asked to see those that attend to the keys."""
+    """Pass the queries that attend to the keys to the observer of the keys, if they have one."""
     if isinstance(key, PackedStates) and key.snapshot.observe is not None and not isinstance(query, PackedStates):
         key.snapshot.observe(query)
 

@@ -34,7 +34,7 @@ DEFAULT_KEEP = 0.5
 
 @register_cache_class
 class EvictingCache(Cache):
-    """Holds a part of the tokens: the sinks, the newest tokens, and those that a rule scores highest.
+    """Holds a part of the tokens: the sinks, the newest tokens, and the tokens with the highest scores.
 
     What is evicted leaves memory. `EvictingLayer` says when tokens are evicted. Positions stay those of the text.
     Layers of the model that slide a window keep their own window, and recurrent layers their states.

@@ -103,7 +103,7 @@ def _rounded(shares: Tensor, budgets: SequenceBudgets, row: int) -> Tensor:
                 given = True
         if not given:
             break
-    # Heads that were raised to `least` are paid for by those that have the most.
+    # The heads with the most tokens pay for heads that were raised to `least`.
     while left < 0:
         richest = max(range(len(counts)), key=counts.__getitem__)
         # A head that keeps all its tokens may hold a part of a multiple.

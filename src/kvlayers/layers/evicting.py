@@ -34,7 +34,7 @@ from kvlayers.utils.options import checks_options
 
 @register_layer
 class EvictingLayer(TokenLayer):
-    """Full attention of limited memory: keeps the sinks, the newest tokens, and those that a rule scores highest.
+    """Full attention of limited memory: keeps the sinks, the newest tokens, and the tokens with the highest scores.
 
     A prompt, or a later chunk of several tokens, that would exceed what the layer may hold is attended to as a whole.
     Only the tokens that are kept are stored. With a `budget`, the layer also evicts while single tokens come, whenever

@@ -1,4 +1,4 @@
-"""An eviction: which tokens a layer keeps of those that it holds."""
+"""An eviction: which of its tokens a layer keeps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

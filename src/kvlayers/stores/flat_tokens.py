@@ -44,7 +44,7 @@ class FlatTokens(ABC):
 
     @abstractmethod
     def without_unread(self) -> Self:
-        """The same tokens in memory of their own, without those that no head reads."""
+        """The same tokens in memory of their own, without tokens that no head reads."""
 
     @abstractmethod
     def padded(self) -> KVPair:

@@ -10,8 +10,8 @@ class KeptTokens:
     """For each sequence and KV head the tokens to keep, which need not be as many for each.
 
     Attributes:
-        indices: int64 `[batch, kv_heads, most]`, numbers of tokens among the tokens that the layer held, ascending, in the
-            last `counts` places. The places in front of them are 0.
+        indices: int64 `[batch, kv_heads, most]`, numbers of tokens that the layer held, ascending, in the last `counts`
+            places. The places in front of them are 0.
         counts: int64 `[batch, kv_heads]` on the host, how many tokens are kept.
     """
 

@@ -23,8 +23,8 @@ class PagedReads:
     """What one offloaded layer has on its device while each of its queries reads a few pages.
 
     The layer takes in a new token where its states are held, and the token is kept on the device too. When attention
-    shows the query, the layer chooses pages, and chosen pages that are not on the device are brought there. To know them, the
-    host waits for the query in any case.
+    shows the query, the layer chooses pages, and chosen pages that are not on the device are brought there. To know
+    them, the host waits for the query in any case.
 
     On the device are the pages of the last step, which the next step is expected to read again (`PagePool`), the newest
     tokens, and the first ones. So nothing need be copied ahead.

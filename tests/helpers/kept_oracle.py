@@ -151,7 +151,10 @@ class KeptOracle(Oracle):
                 assert not expected[row, head, : width - states.shape[0]].any()
 
     def least_bytes(self, tokens: int) -> int:
-        if self.history.per_head:
-            # A sequence that is selected several times is held once.
+        if not self.length:
             return 0
-        return int(self.counts.sum()) * (KEY_DIM + VALUE_DIM) * 4
+        # A sequence that was selected several times may be held once.
+        _, kind_of_row = torch.unique(self.keys.flatten(1), dim=0, return_inverse=True)
+        most = torch.zeros(int(kind_of_row.max()) + 1, dtype=torch.int64)
+        most.scatter_reduce_(0, kind_of_row, self.counts.sum(1), "amax")
+        return int(most.sum()) * (KEY_DIM + VALUE_DIM) * 4

@@ -27,7 +27,7 @@ CONFIG = tf.LlamaConfig(**COMMON, dtype="bfloat16")
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command. Nothing is asked of the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")
     return lambda *arguments: typer_testing.CliRunner().invoke(make_app(), [str(argument) for argument in arguments])
 
 

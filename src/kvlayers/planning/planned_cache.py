@@ -11,7 +11,7 @@ from kvlayers.errors import RegistryError
 from kvlayers.stores.contract import Fidelity
 from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
-PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
+PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "evicting")
 """Names that are shown for a group of caches at the same cost, in order of preference."""
 
 

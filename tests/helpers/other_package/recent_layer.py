@@ -76,5 +76,5 @@ class RecentLayer(kvlayers.TokenLayer):
     def load_state(self, state: kvlayers.LayerState) -> None:
         super().load_state(state)
         self._seen = state.length
-        # When tokens were evicted is not in the state: from here on, only later tokens can be taken back.
-        self._evicted_at = self._seen if self.store.length < self._seen else 0
+        # What is held beyond the `kept` tokens that an eviction leaves came after it.
+        self._evicted_at = self._seen - (self.store.length - self.kept) if self.store.length < self._seen else 0

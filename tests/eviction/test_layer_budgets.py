@@ -8,7 +8,7 @@ import pytest
 from kvlayers.errors import OptionError
 from kvlayers.eviction.layer_budgets import layer_keeps, layer_tokens
 
-KINDS = ["uniform", "pyramid", [5, 1, 1, 0.5], [1e-9, 1e9, 1, 1]]
+KINDS = ["uniform", "pyramid", [5, 1, 1, 0.5], [1e-9, 1e9, 1, 1], [1e308, 1e308, 1e308, 1e307]]
 
 
 @pytest.mark.parametrize("keep", [0.01, 0.25, 0.5, 0.75, 0.99, 1.0])
@@ -63,7 +63,7 @@ def test_weights_are_ratios_until_a_layer_keeps_all() -> None:
 @pytest.mark.parametrize(
     "wrong",
     ["Pyramid", "", None, 3, [], [1, 2], [1, 2, 3, 4, 5], [1, 1, 1, 0], [1, 1, 1, -1], [1, 1, 1, math.nan],
-     [1, 1, 1, math.inf], [1, 1, 1, True], [1, 1, 1, "a"], {1: 2}],
+     [1, 1, 1, math.inf], [1, 1, 1, 10**400], [1, 1, 1, True], [1, 1, 1, "a"], {1: 2}],
     ids=str,
 )  # fmt: skip
 def test_wrong_values_are_named(wrong: object) -> None:

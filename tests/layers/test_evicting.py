@@ -176,6 +176,24 @@ def test_eager_attention_shows_its_queries_too(rule: str) -> None:
         together.step(tokens)
 
 
+def attend_by_groups(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """The query heads of a KV head are queries, as transformers' "sdpa" has it beside a mask."""
+    columns, rows = keys.shape[2], queries.shape[2]
+    if mask is None:
+        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    masks = mask.expand(*queries.shape[:3], columns).reshape(*keys.shape[:2], -1, columns)
+    attended = attend_by_sdpa(queries.reshape(*keys.shape[:2], -1, HEAD_DIM), keys, values, masks)
+    return attended.reshape(queries.shape)
+
+
+@pytest.mark.parametrize("rule", ["test_window", "test_all_queries"])
+def test_queries_of_a_group_of_heads_are_told_apart(rule: str) -> None:
+    together = pair(rule, per_head=True, budget=48)
+    together.attend = attend_by_groups
+    for tokens in (100, *[1] * 100, 20, 1):
+        together.step(tokens)
+
+
 def _fork(together: Pair) -> None:
     together.layer, other = together.layer.fork(), together.layer
     _elsewhere(other)
@@ -332,6 +350,23 @@ def test_scores_of_a_wrong_shape_change_nothing(wrong: Callable[[Tensor], Any], 
         assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (first, first, (first + 1, 0))
         if not first:
             layer.update(states[:, :, :20], states[:, :, :20])
+
+
+@pytest.mark.parametrize("queries", [0, 4])
+def test_wrong_scores_of_a_single_token_change_nothing(queries: int) -> None:
+    rule = Wrong(lambda keys: keys[..., 0], queries)
+    layer = EvictingLayer(rule, budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
+    query, states = torch.randn(1, HEADS, 103, HEAD_DIM), torch.randn(1, KV_HEADS, 103, HEAD_DIM)
+    layer.update(states[:, :, :40], states[:, :, :40])
+    for token in range(40, 103):
+        new = slice(token, token + 1)
+        attend_by_sdpa(query[:, :, new], *layer.update(states[:, :, new], states[:, :, new]), None)
+    rule.wrong = lambda keys: None
+    for _ in range(2):
+        with pytest.raises(StateMismatchError, match="must return floating-point scores"):
+            attend_by_sdpa(query[:, :, :1], *layer.update(states[:, :, :1], states[:, :, :1]), None)
+        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (103, 103, (104, 0))
+        torch.testing.assert_close(layer.keys, states, rtol=0, atol=0)
 
 
 def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -> None:

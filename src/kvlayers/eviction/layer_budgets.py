@@ -1,6 +1,7 @@
 """How the tokens that a cache keeps are divided among its layers."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 from kvlayers.errors import OptionError
@@ -65,7 +66,7 @@ def check_layer_budgets(layer_budgets: object) -> None:
 
 def _is_positive(weight: object) -> bool:
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    return is_number and 0 < weight < math.inf  # type: ignore[operator]
+    return is_number and 0 < weight <= sys.float_info.max  # type: ignore[operator]
 
 
 def _shares(layer_budgets: LayerBudgets, layers: int, average: float, least: float, most: float) -> list[float]:
@@ -97,9 +98,10 @@ def _weighted(weights: list[float], average: float, least: float, most: float) -
     """Shares in the ratios of the weights. What a bound takes from a layer, or gives to it, the others share."""
     # The sum of the shares grows with the factor, so halving finds the one that gives the average.
     total, low, high = average * len(weights), 0.0, 1.0
+    largest = max(weights)
 
     def shares(factor: float) -> list[float]:
-        return [min(max(weight * factor, least), most) for weight in weights]
+        return [min(max(weight / largest * factor, least), most) for weight in weights]
 
     while sum(shares(high)) < total and high < 1e300:
         high *= 2

@@ -15,6 +15,10 @@ STEP = 64
 """While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
 
 
+MOST_TOKENS = 2**48
+"""More tokens than any text has. Torch counts in 64 bits."""
+
+
 @dataclass(frozen=True)
 class EvictionSettings:
     """How a layer evicts. Either `keep` or `budget` is given.
@@ -108,8 +112,8 @@ class EvictionSettings:
 def check_amounts(keep: object, budget: object, sink_tokens: object, recent_tokens: object) -> None:
     """Raise `OptionError` if these do not say how many tokens are kept."""
     for name, number in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
+        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_TOKENS:
+            raise OptionError(f"`{name}` must be a whole number from 1 to {MOST_TOKENS}, got {number!r}.")
     if (keep is None) == (budget is None):
         raise OptionError(
             f"Either `keep` or `budget` must be given, got {'neither' if keep is None else 'both'}: pass keep=0.5 to "
@@ -119,11 +123,11 @@ def check_amounts(keep: object, budget: object, sink_tokens: object, recent_toke
         raise OptionError(f"`keep` must be a number larger than 0 and at most 1, got {keep!r}.")
     if budget is not None:
         least = sink_tokens + recent_tokens  # type: ignore[operator]
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < least:
+        if not isinstance(budget, int) or isinstance(budget, bool) or not least <= budget <= MOST_TOKENS:
             raise OptionError(
                 f"`budget` must be a whole number of at least the {least} sinks and recent tokens "
-                f"(sink_tokens={sink_tokens}, recent_tokens={recent_tokens}), got {budget!r}: pass a larger budget, or "
-                "protect fewer tokens."
+                f"(sink_tokens={sink_tokens}, recent_tokens={recent_tokens}) and at most {MOST_TOKENS}, got "
+                f"{budget!r}: pass another budget, or protect fewer tokens."
             )
 
 
@@ -139,9 +143,9 @@ def found_rule(rule: object) -> tuple[EvictionRule, str | None]:
     if isinstance(rule, str):
         return eviction_rule(rule), rule
     if not isinstance(rule, EvictionRule):
+        got = f"the class {rule.__name__}: pass an instance" if isinstance(rule, type) else f"a {type(rule).__name__}"
         raise OptionError(
-            f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}) or an EvictionRule, got a "
-            f"{type(rule).__name__}."
+            f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}) or an EvictionRule, got {got}."
         )
     return rule, next((name for name in eviction_rule_names() if eviction_rule(name) == rule), None)
 

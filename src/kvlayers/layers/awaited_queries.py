@@ -13,13 +13,11 @@ class AwaitedQueries:
 
     Attributes:
         tokens: how many.
-        new: their keys and values, if they are not stored yet.
-        delay_eviction: whether an eviction waits for the queries.
+        new: their keys and values, if an eviction waits for the queries: they are not stored yet.
     """
 
     tokens: int = 0
     new: KVPair | None = None
-    delay_eviction: bool = False
 
     @property
     def unstored(self) -> int:
@@ -28,7 +26,7 @@ class AwaitedQueries:
 
     def check_shown(self, settings: EvictionSettings) -> None:
         """Raise `UnsupportedLayerError` if an eviction still waits for the queries."""
-        if self.delay_eviction:
+        if self.new is not None:
             raise UnsupportedLayerError(
                 f"The eviction rule {settings.rule_shown} needs the queries of the newest {self.tokens} tokens, but "
                 "the attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or 'kvlayers' "

@@ -111,30 +111,27 @@ class EvictingLayer(TokenLayer):
         tokens = store.validate(key_states, value_states)
         account.check_batch(key_states.shape[0])
         seen = self._seen + tokens
-        if tokens > 1 and not self.record_past and account.is_due(seen, slack=0):
+        is_due = account.is_due(seen, slack=0) if tokens > 1 else account.is_due_in_steps(seen)
+        if is_due and not self.record_past:
             return self._update_and_evict(key_states, value_states)
         attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
         self._announced, self._seen = 0, seen
-        is_due = account.next_eviction is not None and seen >= account.next_eviction and not self.record_past
-        if not settings.rule.queries:
-            if is_due:
-                self._evict(None, self._progress.queries, STEP - 1, seen)
+        if not settings.rule.queries or (settings.budget is None and not self.record_past):
             return attended
-        if settings.budget is None and not self.record_past:
-            return attended
-        self._awaited = AwaitedQueries(tokens, delay_eviction=is_due)
+        self._awaited = AwaitedQueries(tokens)
         return observed(*attended, functools.partial(self._observe, seen))
 
     def _update_and_evict(self, keys: Tensor, values: Tensor) -> KVPair:
-        """Attend to everything, but store the kept tokens alone."""
+        """Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored."""
         tokens = keys.shape[2]
         states = with_columns(joined_states(held_states(self._store), keys, values), self._announced + tokens)
-        self._announced, seen = 0, self._seen + tokens
+        seen = self._seen + tokens
         if not self.settings.rule.queries:
-            self._evict((keys, values), self._progress.queries, 0, seen)
+            self._evict((keys, values), self._progress.queries, seen)
+            self._announced = 0
             return states
-        self._seen = seen
-        self._awaited = AwaitedQueries(tokens, (keys, values), delay_eviction=True)
+        self._announced, self._seen = 0, seen
+        self._awaited = AwaitedQueries(tokens, (keys, values))
         return observed(*states, functools.partial(self._observe, seen))
 
     def _observe(self, seen: int, query: Tensor) -> None:
@@ -142,23 +139,27 @@ class EvictingLayer(TokenLayer):
 
         Args:
             seen: tokens seen when the states were returned that the queries attend to.
-            query: `[batch, heads, queries, head_dim]`.
+            query: `[batch, heads, queries, head_dim]`, or `[batch, kv_heads, group * queries, head_dim]`: so are the
+                queries of a group of heads shown by transformers' "sdpa" beside a mask, and by "kvlayers".
         """
         awaited = self._awaited
-        if seen != self._seen or query.shape[2] != awaited.tokens:
+        if seen != self._seen or not awaited.tokens or query.shape[2] % awaited.tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
+        query = query.unflatten(2, (-1, awaited.tokens)).flatten(1, 2)
         queries = self._progress.queries.with_newest(query)
         # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
         self._awaited = NOTHING
-        if awaited.delay_eviction:
-            self._seen -= awaited.unstored
-            self._evict(awaited.new, queries, STEP - 1 if awaited.new is None else 0, seen)
+        if awaited.new is not None:
+            self._seen -= awaited.tokens
+            self._evict(awaited.new, queries, seen)
         elif self.settings.budget is not None or self.record_past:
             self._progress = self._progress.with_queries(queries)
 
-    def _evict(self, new: KVPair | None, queries: ObservedQueries, slack: int, seen: int) -> None:
+    def _evict(self, new: KVPair | None, queries: ObservedQueries, seen: int) -> None:
         """Keep fewer tokens; the arguments are those of `evict`."""
+        # Tokens that come one by one are evicted in steps.
+        slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
         self._store, self._progress = evict(self._store, self._progress, new, queries, slack, seen)
         self._seen = seen
 
@@ -276,7 +277,7 @@ class EvictingLayer(TokenLayer):
             self.reset()
             self.left_padding = padding
             return
-        if length == self._seen and self._awaited.delay_eviction:
+        if length == self._seen and self._awaited.new is not None:
             return
         dropped = self._seen - self._awaited.unstored - length
         self._store.truncate(self._store.length - dropped)
@@ -301,7 +302,7 @@ class EvictingLayer(TokenLayer):
         rule, progress = self.settings.rule, self._progress
         can_score = not rule.queries or progress.queries.count
         if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
-            self._evict(None, progress.queries, STEP - 1, self._seen)
+            self._evict(None, progress.queries, self._seen)
 
     # The batch, copies and state
 

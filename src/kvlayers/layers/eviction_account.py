@@ -35,13 +35,15 @@ class EvictionAccount:
     padding: Tensor | None = None
     evicted: Tensor = _NOTHING
 
+    def is_due_in_steps(self, seen: int) -> bool:
+        """Whether any sequence, whose tokens come one by one, holds a step too many. With `keep`, none ever does."""
+        return self.settings.budget is not None and seen >= self._next_eviction
+
     @functools.cached_property
-    def next_eviction(self) -> int | None:
-        """Tokens seen when a sequence, whose tokens come one by one, is due; `None` if that never evicts any."""
-        if self.settings.budget is None:
-            return None
+    def _next_eviction(self) -> int:
+        """Tokens seen when a sequence, whose tokens come one by one, is due."""
         absent = self.evicted if self.padding is None else self.evicted + self.padding
-        return int(absent.min()) + self.settings.budget + STEP
+        return int(absent.min()) + self.settings.allowed(0) + STEP
 
     def lengths(self, seen: int) -> Tensor:
         """Tokens of each sequence without its padding, int64 `[batch]`, or `[1]` without padding."""

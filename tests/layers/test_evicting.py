@@ -99,17 +99,19 @@ class Pair:
         """What is held is what the oracle keeps."""
         layer, oracle = self.layer, self.oracle
         assert layer.length == oracle.seen
-        assert layer.exact_from == oracle.whole_from
+        # A sequence whose padding goes on has no token in common with the others.
+        assert layer.exact_from == oracle.whole_from or layer.exact_from <= max(oracle.padding or [0])
         if not oracle.seen:
             assert not layer.held_tokens
             return
         held = held_tokens(layer.store)
-        front = 0 if layer.left_padding is None or oracle.whole_from else layer.left_padding.tolist()
+        padding = oracle.padding or [0] * self.batch
         for row in range(self.batch):
-            first = front[row] if front else 0
             for head in range(KV_HEADS):
                 kept = oracle.kept[row, head]
                 keys, values = held.of_head(row, head)
+                # Padding is held until an eviction drops it.
+                first = keys.shape[2] - int(kept.sum()) if padding[row] > oracle.whole_from else 0
                 torch.testing.assert_close(keys[0, 0, first:], oracle.keys[row, head, kept], rtol=0, atol=0)
                 torch.testing.assert_close(values[0, 0, first:], oracle.values[row, head, kept], rtol=0, atol=0)
 
@@ -166,6 +168,30 @@ def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bo
     together = Pair(layer, oracle)
     for tokens in (100, *[1] * 100, 20, 1):
         together.step(tokens)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("rule", ["knorm", "test_window"])
+def test_padding_may_be_longer_than_the_first_chunks(rule: str, amount: str, per_head: bool) -> None:
+    padding = [0, 130]
+    layer = EvictingLayer(
+        rule, **AMOUNTS[amount], sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, left_padding=padding
+    )
+    oracle = EvictionOracle(
+        eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=padding, per_head=per_head
+    )
+    together = Pair(layer, oracle)
+    for tokens in (60, 60, 1, 30, 1, 60, *[1] * 70):
+        together.step(tokens)
+
+
+@pytest.mark.parametrize("rule", ["knorm", "test_window"])
+def test_no_sequences_are_held_as_any_others(rule: str) -> None:
+    layer = EvictingLayer(rule, budget=48, sink_tokens=SINKS, recent_tokens=RECENT)
+    for tokens in (100, 1, 100):
+        keys, _ = layer.update(torch.zeros(0, KV_HEADS, tokens, HEAD_DIM), torch.zeros(0, KV_HEADS, tokens, HEAD_DIM))
+    assert (layer.length, keys.shape[0], layer.nbytes) == (201, 0, 0)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -350,6 +376,21 @@ def test_scores_of_a_wrong_shape_change_nothing(wrong: Callable[[Tensor], Any], 
         assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (first, first, (first + 1, 0))
         if not first:
             layer.update(states[:, :, :20], states[:, :, :20])
+
+
+@pytest.mark.parametrize("queries", [0, 4])
+def test_a_rule_that_writes_to_states_is_named(queries: int) -> None:
+    layer = EvictingLayer(Wrong(lambda keys: keys.zero_()[..., 0], queries), keep=0.4, recent_tokens=RECENT)
+    query, states = torch.randn(1, HEADS, 100, HEAD_DIM), torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    with pytest.raises(StateMismatchError, match=r"`Wrong.scores` must not write"):
+        attend_by_sdpa(query, *layer.update(states, states.clone()), None)
+    assert layer.length == 0
+
+
+@pytest.mark.parametrize("queries", [None, "4", 2.5, -2, True])
+def test_a_number_of_queries_is_checked(queries: Any) -> None:
+    with pytest.raises(OptionError, match="`queries` of the rule Wrong"):
+        EvictingLayer(Wrong(lambda keys: keys[..., 0], queries), keep=0.4)
 
 
 @pytest.mark.parametrize("queries", [0, 4])

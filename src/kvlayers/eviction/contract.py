@@ -33,7 +33,7 @@ class EvictionRule(ABC):
 
     @abstractmethod
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-        """How much later tokens will need each of these tokens.
+        """How much later tokens will need each of these tokens. Nothing is written to the arguments.
 
         Args:
             keys: keys as the cache holds them, rotated, `[batch, kv_heads, tokens, head_dim]`.

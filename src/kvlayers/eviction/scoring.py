@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.contract import EvictionRule, check_scores
 
 
@@ -21,7 +22,7 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
         Floating-point scores `[batch, kv_heads, tokens]`, minus infinity where there is no token.
 
     Raises:
-        StateMismatchError: the rule returned something else.
+        StateMismatchError: the rule returned something else, or wrote to the states.
     """
     with torch.no_grad():
         tokens = keys.shape[2]
@@ -51,4 +52,13 @@ def _queries_of(queries: Tensor, run: slice, kv_heads: int) -> Tensor:
 
 
 def _scores(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-    return check_scores(rule, rule.scores(keys, values, queries), keys)
+    # Tensors of inference mode do not count what is written to them.
+    given = [side for side in (keys, values, queries) if side is not None and not side.is_inference()]
+    before = [side._version for side in given]
+    scores = rule.scores(keys, values, queries)
+    if [side._version for side in given] != before:
+        raise StateMismatchError(
+            f"`{type(rule).__name__}.scores` must not write to keys, values or queries, which attention reads: reset "
+            "the cache, and let the rule compute with copies."
+        )
+    return check_scores(rule, scores, keys)

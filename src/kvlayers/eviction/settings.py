@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.contract import EvictionRule
+from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule
 from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
 from kvlayers.eviction.registry import eviction_rule, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
@@ -62,8 +62,10 @@ class EvictionSettings:
         if not isinstance(per_head, bool):
             raise OptionError(f"`per_head` must be True or False, got {per_head!r}.")
         named, name = found_rule(rule)
+        fitted = named.for_attention(rotary, scale)
+        _check_queries(fitted)
         return cls(
-            named.for_attention(rotary, scale),
+            fitted,
             name,
             None if keep is None else float(keep),
             budget,
@@ -129,6 +131,16 @@ def check_amounts(keep: object, budget: object, sink_tokens: object, recent_toke
                 f"(sink_tokens={sink_tokens}, recent_tokens={recent_tokens}) and at most {MOST_TOKENS}, got "
                 f"{budget!r}: pass another budget, or protect fewer tokens."
             )
+
+
+def _check_queries(rule: EvictionRule) -> None:
+    """Raise `OptionError` if a rule does not say how many queries it needs."""
+    number: object = rule.queries
+    if not isinstance(number, int) or isinstance(number, bool) or number < ALL_QUERIES:
+        raise OptionError(
+            f"`queries` of the rule {type(rule).__name__} must be 0, the number of queries that it needs, or "
+            f"ALL_QUERIES, got {number!r}: correct the rule."
+        )
 
 
 def found_rule(rule: object) -> tuple[EvictionRule, str | None]:

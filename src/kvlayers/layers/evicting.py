@@ -112,7 +112,7 @@ class EvictingLayer(TokenLayer):
         account.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         is_due = account.is_due(seen, slack=0) if tokens > 1 else account.is_due_in_steps(seen)
-        if is_due and not self.record_past:
+        if is_due and not self.record_past and key_states.shape[0]:
             return self._update_and_evict(key_states, value_states)
         attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
         self._announced, self._seen = 0, seen

@@ -67,7 +67,8 @@ class TokensToScore:
         Args:
             held: the tokens of the store.
             new: states behind them.
-            padding: places in front of each sequence that are padding, int64 `[batch]` on the host.
+            padding: places in front of the tokens of each sequence that are padding, int64 `[batch]` on the host; more
+                than there are if its first token has not come.
         """
         pairs = [] if held is None or not held.keys.shape[2] else [(held.keys, held.values)]
         if new is not None:
@@ -78,7 +79,7 @@ class TokensToScore:
         if held is not None and held.keys.shape[2]:
             counts = held.counts + added
         if padding is not None:
-            counts = counts - padding[:, None]
+            counts = (counts - padding[:, None]).clamp(min=0)
         blocks = None if held is None else held.blocks
         if blocks is not None and added:
             blocks = torch.cat([blocks, blocks.new_full((*blocks.shape[:2], added), -1)], 2)

@@ -50,8 +50,14 @@ class EvictionProgress:
 
     @property
     def front(self) -> Tensor | None:
-        """Places in front of the held tokens of each sequence that are padding, int64 `[batch]` on the host."""
-        return None if self.whole_from else self.account.padding
+        """Tokens since the last eviction that are padding of each sequence, int64 `[batch]` on the host.
+
+        There are fewer as long as the padding of a sequence goes on.
+        """
+        padding = self.account.padding
+        if padding is None or not self.whole_from:
+            return padding
+        return (padding - self.whole_from - self.settings.recent_tokens).clamp(min=0)
 
     def after_eviction(self, seen: int, counts: Tensor, queries: ObservedQueries) -> "EvictionProgress":
         """The progress after an eviction.

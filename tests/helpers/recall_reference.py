@@ -72,7 +72,8 @@ class RecallReference:
         rows = query.reshape(batch, kv_heads, -1, head_dim)
         for sequence in range(batch):
             padded = before[sequence]
-            own = [page for page in may_go if page[1] > padded and page[0] >= padded + recall.sink_tokens]
+            first = padded + recall.sink_tokens if recall.sink_tokens else 0
+            own = [page for page in may_go if page[1] > padded and page[0] >= first]
             for head in range(kv_heads):
                 bounds = {}
                 for start, end in own:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -148,7 +149,7 @@ class EvictingLayer(TokenLayer):
         if seen != self._seen or not awaited.tokens or query.shape[2] % awaited.tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
-        query = query.unflatten(2, (-1, awaited.tokens)).flatten(1, 2)
+        query = torch.unflatten(query, 2, (-1, awaited.tokens)).flatten(1, 2)
         queries = self._progress.queries.with_newest(query)
         # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
         self._awaited = NOTHING

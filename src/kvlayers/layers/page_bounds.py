@@ -280,7 +280,8 @@ class PagePriority:
             ends: position behind its last token, as `starts`.
         """
         is_padding = ends <= self._padding
-        are_sinks = (starts < self._padding + self._sink_tokens) & ~is_padding
+        # Without sinks, the page in which padding ends is one like any other.
+        are_sinks = (starts < self._padding + self._sink_tokens) & ~is_padding & (self._sink_tokens > 0)
         most = are_sinks.sum(2, keepdim=True) + self._pages
         return scores.masked_fill(are_sinks, torch.inf).masked_fill(is_padding, -torch.inf), most
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_ops import observed
-from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import ConfigError
@@ -233,7 +232,7 @@ def _decides_by_states(cache_or_layer: object) -> bool:
 
 def _show_queries(context: ContextStates, layer_idx: int, attended_keys: Tensor) -> None:
     """Do what attention does to keys whose layer waits for queries."""
-    observe = attended_keys.snapshot.observe if isinstance(attended_keys, PackedStates) else None
+    observe = observer_of(attended_keys)
     if observe is None:
         return
     if context.queries is None or layer_idx not in context.queries:

@@ -21,8 +21,8 @@ class HeadBudgets(ABC):
         Args:
             scores: `[batch, kv_heads, tokens]`; infinite for tokens that are kept anyway, minus infinite for padding,
                 finite for all others.
-            keep: tokens that an average head of each sequence keeps, int64 `[batch]` on the host: at least those that
-                are kept anyway, and at most those of the longest head.
+            keep: tokens that an average head of each sequence keeps, int64 `[batch]` on the host: at least the
+                tokens that are kept anyway, and at most the tokens of the longest head.
 
         Returns:
             int64 `[batch, kv_heads]` on the host. A head that is given more than it has keeps all its tokens.
@@ -31,7 +31,7 @@ class HeadBudgets(ABC):
 
 @dataclass(frozen=True)
 class EvenHeads(HeadBudgets):
-    """Every head keeps as many tokens."""
+    """Every head keeps the same number of tokens."""
 
     @override
     def counts(self, scores: Tensor, keep: Tensor) -> Tensor:

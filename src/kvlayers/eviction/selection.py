@@ -38,7 +38,7 @@ def select(
         head_budgets: how the tokens of a sequence are divided among its KV heads.
 
     Raises:
-        OptionError: a number is negative, there are not as many as sequences, or padding is longer than the sequence.
+        OptionError: a number is negative, there is not one for each sequence, or padding is longer than the sequence.
     """
     batch, _, tokens = scores.shape
     if isinstance(padding, Tensor):

@@ -198,7 +198,7 @@ class EvictingLayer(TokenLayer):
     def announce(self, columns: int) -> None:
         """Return states with this many columns for held tokens from the next update.
 
-        The layers of a model share a mask, but need not hold as many tokens. Columns without a token come first.
+        Layers that share a mask may hold different numbers of tokens. Columns without a token come first.
         """
         self._announced = columns
 

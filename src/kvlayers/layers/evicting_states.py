@@ -29,7 +29,7 @@ def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
 
 
 def with_columns(states: KVPair, columns: int) -> KVPair:
-    """States with at least `columns` columns: if there are fewer, with some in front in which no head has a token."""
+    """States with at least `columns` columns: if there are fewer, columns without a token are added in front."""
     missing = columns - states[0].shape[2]
     if missing <= 0:
         return states

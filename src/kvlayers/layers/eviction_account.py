@@ -37,7 +37,7 @@ class EvictionAccount:
 
     @functools.cached_property
     def next_eviction(self) -> int | None:
-        """Tokens seen when a sequence, whose tokens come one by one, is due; `None` if that never evicts any."""
+        """Tokens seen when the first sequence is due, if tokens come one by one; `None` without a budget."""
         if self.settings.budget is None:
             return None
         absent = self.evicted if self.padding is None else self.evicted + self.padding

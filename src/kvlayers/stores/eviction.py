@@ -19,9 +19,9 @@ from kvlayers.stores.ragged import RaggedStore
 def evicted(store: TokenStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
     """A store that holds only some of the tokens of a store and of new ones. The store does not change.
 
-    Kept tokens are held as they were: states in full precision as they came, and codes as they were packed. If each
-    sequence and head keeps as many, the result is a store of the same kind. If not, it is a `RaggedStore`, which has
-    the newest tokens that all heads keep in its tail.
+    Kept tokens are held as they were: states in full precision as they came, and codes as they were packed. If all
+    heads keep the same number, the result is a store of the same kind. If not, it is a `RaggedStore`, which has the
+    newest tokens that all heads keep in its tail.
 
     Args:
         store: a `DenseStore`, a `QuantizedStore` or a `RaggedStore`, empty or not.

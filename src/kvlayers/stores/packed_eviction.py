@@ -175,7 +175,7 @@ def packed_evicted(
 
 
 def _is_even(chosen: _Kept) -> bool:
-    """Whether each head keeps as many tokens in full precision, and the same tokens of as many blocks."""
+    """Whether all heads keep the same numbers of tokens in full precision, of blocks, and of tokens in each block."""
     first = chosen.counts[0, 0], chosen.older[0, 0]
     if bool((chosen.counts != first[0]).any() | (chosen.older != first[1]).any()):
         return False
@@ -186,7 +186,7 @@ def _is_even(chosen: _Kept) -> bool:
 
 
 def _even(quantization: Quantization, chosen: _Kept, held: PackedPieces | None) -> QuantizedStore:
-    """A store of heads that keep as many tokens and blocks."""
+    """A store of heads that keep the same numbers of tokens and blocks."""
     store = QuantizedStore(quantization)
     sinks, count = int(chosen.older[0, 0]), int(chosen.counts[0, 0])
     if held is not None and chosen.blocks is not None and bool((chosen.blocks > 0).any()):

@@ -18,10 +18,10 @@ from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_types import KEEPS_STATES_IN_MODULES, config_of, decoder_config, tokens_at_once
 
 DECIDE_BY_STATES = ("kvlayers", "transformers")
-"""Packages whose caches keep what they keep because of the states that `update` gets, and of the queries that attend to
-what it returns.
+"""Packages whose caches decide what to keep by the states that `update` gets, and by the queries that attend to the
+states that it returns.
 
-A cache of another package may have looked at anything else, or may have changed the model.
+A cache of another package may decide by anything else, or may change the model.
 """
 
 

@@ -45,7 +45,7 @@ def attention_sums(keys: Tensor, queries: Tensor, scale: float | None) -> Tensor
             queries_now = block.shape[2]
             seen = tokens - observed + first + queries_now
             # As rows of one product, since matmul would copy the keys for each query head.
-            scores = (block.flatten(1, 2) @ own[..., :seen]).unflatten(1, (groups, queries_now))
+            scores = (block.flatten(1, 2) @ own[..., :seen]).view(batch, groups, queries_now, seen)
             scores[..., seen - queries_now :].masked_fill_(later[:queries_now, :queries_now], -torch.inf)
             sums[:, head, :, :seen] += scores.softmax(dim=-1).sum(dim=2)
     return sums

@@ -124,7 +124,7 @@ class Quantization:
         names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise OptionError(
-                f"`quantization` must be a kvlayers.Quantization, or a mapping of its options ({', '.join(names)}), got "
+                f"`quantization` must be a kvlayers.Quantization or a mapping of its options ({', '.join(names)}), got "
                 f"{given!r}: pass, for example, quantization={{'nbits': 4}}."
             )
         return cls(**given)

@@ -77,7 +77,9 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
         scores = queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3)
         if mask is not None:
             part = piece.columns_of(mask).reshape(scores.shape)
-            scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part.to(scores.dtype)
+            scores = (
+                scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part.to(scores.dtype)
+            )
         if piece.gathered is not None:
             scores = scores.masked_fill(piece.gathered.is_padding, -torch.inf)
         raised = torch.maximum(highest, scores.amax(-1, keepdim=True))

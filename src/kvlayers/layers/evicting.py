@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -16,6 +15,7 @@ from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
 from kvlayers.layers.eviction_choice import evict
+from kvlayers.layers.eviction_plan import planned_nbytes
 from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.layers.operations import LayerOperations, LayerState
@@ -26,7 +26,6 @@ from kvlayers.layers.token_layer import DEFAULT_STORE, TokenLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import TokenStore
-from kvlayers.stores.buffer import nbytes_of
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -105,8 +104,6 @@ class EvictingLayer(TokenLayer):
         self._progress, self._seen = progress, seen
         self._announced, self._awaited = 0, NOTHING
 
-    # Taking in states
-
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
         self._check_settled()
@@ -114,6 +111,9 @@ class EvictingLayer(TokenLayer):
         tokens = store.validate(key_states, value_states)
         account.check_batch(key_states.shape[0])
         seen = self._seen + tokens
+        if self._awaited.tokens:
+            # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
+            self._progress = self._progress.with_queries(self._progress.queries.emptied())
         is_due = account.is_due(seen, slack=0) if tokens > 1 else account.is_due_in_steps(seen)
         if is_due and not self.record_past and key_states.shape[0]:
             return self._update_and_evict(key_states, value_states)
@@ -149,14 +149,14 @@ class EvictingLayer(TokenLayer):
         if seen != self._seen or not awaited.tokens or query.shape[2] % awaited.tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
-        query = torch.unflatten(query, 2, (-1, awaited.tokens)).flatten(1, 2)
+        query = query.reshape(query.shape[0], -1, awaited.tokens, query.shape[3])
         queries = self._progress.queries.with_newest(query)
         # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
         self._awaited = NOTHING
         if awaited.new is not None:
             self._seen -= awaited.tokens
             self._evict(awaited.new, queries, seen)
-        elif self.settings.budget is not None or self.record_past:
+        else:
             self._progress = self._progress.with_queries(queries)
 
     def _evict(self, new: KVPair | None, queries: ObservedQueries, seen: int) -> None:
@@ -199,7 +199,7 @@ class EvictingLayer(TokenLayer):
     def announce(self, columns: int) -> None:
         """Return states with this many columns for held tokens from the next update.
 
-        The layers of a model share a mask, but need not hold as many tokens. Columns without a token come first.
+        Layers that share a mask may hold different numbers of tokens. Columns without a token come first.
         """
         self._announced = columns
 
@@ -225,17 +225,8 @@ class EvictingLayer(TokenLayer):
         return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
 
     @override
-    def planned_tokens(self, tokens: int) -> int:
-        return min(tokens, self.settings.allowed(tokens))
-
-    @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        forms, settings, held = shape.forms(), self.settings, self.planned_tokens(tokens)
-        are_uneven = held < tokens and settings.heads_differ and forms[0].kv_heads > 1
-        store = RaggedStore(self._empty) if are_uneven else self._empty
-        queries = settings.retained_queries(tokens)
-        states = store.planned_nbytes(*forms, held, sized_for)
-        return PlannedBytes(states, resident=nbytes_of(shape.query_form(), queries))
+        return planned_nbytes(self.settings, self._empty, shape, tokens, sized_for)
 
     @property
     def left_padding(self) -> Tensor | None:
@@ -291,10 +282,8 @@ class EvictingLayer(TokenLayer):
             return
         if length == self._seen and self._awaited.new is not None:
             return
-        dropped = self._seen - self._awaited.unstored - length
-        self._store.truncate(self._store.length - dropped)
-        progress = self._progress.with_queries(self._progress.queries.without_newest(dropped))
-        self._start_over(progress, length)
+        self._store.truncate(self._store.length - (self._seen - self._awaited.unstored - length))
+        self._start_over(self._progress.rolled_back(length, self._seen - self._awaited.tokens), length)
         self._evict_recorded()
 
     @override
@@ -311,9 +300,8 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        rule, progress = self.settings.rule, self._progress
-        can_score = not rule.queries or progress.queries.count
-        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
+        progress = self._progress
+        if self.record_past and progress.can_score and progress.account.is_due(self._seen, STEP - 1):
             self._evict(None, progress.queries, self._seen)
 
     # The batch, copies and state

@@ -117,7 +117,7 @@ class Quantization:
         """The options that a cache is given as its option `quantization`: as they are, as a mapping, or `None`.
 
         Raises:
-            OptionError: it is something else, or an option has a wrong value.
+            OptionError: it is something else, or an option does not exist or has a wrong value.
         """
         if given is None or isinstance(given, cls):
             return given

@@ -220,11 +220,13 @@ def test_few_pages_are_no_recall(tokens: int) -> None:
     assert torch.equal(attend(query, run.layer.update(keys, values)), attend(query, plain.update(keys, values)))
 
 
+@pytest.mark.parametrize("sinks", [4, 0])
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("padding", [[0, 21], [8, 64], [95, 0], [3, 3]], ids=str)
-def test_padding_is_not_chosen(padding: list[int], additive: bool) -> None:
+def test_padding_is_not_chosen(padding: list[int], additive: bool, sinks: int) -> None:
     """Padding keys may be anything, even not a number; each sequence has its own sinks."""
-    run = Run(RecallLayer(RECALL))
+    recall = Recall(pages=3, page_tokens=8, sink_tokens=sinks, recent_tokens=8)
+    run = Run(RecallLayer(recall), recall)
     keys, values = run.random(KV_HEADS, 100), run.random(KV_HEADS, 100)
     for sequence, padded in enumerate(padding):
         keys[sequence, :, :padded] = 1e4

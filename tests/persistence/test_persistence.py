@@ -467,24 +467,24 @@ def test_ids_of_other_tokens_are_refused(ids: Any, path: pathlib.Path) -> None:
 # A prefix
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 99, 103])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][0] not in RECURRENT])
-def test_a_prefix_is_what_a_crop_leaves(kind: str, length: int, path: pathlib.Path) -> None:
+def test_a_prefix_is_what_a_crop_leaves(kind: str, path: pathlib.Path) -> None:
     model, cache = _filled(kind)
     save_cache(cache, path)
-    twin = cache.fork()
-    try:
-        twin.crop(length) if length else twin.truncate(0)
-    except RollbackError:
-        with pytest.raises(RollbackError):
-            load_cache(path, length=length)
-        return
-    loaded = load_cache(path, length=length)
-    # In one piece, as the loaded cache is: attention to several pieces adds the same products in another order.
-    twin.compact()
-    assert _described(loaded) == _described(twin)
-    first = prompt(2, 1, seed=2)
-    assert _same(_decoded(model, loaded, first), _decoded(model, twin, first))
+    for length in (0, 1, 7, 99, 103):
+        twin = cache.fork()
+        try:
+            twin.crop(length) if length else twin.truncate(0)
+        except RollbackError:
+            with pytest.raises(RollbackError):
+                load_cache(path, length=length)
+            continue
+        loaded = load_cache(path, length=length)
+        # In one piece, as the loaded cache is: attention to several pieces adds the same products in another order.
+        twin.compact()
+        assert _described(loaded) == _described(twin)
+        first = prompt(2, 1, seed=2)
+        assert _same(_decoded(model, loaded, first), _decoded(model, twin, first)), length
 
 
 def test_a_prefix_of_a_recurrent_model_is_exact_or_refused(path: pathlib.Path) -> None:

@@ -8,8 +8,6 @@ import contextlib
 import errno
 import os
 import pathlib
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import killed_workers
 import redis_server
 import s3_server
 from backend_cases import PART, covered, filled, large, put
@@ -311,13 +310,8 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(
 @posix
 def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
-    helper = pathlib.Path(__file__).parents[1] / "helpers" / "killed_workers.py"
     directory = tmp_path / "shared"
-    ran = subprocess.run(
-        [sys.executable, str(helper), str(directory)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-    acknowledged = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    acknowledged = [tuple(map(int, line.split())) for line in killed_workers.flushed_by(str(directory)).splitlines()]
     assert len(acknowledged) > 20
     # What killed processes left behind is old an hour later, and so is a block whose writer came no further.
     (directory / f"{'0' * 64}.block").write_bytes(b"left behind")

@@ -19,11 +19,13 @@ from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_t
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.layers.token_layer import DEFAULT_STORE, TokenLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import TokenStore
+from kvlayers.stores.buffer import nbytes_of
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -223,6 +225,15 @@ class EvictingLayer(TokenLayer):
     @override
     def planned_tokens(self, tokens: int) -> int:
         return min(tokens, self.settings.allowed(tokens))
+
+    @override
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        forms, settings, held = shape.forms(), self.settings, self.planned_tokens(tokens)
+        are_uneven = held < tokens and settings.heads_differ and forms[0].kv_heads > 1
+        store = RaggedStore(self._empty) if are_uneven else self._empty
+        queries = settings.retained_queries(tokens)
+        states = store.planned_nbytes(*forms, held, sized_for)
+        return PlannedBytes(states, resident=nbytes_of(shape.query_form(), queries))
 
     @property
     def left_padding(self) -> Tensor | None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.eviction import ALL_QUERIES
 from kvlayers.eviction.settings import EvictionSettings
 from kvlayers.layers.eviction_account import NAMES as ACCOUNT_NAMES
 from kvlayers.layers.eviction_account import EvictionAccount
@@ -62,10 +61,9 @@ class EvictionProgress:
             queries: the queries of the newest tokens.
         """
         settings = self.settings
-        later_evictions_need_them = settings.budget is not None and settings.rule.queries != ALL_QUERIES
         return EvictionProgress(
             self.account.with_counts(seen, counts),
-            queries if later_evictions_need_them else queries.emptied(),
+            queries if settings.keeps_queries else queries.emptied(),
             max(self.whole_from, seen - settings.recent_tokens),
         )
 

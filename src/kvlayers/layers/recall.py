@@ -30,8 +30,10 @@ from kvlayers.layers.page_segments import chosen_segments
 from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.offload.page_pool import places_for
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import TokenStore
+from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.buffer import nbytes_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import checks_options
@@ -206,7 +208,17 @@ class RecallLayer(DynamicLayer):
         if self.recall.pages == "all":
             return planned
         bounds = planned_nbytes(shape.forms()[0], tokens, self.recall.page_tokens, self._store.first_block)
-        return planned._replace(device=planned.device + bounds)
+        return planned._replace(resident=bounds)
+
+    @override
+    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
+        recall, size = self.recall, self.recall.page_tokens
+        first, last = -(-recall.sink_tokens // size), (tokens - recall.recent_tokens) // size
+        if recall.pages == "all" or last - first <= recall.pages or not self._store.holds_tokens_apart:
+            return 0
+        forms, pages = shape.forms(), first + places_for(recall.pages)
+        newest = DenseStore().planned_nbytes(*forms, tokens - last * size, None)
+        return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Operations
 

@@ -58,7 +58,7 @@ class EvictingCache(Cache):
         budget: tokens that are kept, whatever the length of the text: 4096, or "4k".
         sink_tokens: first tokens of each sequence that are always kept.
         recent_tokens: newest tokens that an eviction always keeps. A cache can be cropped within them.
-        per_head: whether KV heads keep different numbers of tokens, as many on average.
+        per_head: whether KV heads keep different numbers of tokens, with the same average.
         layer_budgets: how tokens are divided among layers: "uniform", "pyramid" for fewer from layer to layer, or a
             positive weight for each layer that evicts.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know and a rule that needs it.
@@ -162,7 +162,7 @@ class EvictingCache(Cache):
 
     @override
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        # All layers of full attention share the mask of one of them, although they need not hold as many tokens.
+        # All layers of full attention share the mask of one of them, but may hold different numbers of tokens.
         evicting = [layer for layer in map(_unwrapped, self.adapted_layers()) if isinstance(layer, EvictingLayer)]
         columns = max((layer.columns for layer in evicting), default=0)
         for layer in evicting:

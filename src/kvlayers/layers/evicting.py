@@ -113,6 +113,9 @@ class EvictingLayer(TokenLayer):
         tokens = store.validate(key_states, value_states)
         account.check_batch(key_states.shape[0])
         seen = self._seen + tokens
+        if self._awaited.tokens:
+            # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
+            self._progress = self._progress.with_queries(self._progress.queries.emptied())
         if tokens > 1 and not self.record_past and account.is_due(seen, slack=0):
             return self._update_and_evict(key_states, value_states)
         attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
@@ -156,7 +159,7 @@ class EvictingLayer(TokenLayer):
         if awaited.delay_eviction:
             self._seen -= awaited.unstored
             self._evict(awaited.new, queries, STEP - 1 if awaited.new is None else 0, seen)
-        elif self.settings.budget is not None or self.record_past:
+        else:
             self._progress = self._progress.with_queries(queries)
 
     def _evict(self, new: KVPair | None, queries: ObservedQueries, slack: int, seen: int) -> None:
@@ -197,7 +200,7 @@ class EvictingLayer(TokenLayer):
     def announce(self, columns: int) -> None:
         """Return states with this many columns for held tokens from the next update.
 
-        The layers of a model share a mask, but need not hold as many tokens. Columns without a token come first.
+        Layers that share a mask may hold different numbers of tokens. Columns without a token come first.
         """
         self._announced = columns
 
@@ -289,10 +292,8 @@ class EvictingLayer(TokenLayer):
             return
         if length == self._seen and self._awaited.delay_eviction:
             return
-        dropped = self._seen - self._awaited.unstored - length
-        self._store.truncate(self._store.length - dropped)
-        progress = self._progress.with_queries(self._progress.queries.without_newest(dropped))
-        self._start_over(progress, length)
+        self._store.truncate(self._store.length - (self._seen - self._awaited.unstored - length))
+        self._start_over(self._progress.rolled_back(length, self._seen - self._awaited.tokens), length)
         self._evict_recorded()
 
     @override
@@ -309,9 +310,8 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        rule, progress = self.settings.rule, self._progress
-        can_score = not rule.queries or progress.queries.count
-        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
+        progress = self._progress
+        if self.record_past and progress.can_score and progress.account.is_due(self._seen, STEP - 1):
             self._evict(None, progress.queries, STEP - 1, self._seen)
 
     # The batch, copies and state

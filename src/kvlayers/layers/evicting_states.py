@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
+from kvlayers.attention.packed_ops import packed_pair, snapshot_of
+from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.ragged import RaggedStore
@@ -30,7 +29,7 @@ def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
 
 
 def with_columns(states: KVPair, columns: int) -> KVPair:
-    """States with at least `columns` columns: if there are fewer, with some in front in which no head has a token."""
+    """States with at least `columns` columns: if there are fewer, columns without a token are added in front."""
     missing = columns - states[0].shape[2]
     if missing <= 0:
         return states
@@ -51,12 +50,6 @@ def _some_states(segments: KVSegments) -> KVPair:
 def _with_segments(states: KVPair, before: tuple[GatheredSegment, ...], behind: tuple[DenseSegment, ...]) -> KVPair:
     """States with further segments."""
     keys, values = states
-    if isinstance(keys, PackedStates):
-        snapshot = keys.snapshot
-        segments = KVSegments((*before, *snapshot.segments.in_order, *behind))
-        whole = replace(snapshot, segments=segments)
-    else:
-        plain = DenseSegment(keys.as_subclass(Tensor), values)
-        segments, version = KVSegments((*before, plain, *behind)), Version()
-        whole = Snapshot(segments, keys.dtype, keys.device, version, version.number, segments.tokens, PathCounter())
-    return packed_pair(whole, keys.shape[1], (keys.shape[3], values.shape[3]))
+    snapshot = snapshot_of(keys, values)
+    segments = KVSegments((*before, *snapshot.segments.in_order, *behind))
+    return packed_pair(replace(snapshot, segments=segments), keys.shape[1], (keys.shape[3], values.shape[3]))

@@ -52,6 +52,11 @@ class EvictionProgress:
         """Places in front of the held tokens of each sequence that are padding, int64 `[batch]` on the host."""
         return None if self.whole_from else self.account.padding
 
+    @property
+    def can_score(self) -> bool:
+        """Whether the rule has the queries that it asks for."""
+        return not self.settings.rule.queries or self.queries.count > 0
+
     def after_eviction(self, seen: int, counts: Tensor, queries: ObservedQueries) -> "EvictionProgress":
         """The progress after an eviction.
 
@@ -83,6 +88,11 @@ class EvictionProgress:
     def with_queries(self, queries: ObservedQueries) -> "EvictionProgress":
         """The same with these queries of the newest tokens."""
         return replace(self, queries=queries)
+
+    def rolled_back(self, length: int, shown: int) -> "EvictionProgress":
+        """The progress after a rollback to `length` tokens, if attention had shown the queries of `shown` tokens."""
+        queries = self.queries.without_newest(shown - length) if length <= shown else self.queries.emptied()
+        return self.with_queries(queries)
 
     def selected(self, indices: Tensor) -> "EvictionProgress":
         """The progress of the sequences at `indices`, int64 `[new_batch]`."""

@@ -57,7 +57,8 @@ class RecallLayer(DynamicLayer):
     autograd follows. If no more pages are there than may be chosen, the layer does what a `DynamicLayer` does.
 
     The pages stand at multiples of `page_tokens`, counted from the first token, padding included. A page of padding
-    alone is not chosen, as far as attention is given a mask, which eager attention applies later.
+    alone is not chosen if attention is given a mask. Eager attention applies its mask later, so it may choose such
+    pages.
 
     Args:
         recall: how many pages are read, and which tokens always are; the defaults if it is not given.

@@ -314,6 +314,23 @@ def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
     assert (layer.length, layer.held_tokens) == (54, 22)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> None:
+    layer = EvictingLayer("random", keep=0.4, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head)
+    layer.update(*torch.randn(2, 2, KV_HEADS, 100, HEAD_DIM).unbind())
+    wider = layer.fork()
+    wider.announce(wider.columns + 9)
+    assert wider.mask_sizes(tokens)[0] == layer.mask_sizes(tokens)[0] + 9
+    keys, values = torch.randn(2, 2, KV_HEADS, tokens, HEAD_DIM).unbind()
+    query = torch.randn(2, HEADS, tokens, HEAD_DIM)
+    mask = torch.rand(2, 1, tokens, layer.columns + tokens) < 0.7
+    mask[..., -1] = True
+    expected = attend_by_sdpa(query, *layer.update(keys, values), mask)
+    visible = torch.cat([torch.ones(2, 1, tokens, 9, dtype=torch.bool), mask], 3)
+    torch.testing.assert_close(attend_by_sdpa(query, *wider.update(keys, values), visible), expected)
+
+
 @pytest.mark.parametrize("wanted", [8, ALL_QUERIES])
 def test_observed_queries_are_those_of_the_newest_tokens(wanted: int) -> None:
     all_queries, held = torch.randn(1, HEADS, 400, HEAD_DIM), ObservedQueries(wanted)

@@ -15,6 +15,7 @@ from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
 from kvlayers.layers.eviction_choice import evict
+from kvlayers.layers.eviction_plan import planned_nbytes
 from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.layers.operations import LayerOperations, LayerState
@@ -25,7 +26,6 @@ from kvlayers.layers.token_layer import DEFAULT_STORE, TokenLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import TokenStore
-from kvlayers.stores.buffer import nbytes_of
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -103,8 +103,6 @@ class EvictingLayer(TokenLayer):
         """Go on from there, with nothing expected."""
         self._progress, self._seen = progress, seen
         self._announced, self._awaited = 0, NOTHING
-
-    # Taking in states
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
@@ -226,17 +224,8 @@ class EvictingLayer(TokenLayer):
         return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
 
     @override
-    def planned_tokens(self, tokens: int) -> int:
-        return min(tokens, self.settings.allowed(tokens))
-
-    @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        forms, settings, held = shape.forms(), self.settings, self.planned_tokens(tokens)
-        are_uneven = held < tokens and settings.heads_differ and forms[0].kv_heads > 1
-        store = RaggedStore(self._empty) if are_uneven else self._empty
-        queries = settings.retained_queries(tokens)
-        states = store.planned_nbytes(*forms, held, sized_for)
-        return PlannedBytes(states, resident=nbytes_of(shape.query_form(), queries))
+        return planned_nbytes(self.settings, self._empty, shape, tokens, sized_for)
 
     @property
     def left_padding(self) -> Tensor | None:

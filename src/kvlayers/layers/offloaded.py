@@ -116,7 +116,7 @@ class OffloadedLayer(WrapperLayer):
 
     def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
         """Take in a token where the pages are held, and bring the pages that its query chooses."""
-        with self.prefetcher.pages_at_home(self):
+        with self.prefetcher.pages_at_home(self, self.wrapped.store):
             states = self.wrapped.update(keys, values)
         return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
 
@@ -234,10 +234,6 @@ class OffloadedLayer(WrapperLayer):
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
         self.wrapped.swap_buffers(swap)
-
-    def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
-        """See `TokenStore.swap_unpaged_buffers`."""
-        self.wrapped.store.swap_unpaged_buffers(swap)
 
     # Operations
 

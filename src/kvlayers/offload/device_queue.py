@@ -30,9 +30,6 @@ class OffloadTarget(Protocol):
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
 
-    def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
-        """See `TokenStore.swap_unpaged_buffers`."""
-
 
 @dataclass
 class Staged:

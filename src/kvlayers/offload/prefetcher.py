@@ -13,7 +13,7 @@ from kvlayers.offload.storage import HomeMemory, HostMemory
 from kvlayers.offload.traffic import Traffic, TrafficMeter
 from kvlayers.offload.transfers import Rows, Transfers, transfers_for
 from kvlayers.stores.buffer import TokenBuffer
-from kvlayers.stores.contract import BufferSwap
+from kvlayers.stores.contract import BufferSwap, TokenStore
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 
@@ -35,6 +35,8 @@ class Prefetcher:
       for all states that are being written back. So nothing is read before it is written, nor overwritten before it
       is read.
     * States are written back after they were computed: the copy waits for all work that the current stream has queued.
+    * If pages are read where they are held, the host writes to them and reads them: after everything that was written
+      back of the layer has arrived. Pages that it brings to the device are copied as states are.
     * Tensors that are written back are released at the next update, when the current stream has waited for the copy.
       `StreamTransfers` says why memory is then reused in order, whoever has the same streams.
     * All other operations (crop, reorder, fork, state, ...) are done by the host, in offloaded memory, when everything
@@ -190,12 +192,17 @@ class Prefetcher:
             queue.finish_writing_back()
 
     @contextlib.contextmanager
-    def pages_at_home(self, layer: OffloadTarget) -> Iterator[None]:
+    def pages_at_home(self, layer: OffloadTarget, store: TokenStore) -> Iterator[None]:
         """Within this context, have the pages of a layer where they are held, and its other tokens on their device.
 
-        The update that is made in it writes to the pages. The other tokens stay on the device until `write_back`.
+        An update in this context writes to the pages where they are held. The other tokens stay on the device until
+        `write_back`.
 
         Blocks until everything that was written back has arrived, and until nobody needs what was copied ahead.
+
+        Args:
+            layer: the layer.
+            store: how it holds its tokens.
         """
         queue = self.queue(layer.device)
         if queue is None:
@@ -204,10 +211,10 @@ class Prefetcher:
         self.synchronize(layer)
         if layer in queue.staged:
             self.discard(layer)
-        unpaged = self._start_copy(queue, layer.version, layer.swap_unpaged_buffers)
+        unpaged = self._start_copy(queue, layer.version, store.swap_unpaged_buffers)
         if unpaged.copy is not None:
             unpaged.copy.make_stream_wait()
-            layer.swap_unpaged_buffers(lambda buffer, start, end: unpaged.buffers.get(id(buffer), buffer))
+            store.swap_unpaged_buffers(lambda buffer, start, end: unpaged.buffers.get(id(buffer), buffer))
         self.meter.count(layer.index, unpaged.traffic)
         held = _nbytes_on_host(layer)
         yield
